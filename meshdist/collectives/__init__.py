@@ -1,0 +1,1 @@
+"""The verbs: what the members of a group do together."""

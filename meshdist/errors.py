@@ -1,0 +1,159 @@
+"""Every exception that a program can see.
+
+Each derives from ``MeshdistError`` and from the class of torch or the builtin that a program
+written for torch.distributed would catch in its place. The text follows one form (see
+``error_text``), and its fields are attributes, so that a handler need not parse it.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
+
+from .error_text import explain
+
+__all__ = [
+    "AbortedError",
+    "AgreementError",
+    "ArgumentError",
+    "AxisError",
+    "BackendError",
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "DtypeError",
+    "GradientError",
+    "GroupClosedError",
+    "KindError",
+    "MeshError",
+    "MeshdistError",
+    "NotInGroupError",
+    "NotInitializedError",
+    "RankFailedError",
+    "RendezvousError",
+    "ShapeError",
+    "StoreError",
+    "WorldError",
+]
+
+
+class MeshdistError(Exception):
+    """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(explain(summary, where=where, expected=expected, found=found, fix=fix))
+        self.summary = summary
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.fix = fix
+
+    def __str__(self) -> str:  # KeyError, a base of AxisError, would print a repr
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {name: getattr(self, name) for name in ("where", "expected", "found", "fix")}
+        return _rebuild, (type(self), self.summary, fields, self.__dict__)
+
+
+def _rebuild(
+    kind: type[MeshdistError],
+    summary: str,
+    fields: dict[str, str | None],
+    attributes: dict[str, object],
+) -> MeshdistError:
+    error = kind(summary, **fields)
+    error.__dict__.update(attributes)
+    return error
+
+
+class ArgumentError(MeshdistError, ValueError):
+    """An argument has a value that the call cannot serve; nothing was sent."""
+
+
+class KindError(MeshdistError, TypeError):
+    """An argument has the wrong type; nothing was sent."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor's shape does not fit the call or the group."""
+
+
+class DtypeError(ArgumentError, TypeError):
+    """A tensor's dtype does not fit the call, the reduction or the wire."""
+
+
+class MeshError(ArgumentError, RuntimeError):
+    """A mesh cannot be made, changed or asked as the call wants."""
+
+
+class AxisError(MeshError, KeyError):
+    """A mesh has no such axis, or an axis is named twice."""
+
+
+class NotInGroupError(ArgumentError, RuntimeError):
+    """This rank is no member of the group or mesh that the call names."""
+
+
+class GroupClosedError(ArgumentError, RuntimeError):
+    """The group, mesh or world was closed before."""
+
+
+class NotInitializedError(MeshdistError, ValueError, RuntimeError):
+    """The call needs a world, and none is there."""
+
+
+class WorldError(MeshdistError, ValueError, RuntimeError):
+    """The world is there already, belongs to another process, or cannot be used so."""
+
+
+class RendezvousError(MeshdistError, DistNetworkError):
+    """The ranks did not find each other: variables, address, file or a missing rank."""
+
+
+class StoreError(MeshdistError, DistStoreError):
+    """The store was lost, closed, or did not answer in time."""
+
+
+class BackendError(MeshdistError, DistBackendError):
+    """A wire failed, is missing, or cannot do what was asked."""
+
+
+class AgreementError(BackendError, ValueError):
+    """Members of one group called with different definitions; every one of them raises."""
+
+
+class CollectiveTimeoutError(BackendError, TimeoutError):
+    """A verb, an opening or a rendezvous waited longer than its timeout."""
+
+
+class AbortedError(BackendError):
+    """The group was aborted, by this rank or by another."""
+
+
+class RankFailedError(MeshdistError, RuntimeError):
+    """A rank that this program started raised; the cause is its exception.
+
+    Attributes:
+        rank: the first rank that failed.
+    """
+
+    rank: int = -1
+
+
+class DeadlockError(BackendError):
+    """No simulated rank can go on; the text says what each waits for."""
+
+
+class GradientError(MeshdistError, RuntimeError):
+    """A gradient was asked of a verb that has none."""

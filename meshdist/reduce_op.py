@@ -1,0 +1,33 @@
+"""The reductions, under torch's names."""
+
+from __future__ import annotations
+
+from torch.distributed import ReduceOp
+
+from .errors import KindError
+
+__all__ = ["ReduceOp", "get_reduce_op", "op_name"]
+
+_BY_NAME = {
+    name: getattr(ReduceOp, name)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
+
+def get_reduce_op(op: object) -> ReduceOp.RedOpType:
+    """Return ``op`` as the plain kind (``ReduceOp.SUM`` ...); raises KindError otherwise."""
+    if isinstance(op, ReduceOp.RedOpType):
+        return op
+    for plain in _BY_NAME.values():
+        if isinstance(op, ReduceOp) and op == plain:
+            return plain
+    raise KindError(
+        f"{op!r} is not a reduction",
+        expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME),
+        fix="pass for example op=meshdist.ReduceOp.SUM",
+    )
+
+
+def op_name(op: ReduceOp.RedOpType) -> str:
+    """The short name of a plain kind, for example ``SUM``."""
+    return str(op.name)

@@ -1,0 +1,1 @@
+"""The ways to move bytes: one wire a file, one protocol for all."""

@@ -1,0 +1,190 @@
+"""The protocol of all wires, and their registry.
+
+A ``Wire`` opens a ``Communicator`` among the members of one group. A communicator starts
+operations and returns each as a ``Pending``; ``finish`` waits for one. Tensors that reach a wire
+are dense torch tensors of a device type it serves, checked by the verbs above; roots and peers
+count inside the group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed import Store
+
+from ..errors import BackendError
+from ..reduce_op import ReduceOp
+
+__all__ = [
+    "Communicator",
+    "Opening",
+    "Pending",
+    "Wire",
+    "WireAborted",
+    "WireFailure",
+    "WireTimeout",
+    "find_wire",
+    "get_wire",
+    "register_wire",
+    "wire_names",
+]
+
+Pending: TypeAlias = Any
+"""An operation that a communicator has started; opaque to everyone else."""
+
+
+class WireFailure(Exception):
+    """A wire could not finish an operation; the verbs turn it into an error that explains."""
+
+
+class WireTimeout(WireFailure):
+    """An operation was not finished in time."""
+
+
+class WireAborted(WireFailure):
+    """The communicator was aborted while an operation waited."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a wire needs to open one communicator, equal on all members but for ``rank``.
+
+    Args:
+        store: a store whose keys belong to this communicator alone.
+        ranks: the members' global ranks, in group order.
+        rank: this member's place in ``ranks``.
+        device_type: the device type of the tensors that it will carry.
+        timeout: bounds the opening, and each operation that names none.
+        is_one_host: whether all members run on one host.
+        options: the wire's own options, or None.
+        device: the device bound to this rank, or None.
+    """
+
+    store: Store
+    ranks: tuple[int, ...]
+    rank: int
+    device_type: str
+    timeout: timedelta
+    is_one_host: bool = True
+    options: Any = None
+    device: torch.device | None = None
+
+
+class Communicator(ABC):
+    """One group's connection over one wire.
+
+    Each verb starts an operation at once and returns it; nothing is kept of the tensors once it
+    is finished. Operations of one communicator are started in program order by one thread at a
+    time.
+    """
+
+    def __init__(self, wire: str, rank: int, size: int) -> None:
+        self.wire = wire
+        self.rank = rank
+        self.size = size
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta) -> Pending:
+        """Reduce ``tensor`` in place; every member then holds the same bits."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
+        """Give every member the tensor of member ``root``."""
+
+    @abstractmethod
+    def all_gather(
+        self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta
+    ) -> Pending:
+        """Lay the members' tensors one after the other, in group order, into ``output``."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta
+    ) -> Pending:
+        """Cut ``tensor`` into one equal block per member; ``output`` is my block, reduced."""
+
+    @abstractmethod
+    def barrier(self, timeout: timedelta) -> Pending:
+        """Finished on a member when every member has started it."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
+        """Send to member ``peer``; finished when ``tensor`` may be written again."""
+
+    @abstractmethod
+    def recv(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta
+    ) -> Pending:
+        """Receive from member ``peer``, or from any member."""
+
+    @abstractmethod
+    def finish(self, pending: Pending, timeout: timedelta) -> None:
+        """Wait for ``pending``; raises WireTimeout, WireAborted or WireFailure."""
+
+    @abstractmethod
+    def is_finished(self, pending: Pending) -> bool:
+        """Whether ``pending`` is done, without waiting."""
+
+    def source(self, pending: Pending) -> int:
+        """The member that a finished receive came from."""
+        raise WireFailure("only a receive has a source")
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Free every thread of this process that waits in ``finish``; may be called by any."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the communicator when nothing waits in it."""
+
+
+class Wire(ABC):
+    """One way to move bytes."""
+
+    name: str
+    device_types: frozenset[str]
+    default_timeout: timedelta = timedelta(minutes=30)
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether this machine can use the wire now."""
+
+    @abstractmethod
+    def open(self, opening: Opening) -> Communicator:
+        """Open a communicator, together with all other members; raises WireFailure."""
+
+
+_wires: dict[str, Wire] = {}
+
+
+def register_wire(wire: Wire) -> None:
+    """Add ``wire`` under its name, replacing an older one of that name."""
+    _wires[wire.name] = wire
+
+
+def wire_names() -> tuple[str, ...]:
+    """The names of all registered wires, sorted."""
+    return tuple(sorted(_wires))
+
+
+def find_wire(name: str) -> Wire | None:
+    """Return the wire called ``name``, or None."""
+    return _wires.get(name.lower())
+
+
+def get_wire(name: str) -> Wire:
+    """Return the wire called ``name``; raises BackendError, listing what there is."""
+    wire = find_wire(name)
+    if wire is None or not wire.is_available():
+        known = ", ".join(n for n in wire_names() if _wires[n].is_available())
+        state = "is not registered" if wire is None else "is not available on this machine"
+        raise BackendError(
+            f"backend {name.lower()!r} {state}",
+            expected=f"one of: {known}",
+            fix="name one of these, or None for the default of each device type",
+        )
+    return wire
