@@ -1,0 +1,56 @@
+# Everything that a checkout can do. Needs CPython >= 3.10, a C++ compiler and make.
+#   PYTHON       the interpreter that makes the virtual environment (default: python3)
+#   VENV         where that environment lies (default: .venv)
+#   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
+
+PYTHON      ?= python3
+VENV        ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test soak bench clean
+
+help: ## show this list
+	@echo "meshdist: N-D parallel programs on a named device mesh"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+demo: $(VENV)/.installed-demo ## train a small transformer on four processes, mesh (dp=2, tp=2)
+	$(BIN)/meshdist run -n 4 examples/train_lm.py --mesh dp=2,tp=2 --check
+
+test: $(VENV)/.installed-test ## format, lint, types, and every test but the soak
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed-test ## the long tables and stress tests
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
+	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove the virtual environment, build output and caches
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find meshdist tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The environment is made anew only when what it is made from changes. The install is editable: it
+# is pip's real install of this checkout (metadata, dependencies, the `meshdist` command), and edits
+# and new files are seen at once.
+$(VENV)/.made: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(f"meshdist needs CPython >= 3.10; {sys.executable} is {sys.version.split()[0]}. Choose another: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --upgrade --constraint constraints.txt pip
+	@touch $@
+
+$(VENV)/.installed-demo: EXTRA = examples
+$(VENV)/.installed-test: EXTRA = test
+$(VENV)/.installed-bench: EXTRA = bench
+$(VENV)/.installed-%: $(VENV)/.made
+	@echo "Installing meshdist[$(EXTRA)] and its dependencies (the first time takes a while: torch)"
+	@$(PIP) install --root-user-action=ignore --constraint constraints.txt \
+		--build-constraint constraints.txt --editable '.[$(EXTRA)]'
+	@touch $@

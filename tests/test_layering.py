@@ -1,0 +1,382 @@
+"""The plan of the house, checked: who may import whom.
+
+Every file of the package has a place in ``FLOORS``. A module imports only from floors below its
+own; inside one folder, only from modules listed before it. Nothing imports in circles, and nothing
+touches another module's underscore names. Imports inside functions count; those under
+``if TYPE_CHECKING:`` do not run and do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "meshdist"
+
+# From the ground up. A floor maps its rooms to their modules, bottom-up: a room is a folder, or one
+# file that lies directly in the package ("" where several do). A folder's __init__ is its top.
+FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
+    {"": ("error_text", "errors", "reduce_op", "arrays")},
+    {"runtime": ("stores", "world", "recorder", "rendezvous", "launcher")},
+    {"wires": ("base", "c10d", "simulated", "shm", "mpi", "hierarchical", "fallbacks")},
+    {
+        "mesh": (
+            "layout",
+            "spec",
+            "pattern",
+            "groups",
+            "topology",
+            "drawing",
+            "device_mesh",
+            "torch_interop",
+            "session",
+        )
+    },
+    {
+        "collectives": (
+            "checks",
+            "verbs",
+            "point_to_point",
+            "objects",
+            "functional",
+            "axis_types",
+            "shared_buffers",
+        )
+    },
+    {
+        "sharding": ("plans", "resharding", "einsums", "shard_mapping", "sharded_array"),
+        "lax": ("lax",),
+        "torch_backends": ("torch_backends",),
+        "debug": (),
+    },
+    {
+        "ddp": (
+            "buckets",
+            "reducer",
+            "data_parallel",
+            "comm_hooks",
+            "joining",
+            "zero",
+            "averaging",
+            "grad_norm",
+            "sampler",
+        ),
+        "tensor_parallel": (),
+    },
+    {"cli": ("run", "bench", "doctor", "main")},
+    {"launch": ("launch",), "__main__": ("__main__",)},
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module stands: its floor, its room there, and its height in the room."""
+
+    floor: int
+    room: str
+    height: int
+
+
+def places() -> dict[str, Place]:
+    """Return the place of every module that the plan knows, whether or not it is built yet."""
+    found = {PACKAGE: Place(len(FLOORS), "", 0)}
+    for floor, rooms in enumerate(FLOORS):
+        for room, modules in rooms.items():
+            is_folder = room not in ("", *modules)
+            prefix = f"{PACKAGE}.{room}" if is_folder else PACKAGE
+            for height, module in enumerate(modules):
+                found[f"{prefix}.{module}"] = Place(floor, room, height)
+            if is_folder:
+                found[prefix] = Place(floor, room, len(modules))
+    return found
+
+
+# -- what a module imports ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of the package: the line, the module, and the name taken from it."""
+
+    line: int
+    module: str
+    name: str | None
+
+
+def is_private(name: str) -> bool:
+    """Return whether ``name`` is its owner's own business; ``__dunder__`` names are not."""
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def running_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node below ``node`` except what stands under ``if TYPE_CHECKING:``."""
+    yield node
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children: Iterator[ast.AST] = iter(node.orelse)
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from running_nodes(child)
+
+
+def imports_of(module: str, tree: ast.AST, modules: set[str], is_package: bool) -> list[Import]:
+    """Return the imports of the package's own modules in ``tree``, also those inside functions."""
+    found = []
+    for node in running_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    found.append(Import(node.lineno, alias.name, None))
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                above = parts[: len(parts) - node.level + is_package]
+                origin = ".".join([*above, origin] if origin else above)
+            if origin.split(".")[0] != PACKAGE:
+                continue
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                if inner in modules:
+                    found.append(Import(node.lineno, inner, None))
+                else:
+                    found.append(Import(node.lineno, origin, alias.name))
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")[-1]
+            target = node.args[0]
+            name = str(target.value) if isinstance(target, ast.Constant) else ""
+            if called in ("import_module", "__import__") and name.split(".")[0] == PACKAGE:
+                found.append(Import(node.lineno, name, None))
+    return found
+
+
+# -- the rules ----------------------------------------------------------------------------------
+
+
+def direction_faults(module: str, imports: list[Import], plan: Mapping[str, Place]) -> list[str]:
+    """Return one line for each import that does not go down."""
+    faults = []
+    here = plan[module]
+    for item in imports:
+        there = plan.get(item.module)
+        if there is None:
+            why = "which has no floor"
+        elif there.floor > here.floor:
+            why = f"which is up: floor {there.floor} from floor {here.floor}"
+        elif there.floor < here.floor:
+            continue
+        elif there.room != here.room:
+            why = f"another room of the same floor {here.floor}"
+        elif there.height >= here.height:
+            why = f"which is not listed below it in {here.room or PACKAGE}"
+        else:
+            continue
+        faults.append(f"{module}:{item.line} imports {item.module}, {why}")
+    return faults
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Return every name that a module defines or assigns, attributes and methods included."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            is_own = ast.unparse(node.value) in ("self", "cls")
+            names.update([node.attr] if is_own else [])
+    return names
+
+
+def underscore_faults(
+    module: str, tree: ast.AST, imports: list[Import], owners: Mapping[str, set[str]]
+) -> list[str]:
+    """Return one line for each underscore name of another module that ``tree`` touches.
+
+    ``owners`` tells which modules define a private name. An attribute counts as another module's
+    when it hangs on something imported from the package, or when others define the name, this
+    module does not, and it hangs on nothing from outside the package.
+    """
+    faults = [
+        f"{module}:{item.line} imports {item.name}, a private name of {item.module}"
+        for item in imports
+        if item.name is not None and is_private(item.name)
+    ]
+    ours: set[str] = set()
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            origin = getattr(node, "module", None) or ""
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                root = origin if isinstance(node, ast.ImportFrom) else alias.name
+                is_ours = getattr(node, "level", 0) > 0 or root.split(".")[0] == PACKAGE
+                (ours if is_ours else foreign).add(bound)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        base: ast.AST = node.value
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        name = base.id if isinstance(base, ast.Name) else ""
+        others = owners.get(node.attr, set())
+        if name in foreign or module in others:
+            continue
+        if name in ours or (others and name not in ("self", "cls")):
+            whose = ", ".join(sorted(others)) or name
+            faults.append(f"{module}:{node.lineno} touches {node.attr}, a private name of {whose}")
+    return faults
+
+
+def circle_faults(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return one line that names a circle of imports, or nothing."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return ["imports in a circle: " + " <- ".join(error.args[1])]
+    return []
+
+
+def find_faults(sources: Mapping[str, str], plan: Mapping[str, Place]) -> list[str]:
+    """Return every breach of the plan in ``sources``, a mapping of module name to its text."""
+    modules = set(sources)
+    packages = {name.rpartition(".")[0] for name in modules}
+    trees = {module: ast.parse(text) for module, text in sources.items()}
+    owners: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for name in own_names(tree):
+            if is_private(name):
+                owners.setdefault(name, set()).add(module)
+    faults, graph = [], {}
+    for module, tree in sorted(trees.items()):
+        if module not in plan:
+            faults.append(f"{module} has no floor: give it a place in FLOORS")
+            continue
+        imports = imports_of(module, tree, modules, module in packages)
+        graph[module] = {item.module for item in imports}
+        faults += direction_faults(module, imports, plan)
+        faults += underscore_faults(module, tree, imports, owners)
+    return faults + circle_faults(graph)
+
+
+def package_sources() -> dict[str, str]:
+    """Return the text of every module of the package, by its dotted name."""
+    sources = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+# -- the package --------------------------------------------------------------------------------
+
+
+def test_the_package_keeps_to_the_plan() -> None:
+    faults = find_faults(package_sources(), places())
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> None:
+    tree = ast.parse(package_sources()[PACKAGE])
+    eager = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    module = ast.Module(body=eager, type_ignores=[])
+    assert imports_of(PACKAGE, module, set(package_sources()), is_package=True) == []
+
+
+LIGHT = [PACKAGE, f"{PACKAGE}.error_text", f"{PACKAGE}.runtime.launcher", f"{PACKAGE}.cli.main"]
+LIGHT += [name for name in package_sources() if f"{PACKAGE}.cli." in name and name not in LIGHT]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_launcher_and_command_line_start_light(module: str) -> None:
+    code = (
+        f"import {module}, sys\n"
+        f"print(*[m for m in ('torch', 'numpy', '{PACKAGE}.errors') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+# -- the checker itself -------------------------------------------------------------------------
+
+PLAN = {
+    "meshdist": Place(3, "", 0),
+    "meshdist.ground": Place(0, "", 0),
+    "meshdist.low": Place(1, "low", 2),
+    "meshdist.low.first": Place(1, "low", 0),
+    "meshdist.low.second": Place(1, "low", 1),
+    "meshdist.left.thing": Place(2, "left", 0),
+    "meshdist.right.thing": Place(2, "right", 0),
+}
+
+
+def faults_of(**sources: str) -> list[str]:
+    """Check made-up modules: ``left__thing`` stands for ``meshdist.left.thing``."""
+    blank = dict.fromkeys(PLAN, "")
+    named = {f"{PACKAGE}.{name.replace('__', '.')}": text for name, text in sources.items()}
+    return find_faults(blank | named, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("left__thing", "from meshdist.low.first import f\nimport meshdist.ground"),
+        ("left__thing", "def f():\n    from ..low import second\n    return second"),
+        ("low__second", "from .first import f"),
+        ("low__second", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import meshdist"),
+        ("low__first", "import torch\ntorch._C._private()"),
+        ("low__first", "class A:\n    def f(self, other):\n        return self._x + other._x"),
+        ("low__first", "from meshdist import ground\nground.__doc__"),
+    ],
+)
+def test_the_checker_accepts(where: str, text: str) -> None:
+    assert faults_of(**{where: text}) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "fault"),
+    [
+        ("low__first", "import meshdist.left.thing", "floor 2 from floor 1"),
+        ("low__first", "from ..left import thing", "floor 2 from floor 1"),
+        ("low__first", "def f():\n    from meshdist.left.thing import g", ":2 imports"),
+        ("low__first", "from meshdist import simulate", "imports meshdist, which is up"),
+        ("low__first", "import importlib\nimportlib.import_module('meshdist')", "which is up"),
+        ("low__first", "from . import second", "not listed below it in low"),
+        ("low__first", "from .first import f", "not listed below it in low"),
+        ("left__thing", "from meshdist.right.thing import f", "another room of the same floor 2"),
+        ("left__thing", "from meshdist.cellar import f", "which has no floor"),
+        ("attic", "", "meshdist.attic has no floor"),
+        ("left__thing", "from meshdist.ground import _f", "imports _f, a private name of"),
+        ("left__thing", "from meshdist import ground as g\ng._f()", "touches _f, a private name"),
+        ("left__thing", "from meshdist.ground import C\nC()\nC._f()", ":3 touches _f"),
+    ],
+)
+def test_the_checker_finds(where: str, text: str, fault: str) -> None:
+    faults = faults_of(**{where: text})
+    assert len(faults) >= 1
+    assert fault in faults[0]
+
+
+def test_the_checker_finds_private_attributes_of_instances() -> None:
+    owner = "class C:\n    def __init__(self):\n        self._x = 1"
+    (fault,) = faults_of(ground=owner, left__thing="def f(c):\n    return c._x")
+    assert fault == "meshdist.left.thing:2 touches _x, a private name of meshdist.ground"
+
+
+def test_the_checker_finds_circles() -> None:
+    faults = faults_of(
+        left__thing="import meshdist.right.thing", right__thing="from ..left import thing"
+    )
+    assert faults[-1].startswith("imports in a circle: meshdist.")

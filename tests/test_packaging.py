@@ -1,0 +1,67 @@
+"""What pip installs: the wheel holds the whole package and nothing else; versions are held."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build the wheel as pip does, with the backend that pyproject.toml names."""
+    folder = tmp_path_factory.mktemp("wheel")
+    code = f"import scikit_build_core.build as backend; backend.build_wheel({str(folder)!r})"
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=120
+    )
+    (path,) = folder.glob("meshdist-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "meshdist").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == files
+    assert "meshdist/py.typed" in held
+
+
+def read_info(wheel: zipfile.ZipFile, name: str) -> str:
+    """Return the text of one file of the wheel's dist-info."""
+    (path,) = [path for path in wheel.namelist() if path.endswith(f".dist-info/{name}")]
+    return wheel.read(path).decode()
+
+
+def test_the_wheel_carries_command_and_licence(wheel: zipfile.ZipFile) -> None:
+    assert "meshdist=meshdist.cli.main:main" in read_info(wheel, "entry_points.txt").replace(
+        " ", ""
+    )
+    assert "meshdist authors" in read_info(wheel, "licenses/LICENSE")
+
+
+def test_constraints_hold_every_dependency_of_a_development_install(wheel: zipfile.ZipFile) -> None:
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    requirements = Parser().parsestr(read_info(wheel, "METADATA")).get_all("Requires-Dist", [])
+    wanted = {
+        normal(re.match(r"[\w.-]+", requirement)[0])  # type: ignore[index]
+        for requirement in requirements
+        if "cupy" not in requirement
+    }
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    held = [line for line in lines if line and not line.startswith("#")]
+    assert {"torch", "pytest", "matplotlib", "mpi4py"} <= wanted
+    assert wanted - {normal(line.split("==")[0]) for line in held} == set()
+    assert [line for line in held if not re.fullmatch(r"[\w.-]+==[\w.]+(; .+)?", line)] == []
