@@ -1,0 +1,201 @@
+"""What users write when they make a mesh, checked: names, sizes, arrays of ranks.
+
+Each function returns its argument in one plain form or raises an error that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshdist.errors import AxisError, KindError, MeshError
+
+from .strides import AxisModes, coalesced
+
+__all__ = [
+    "checked_modes",
+    "checked_names",
+    "checked_ranks",
+    "checked_sizes",
+    "inferred_sizes",
+    "num_ranks_text",
+]
+
+
+def checked_modes(axis: Any) -> AxisModes:
+    """Return the modes of one axis in normal form."""
+    try:
+        pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
+    except (TypeError, ValueError) as error:
+        raise KindError(
+            "the modes of an axis are pairs of whole numbers (size, stride)", found=repr(axis)
+        ) from error
+    if any(size < 1 or stride < 1 for size, stride in pairs):
+        raise MeshError(
+            "sizes and strides of a layout are 1 or more", found=f"modes {tuple(pairs)}"
+        )
+    return coalesced(pairs)
+
+
+def checked_names(
+    names: Sequence[str] | None, ndim: int, where: str | None = None
+) -> tuple[str, ...] | None:
+    """Return ``ndim`` different identifiers as a tuple, or None where there are no names."""
+    if names is None:
+        return None
+    if isinstance(names, str):
+        raise AxisError(
+            f"axis names are a tuple of strings, not the string {names!r}",
+            where=where,
+            fix=f"write ({names!r},) for one axis",
+        )
+    try:
+        names = tuple(names)
+    except TypeError as error:
+        raise AxisError(f"axis names are a tuple of strings, not {names!r}", where=where) from error
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise AxisError(
+                f"{name!r} cannot be the name of an axis",
+                where=where or f"axis names {names}",
+                expected="letters, digits and underscores, not beginning with a digit",
+                fix=_identifier_hint(name),
+            )
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise AxisError(
+            f"axis name {twice!r} is used twice",
+            where=where,
+            expected="a different name for each axis",
+            found=f"axis names {names}",
+        )
+    if len(names) != ndim:
+        raise AxisError(
+            "not one name per axis",
+            where=where,
+            expected=f"{ndim} names for {ndim} axes",
+            found=f"{len(names)} names: {names}",
+        )
+    return names
+
+
+def _identifier_hint(name: object) -> str | None:
+    if not isinstance(name, str):
+        return None
+    hint = "".join(char if char.isalnum() else "_" for char in name.strip())
+    return f"call it {hint!r}" if hint.isidentifier() and hint.strip("_") else None
+
+
+def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
+    """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most."""
+    try:
+        checked = tuple(
+            operator.index(size) for size in ((sizes,) if isinstance(sizes, int) else sizes)
+        )
+    except TypeError as error:
+        raise KindError(
+            f"{what} {sizes!r}: sizes are whole numbers", expected="such as (2, 4)"
+        ) from error
+    if not checked:
+        raise MeshError(f"{what} () is empty", expected="at least one size")
+    for size in checked:
+        if size == 0 or size < -1:
+            raise MeshError(
+                f"{what} {checked} has a size of {size}",
+                expected="sizes of 1 or more, or one -1, which is inferred",
+            )
+    if checked.count(-1) > 1:
+        raise MeshError(
+            f"{what} {checked} has -1 more than once",
+            expected="at most one -1, since only one size can be inferred",
+        )
+    return checked
+
+
+def inferred_sizes(
+    sizes: tuple[int, ...], whole: int, what: str, whole_text: str
+) -> tuple[int, ...]:
+    """Return ``sizes`` with a -1 replaced, so that their product is ``whole``."""
+    if -1 not in sizes:
+        return sizes
+    known = -math.prod(sizes)
+    if whole % known:
+        raise MeshError(
+            f"{what} {sizes} does not divide {whole_text}",
+            expected=f"the known sizes' product, {known}, to divide {whole}",
+            found=f"{whole} = {known} x {whole // known} + {whole % known}",
+        )
+    return tuple(whole // known if size == -1 else size for size in sizes)
+
+
+def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return ranks as an integer array of one dim or more: distinct, not negative, in the world."""
+    try:
+        array = np.asarray(ranks)
+    except ValueError as error:  # rows of different lengths
+        raise MeshError(
+            "the ranks of a mesh do not form a grid",
+            expected="rows of equal length",
+            found=repr(ranks),
+        ) from error
+    except (TypeError, RuntimeError) as error:
+        raise KindError(
+            "the ranks of a mesh are an array of whole numbers on the CPU",
+            found=f"{type(ranks).__name__}: {error}",
+        ) from error
+    if array.ndim == 0:
+        raise MeshError(
+            "the ranks of a mesh have at least one dim",
+            expected="an array such as [0, 1, 2, 3] or [[0, 1], [2, 3]]",
+            found=str(array),
+        )
+    if array.size == 0:
+        raise MeshError(
+            "a mesh has at least one rank",
+            expected="sizes of 1 or more",
+            found=f"an array of shape {array.shape}",
+        )
+    if array.dtype.kind not in "iu":
+        raise KindError(
+            "the ranks of a mesh are whole numbers",
+            expected="integers",
+            found=f"an array of {array.dtype}",
+        )
+    array = array.astype(np.int64, copy=False)
+    if array.min() < 0:
+        raise MeshError(
+            f"rank {array.min()} cannot be in a mesh",
+            expected="global ranks, from 0 on",
+            found=f"{array.min()} at coordinate {_where_is(array, array.min())}",
+        )
+    if world_size is not None and array.max() >= world_size:
+        raise MeshError(
+            f"the mesh names rank {array.max()}, which the world lacks",
+            expected=f"ranks from 0 to {world_size - 1}",
+            found=f"{array.max()} at coordinate {_where_is(array, array.max())}",
+            fix=f"start {array.max() + 1} ranks, or use fewer",
+        )
+    ordered = np.sort(array, axis=None)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeated.size:
+        rank = repeated[0]
+        places = [tuple(map(int, place)) for place in np.argwhere(array == rank)]
+        raise MeshError(
+            f"rank {rank} is in the mesh more than once",
+            expected="each rank at one coordinate",
+            found=f"rank {rank} at coordinates {', '.join(map(str, places))}",
+        )
+    return array
+
+
+def _where_is(array: np.ndarray[Any, Any], rank: int) -> tuple[int, ...]:
+    return tuple(map(int, np.argwhere(array == rank)[0]))
+
+
+def num_ranks_text(count: int) -> str:
+    """Return ``"1 rank"`` or ``"4 ranks"``."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"

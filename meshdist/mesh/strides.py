@@ -1,0 +1,148 @@
+"""Axes as strides: tuples of modes (size, stride), major to minor, and what can be done to them.
+
+Integers only; nothing here knows names or raises. A mode (4, 2) stands for the places 0, 2, 4, 6,
+the axis ((2, 8), (4, 1)) for 0, 1, 2, 3, 8, 9, 10, 11. In normal form no mode has size 1 and no two
+neighbours could be one mode: so an axis of size 1 is (), and equal axes have equal modes.
+
+Source: the hierarchical layouts of CuTe (NVIDIA CUTLASS documentation, "Layout Algebra").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "AxisModes",
+    "Mode",
+    "coalesced",
+    "common_origin",
+    "displacement",
+    "is_nested",
+    "places_of",
+    "size_of",
+    "split",
+    "strided_modes",
+]
+
+Mode = tuple[int, int]
+AxisModes = tuple[Mode, ...]
+
+
+def size_of(axis: AxisModes) -> int:
+    """Return the number of places on an axis."""
+    return axis[0][0] if len(axis) == 1 else math.prod(size for size, _ in axis)
+
+
+def displacement(axis: AxisModes, index: int) -> int:
+    """Return how far index ``index`` of an axis lies from its index 0."""
+    if len(axis) == 1:
+        return index * axis[0][1]
+    total = 0
+    for size, stride in reversed(axis):
+        index, digit = divmod(index, size)
+        total += digit * stride
+    return total
+
+
+def coalesced(modes: Iterable[Mode]) -> AxisModes:
+    """Return the unique shortest modes of the same axis."""
+    kept: list[Mode] = []
+    for size, stride in modes:
+        if size == 1:
+            continue
+        if kept and kept[-1][1] == size * stride:
+            kept[-1] = (kept[-1][0] * size, stride)
+        else:
+            kept.append((size, stride))
+    return tuple(kept)
+
+
+def is_nested(modes: Iterable[Mode]) -> bool:
+    """Tell whether each stride exceeds what all smaller ones reach: places are then unique."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in modes):
+        if stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
+def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | None:
+    """Return the modes of an axis split into ``sizes``, or None where no strides describe it."""
+    rest = list(axis)
+    parts: list[AxisModes] = []
+    for wanted in reversed(sizes):
+        part: list[Mode] = []
+        while wanted > 1:
+            size, stride = rest.pop()
+            taken = math.gcd(size, wanted)
+            if taken not in (size, wanted):
+                return None
+            if taken < size:
+                rest.append((size // taken, stride * taken))
+            part.append((taken, stride))
+            wanted //= taken
+        parts.append(coalesced(reversed(part)))
+    return tuple(reversed(parts))
+
+
+def common_origin(
+    offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
+) -> int | None:
+    """Return the origin of the joint layout of two parts that meet in one place, else None.
+
+    They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
+    positive digits of one number, which nested strides take apart in one way only.
+    """
+    ours = [(stride, size, True) for axis in modes for size, stride in axis]
+    theirs = [(stride, size, False) for axis in other_modes for size, stride in axis]
+    rest = offset - other + sum((size - 1) * stride for stride, size, _ in ours)
+    if rest < 0:
+        return None
+    b = 0
+    for stride, size, is_ours in sorted(ours + theirs, reverse=True):
+        digit, rest = divmod(rest, stride)
+        if digit >= size:
+            return None
+        if not is_ours:
+            b += digit * stride
+    return None if rest else offset - b
+
+
+def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
+    """Return the modes that give exactly these ranks, or None where no nested strides do."""
+    origin = array.flat[0]
+    modes: list[AxisModes] = []
+    for dim in range(array.ndim):
+        at = tuple(slice(None) if other == dim else 0 for other in range(array.ndim))
+        line = array[at] - origin
+        axis: list[Mode] = []
+        while len(line) > 1:
+            stride = int(line[1])
+            if stride < 1:
+                return None
+            breaks = np.flatnonzero(line != np.arange(len(line)) * stride)
+            size = int(breaks[0]) if len(breaks) else len(line)
+            if len(line) % size:
+                return None
+            axis.append((size, stride))
+            line = line[::size]
+        modes.append(tuple(reversed(axis)))
+    if not is_nested(mode for one in modes for mode in one):
+        return None
+    return tuple(modes) if np.array_equal(places_of(int(origin), modes), array) else None
+
+
+def places_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the place of every coordinate, one dim per axis. ``strided_modes`` is the inverse."""
+    places = np.array(offset, dtype=np.int64)
+    for axis in modes:
+        reach = np.zeros((), dtype=np.int64)
+        for size, stride in axis:
+            reach = np.add.outer(reach, np.arange(size, dtype=np.int64) * stride)
+        places = np.add.outer(places, reach.ravel())
+    return places
