@@ -25,13 +25,29 @@ PACKAGE = "meshdist"
 # file that lies directly in the package ("" where several do). A folder's __init__ is its top.
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "reduce_op", "arrays")},
-    {"runtime": ("stores", "world", "recorder", "rendezvous", "launcher")},
-    {"wires": ("base", "c10d", "simulated", "shm", "mpi", "hierarchical", "fallbacks")},
+    {"runtime": ("guard", "stores", "world", "handles", "recorder", "rendezvous", "launcher")},
+    {
+        "wires": (
+            "base",
+            "work",
+            "mailbox",
+            "c10d",
+            "simulated",
+            "shm",
+            "mpi",
+            "hierarchical",
+            "fallbacks",
+        )
+    },
     {
         "mesh": (
+            "strides",
+            "inputs",
             "layout",
             "spec",
             "pattern",
+            "signals",
+            "agreement",
             "groups",
             "topology",
             "drawing",
@@ -71,9 +87,12 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "tensor_parallel": (),
     },
-    {"cli": ("run", "bench", "doctor", "main")},
+    {"cli": ("arguments", "run", "bench", "doctor", "main")},
     {"launch": ("launch",), "__main__": ("__main__",)},
 )
+
+# Private attributes of torch's objects that share their name with one of ours.
+TORCH_ATTRIBUTES = {("meshdist.wires.c10d", "_timeout")}  # of a process group's options
 
 
 @dataclass(frozen=True)
@@ -229,7 +248,7 @@ def underscore_faults(
             base = base.value
         name = base.id if isinstance(base, ast.Name) else ""
         others = owners.get(node.attr, set())
-        if name in foreign or module in others:
+        if name in foreign or module in others or (module, node.attr) in TORCH_ATTRIBUTES:
             continue
         if name in ours or (others and name not in ("self", "cls")):
             whose = ", ".join(sorted(others)) or name
@@ -265,7 +284,7 @@ def find_faults(sources: Mapping[str, str], plan: Mapping[str, Place]) -> list[s
         graph[module] = {item.module for item in imports}
         faults += direction_faults(module, imports, plan)
         faults += underscore_faults(module, tree, imports, owners)
-    return faults + circle_faults(graph)
+    return list(dict.fromkeys(faults + circle_faults(graph)))
 
 
 def package_sources() -> dict[str, str]:
