@@ -1,0 +1,265 @@
+"""Arrays of the caller's own library, in and out without copies.
+
+The verbs compute on torch tensors. A torch tensor passes as it is; a NumPy or CuPy array is seen
+through a tensor that shares its memory, so that a verb which writes in place writes the caller's
+array. A library is served only once the caller has imported it: it is looked up in
+``sys.modules`` and never imported from here.
+
+CuPy works on a stream of its own. ``as_tensor`` hands an array over by DLPack, which lets torch's
+current stream wait for what CuPy has queued; ``like`` hands over in the same way; and
+``finish_writes`` lets CuPy's current stream wait for what torch has queued in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.utils.dlpack import from_dlpack
+
+from .errors import ArgumentError, DtypeError, KindError
+
+__all__ = ["as_tensor", "describe", "dtype_name", "finish_writes", "like", "shape_text"]
+
+_Tensor = torch.Tensor
+_strided = torch.strided
+
+# NumPy's and CuPy's dtypes that torch has too, by name.
+_SHARED_DTYPES = frozenset(
+    f"{kind}{bits}"
+    for kind, widths in (
+        ("bool", ("",)),
+        ("uint", (8, 16, 32, 64)),
+        ("int", (8, 16, 32, 64)),
+        ("float", (16, 32, 64)),
+        ("complex", (64, 128)),
+    )
+    for bits in widths
+)
+_SERVED = "a torch tensor, or an array of NumPy or CuPy"
+
+
+def as_tensor(x: Any, *, argument: str, verb: str, writable: bool = True) -> torch.Tensor:
+    """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
+
+    Args:
+        x: a torch tensor, a NumPy array or a CuPy array of any shape.
+        argument: what the caller calls ``x``, for messages.
+        verb: the function that was called, for messages.
+        writable: whether the verb writes into ``x``. A verb that only reads also takes read-only
+            arrays and NumPy scalars, and must not write into the tensor.
+
+    Raises:
+        KindError: ``x`` is no array, or one whose memory is not plain (DTensor, masked array).
+        DtypeError: torch has no such dtype.
+        ArgumentError: the memory is read-only, sparse, or laid out in a way torch cannot share.
+
+    Example:
+        >>> import numpy as np
+        >>> a = np.zeros(3, dtype=np.float32)
+        >>> as_tensor(a, argument="tensor", verb="all_reduce").add_(2.0)
+        tensor([2., 2., 2.])
+        >>> a
+        array([2., 2., 2.], dtype=float32)
+    """
+    kind = type(x)  # two identity tests decide the common case in a few dozen nanoseconds
+    if (kind is _Tensor or kind is Parameter) and x.layout is _strided:
+        return x  # type: ignore[no-any-return]
+    if isinstance(x, torch.Tensor):
+        return _checked_tensor(x, argument, verb)
+    if _is_of("numpy", x, "ndarray", "generic"):
+        return _from_numpy(x, argument, verb, writable)
+    if _is_of("cupy", x, "ndarray"):
+        return _from_cupy(x, argument, verb)
+    raise _wrong_kind(x, argument, verb)
+
+
+def like(tensor: torch.Tensor, original: Any) -> Any:
+    """Return ``tensor`` in the library of ``original``, sharing its memory.
+
+    The inverse of ``as_tensor``: a tensor for a tensor, a NumPy array for an array, a NumPy
+    scalar for a scalar, a CuPy array for a CuPy array. Arrays carry no gradient.
+
+    Example:
+        >>> import numpy as np
+        >>> like(torch.ones(2), np.zeros(2, dtype=np.float32))
+        array([1., 1.], dtype=float32)
+    """
+    if isinstance(original, torch.Tensor):
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if _is_of("numpy", original, "ndarray", "generic"):
+        array = plain.numpy()
+        return array[()] if _is_of("numpy", original, "generic") else array
+    if _is_of("cupy", original, "ndarray"):
+        return sys.modules["cupy"].from_dlpack(plain)
+    raise _wrong_kind(original, "original", "like")
+
+
+def finish_writes(x: Any) -> None:
+    """Let later work of the caller's library on ``x`` see what torch has queued on its memory.
+
+    CuPy's current stream waits, by an event, for torch's current stream on the device of ``x``;
+    the host does not wait. Nothing is to be done for torch and NumPy. Call it when a verb has
+    written into ``as_tensor(x)``; after an asynchronous verb, once its work has been waited for.
+    """
+    if not _is_of("cupy", x, "ndarray"):
+        return
+    cuda = sys.modules["cupy"].cuda
+    event = torch.cuda.current_stream(x.device.id).record_event()
+    with x.device:
+        cuda.runtime.streamWaitEvent(cuda.get_current_stream().ptr, event.cuda_event)
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of torch or NumPy, for messages: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape, for messages: ``(4, 8)``."""
+    return str(tuple(shape))
+
+
+def describe(x: Any) -> str:
+    """Shape and dtype of an array of any library, for messages: ``shape (4, 8), float32``."""
+    return f"shape {shape_text(x.shape)}, {dtype_name(x.dtype)}"
+
+
+def _is_of(library: str, x: Any, *names: str) -> bool:
+    """Whether ``x`` is of one of these classes; False while nobody has imported their library."""
+    module = sys.modules.get(library)
+    return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))
+
+
+def _where(x: Any, argument: str, verb: str) -> str:
+    owner = type(x).__module__.partition(".")[0]
+    return f"argument {argument} of {verb}: {owner}.{type(x).__name__}, {describe(x)}"
+
+
+def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
+    """Return a sparse tensor never, and an instance of a subclass if its memory is plain."""
+    if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
+        shard = f"{argument}.to_local(), the shard on this rank"
+        raise KindError(
+            f"{verb} cannot take a {type(x).__name__} as {argument}: its values are not in memory "
+            "of its own",
+            where=f"argument {argument} of {verb}: {type(x).__module__}.{type(x).__name__}",
+            expected=_SERVED,
+            fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
+        )
+    if is_lazy(x):
+        raise KindError(
+            f"{verb} cannot take {argument}: a lazy parameter that has no values yet",
+            fix="run one forward of its module first",
+        )
+    if x.layout is not _strided:
+        raise ArgumentError(
+            f"{verb} cannot take a sparse tensor as {argument}",
+            where=_where(x, argument, verb),
+            expected="a dense tensor, layout torch.strided",
+            found=f"layout {x.layout}",
+            fix=f"pass {argument}.to_dense()",
+        )
+    return x
+
+
+def _from_numpy(x: Any, argument: str, verb: str, writable: bool) -> torch.Tensor:
+    numpy: Any = sys.modules["numpy"]
+    if isinstance(x, numpy.generic):
+        if writable:
+            raise KindError(
+                f"{verb} cannot write into {argument}: a NumPy scalar is immutable",
+                expected=_SERVED,
+                found=f"numpy.{type(x).__name__}",
+                fix=f"pass an array: {argument} = numpy.array({argument})",
+            )
+        array = numpy.asarray(x)
+    elif type(x) is numpy.ndarray or type(x) is numpy.memmap:
+        array = x
+    else:
+        raise KindError(
+            f"{verb} cannot take a {type(x).__name__} as {argument}: only its plain numbers would "
+            "be sent",
+            where=_where(x, argument, verb),
+            expected=_SERVED,
+            fix=f"pass numpy.asarray({argument}) if the plain numbers are meant",
+        )
+    _check_dtype(array, argument, verb)
+    _check_strides(array, argument, verb)
+    if not array.flags.aligned:
+        raise _wrong_layout(array, "is not aligned to its element size", argument, verb)
+    if not array.flags.writeable:
+        if writable:
+            raise ArgumentError(
+                f"{verb} cannot write into {argument}: the array is read-only",
+                where=_where(array, argument, verb),
+                fix=f"pass a copy, {argument} = {argument}.copy(), and read the result there",
+            )
+        array = numpy.asarray(_AsIfWritable(array))
+    return torch.from_numpy(array)
+
+
+class _AsIfWritable:
+    """A read-only array's memory, shown as writable: torch warns about any other at each call."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array  # keeps the memory alive
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _from_cupy(x: Any, argument: str, verb: str) -> torch.Tensor:
+    _check_dtype(x, argument, verb)
+    _check_strides(x, argument, verb)
+    return from_dlpack(x)
+
+
+def _check_dtype(array: Any, argument: str, verb: str) -> None:
+    dtype = array.dtype
+    if dtype.name not in _SHARED_DTYPES:
+        raise DtypeError(
+            f"{verb} cannot take {argument}: torch has no dtype {dtype_name(dtype)}",
+            where=_where(array, argument, verb),
+            expected="bool, an integer, float16 to float64, complex64 or complex128",
+            fix=f"convert it first, for example {argument}.astype('float64')",
+        )
+    if not dtype.isnative:
+        raise DtypeError(
+            f"{verb} cannot take {argument}: its bytes are in the other order ({dtype.str})",
+            where=_where(array, argument, verb),
+            expected="this machine's byte order",
+            fix=f"pass {argument}.astype({argument}.dtype.newbyteorder('='))",
+        )
+
+
+def _check_strides(array: Any, argument: str, verb: str) -> None:
+    if any(stride < 0 for stride in array.strides):
+        raise _wrong_layout(array, "has a negative stride", argument, verb)
+    if any(stride % array.itemsize for stride in array.strides):
+        raise _wrong_layout(array, "has strides that cut its elements", argument, verb)
+
+
+def _wrong_layout(array: Any, what: str, argument: str, verb: str) -> ArgumentError:
+    return ArgumentError(
+        f"{verb} cannot take {argument}: the array {what}, which torch cannot share",
+        where=_where(array, argument, verb),
+        expected="positive strides, multiples of the element size",
+        found=f"strides {shape_text(array.strides)} in bytes, elements of {array.itemsize}",
+        fix=f"pass a copy, {argument} = {argument}.copy(), and read the result there",
+    )
+
+
+def _wrong_kind(x: Any, argument: str, verb: str) -> KindError:
+    kind = type(x)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    fix = None
+    if isinstance(x, (list, tuple, bool, int, float, complex)):
+        fix = f"make an array of it first: {argument} = torch.tensor({argument})"
+    elif hasattr(x, "__dlpack__"):
+        fix = f"pass torch.from_dlpack({argument}), or a copy where its library forbids writing"
+    return KindError(f"{verb} cannot take a {name} as {argument}", expected=_SERVED, fix=fix)

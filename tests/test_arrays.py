@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshdist.arrays import as_tensor, describe, dtype_name, finish_writes, like, shape_text
+from meshdist.errors import ArgumentError, DtypeError, KindError
+
+try:
+    import cupy
+except ImportError:
+    cupy = None
+
+SHARED = [
+    np.bool_,
+    np.uint8,
+    np.uint16,
+    np.uint32,
+    np.uint64,
+    np.int8,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.float16,
+    np.float32,
+    np.float64,
+    np.complex64,
+    np.complex128,
+]
+
+
+def seen(x: Any, **options: Any) -> torch.Tensor:
+    return as_tensor(x, argument="tensor", verb="all_reduce", **options)
+
+
+def refusal(kind: type[Exception], x: Any, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        seen(x, **options)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+# -- torch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(3),
+        torch.ones(2, 3).T,
+        torch.ones(()),
+        torch.ones(0),
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(4).as_subclass(type("Named", (torch.Tensor,), {})),
+    ],
+)
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_torch_tensor_is_returned_itself(x: torch.Tensor, writable: bool) -> None:
+    assert seen(x, writable=writable) is x
+    assert like(x, x) is x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_is_refused(layout: torch.layout) -> None:
+    text = refusal(ArgumentError, torch.eye(2).to_sparse(layout=layout))
+    assert text == (
+        "all_reduce cannot take a sparse tensor as tensor\n"
+        "  where:    argument tensor of all_reduce: torch.Tensor, shape (2, 2), float32\n"
+        "  expected: a dense tensor, layout torch.strided\n"
+        f"  found:    layout {layout}\n"
+        "  fix:      pass tensor.to_dense()"
+    )
+
+
+class Wrapped(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_whose_values_lie_elsewhere_is_refused() -> None:
+    x = torch.Tensor._make_wrapper_subclass(Wrapped, (2,))
+    text = refusal(KindError, x)
+    assert text.startswith(
+        "all_reduce cannot take a Wrapped as tensor: its values are not in memory of its own\n"
+    )
+    assert text.endswith("fix:      pass the plain tensor that it wraps")
+
+
+def test_a_dtensor_is_refused_and_its_shard_is_named() -> None:
+    x = torch.Tensor._make_wrapper_subclass(
+        type("DTensor", (Wrapped,), {"to_local": lambda self: None}), (2,)
+    )
+    text = refusal(KindError, x)
+    assert "cannot take a DTensor as tensor" in text
+    assert text.endswith("fix:      pass tensor.to_local(), the shard on this rank")
+
+
+def test_the_real_dtensor_is_of_the_refused_kind() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert DTensor.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    assert hasattr(DTensor, "to_local")
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    text = refusal(KindError, torch.nn.UninitializedParameter())
+    assert text == (
+        "all_reduce cannot take tensor: a lazy parameter that has no values yet\n"
+        "  fix:      run one forward of its module first"
+    )
+
+
+# -- NumPy --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SHARED)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_a_numpy_array_shares_its_memory(dtype: type, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, dtype)
+    tensor = seen(array)
+    assert tuple(tensor.shape) == shape
+    assert dtype_name(tensor.dtype) == dtype_name(array.dtype) == np.dtype(dtype).name
+    tensor.copy_(torch.ones(shape))
+    assert (array == np.ones(shape, dtype)).all()
+    back = like(tensor, array)
+    assert type(back) is np.ndarray
+    assert back.dtype == array.dtype
+    assert array.size == 0 or np.shares_memory(back, array)
+
+
+@given(st.lists(st.integers(0, 4), min_size=0, max_size=4), st.randoms(), st.booleans())
+def test_any_view_of_positive_strides_reads_the_same(
+    shape: list[int], random: Any, is_fortran: bool
+) -> None:
+    whole = np.arange(np.prod([2 * n for n in shape], dtype=int), dtype=np.int64)
+    whole = whole.reshape([2 * n for n in shape], order="F" if is_fortran else "C")
+    view = whole[tuple(slice(random.randrange(2), None, 2) for _ in shape)]
+    order = list(range(len(shape)))
+    random.shuffle(order)
+    view = np.asarray(view).transpose(order)
+    assert seen(view).tolist() == view.tolist()
+    assert view.size == 0 or seen(view).data_ptr() == view.__array_interface__["data"][0]
+
+
+def test_a_memory_mapped_file_is_written(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "numbers", dtype=np.float32, mode="w+", shape=(4,))
+    seen(mapped).add_(3)
+    mapped.flush()
+    assert np.fromfile(tmp_path / "numbers", np.float32).tolist() == [3, 3, 3, 3]
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+def test_a_read_only_array_is_refused_by_a_verb_that_writes() -> None:
+    assert refusal(ArgumentError, read_only(np.ones(3, np.float32))) == (
+        "all_reduce cannot write into tensor: the array is read-only\n"
+        "  where:    argument tensor of all_reduce: numpy.ndarray, shape (3,), float32\n"
+        "  fix:      pass a copy, tensor = tensor.copy(), and read the result there"
+    )
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        read_only(np.arange(6.0).reshape(2, 3).T),
+        np.broadcast_to(np.float64(2), (3, 2)),
+        np.frombuffer(b"\1\2\3\4", np.int16),
+        read_only(np.array(5)),
+        read_only(np.ones((0, 2))),
+    ],
+)
+def test_a_read_only_array_is_read_without_a_copy_and_without_a_warning(array: np.ndarray) -> None:
+    tensor = seen(array, writable=False)
+    assert tensor.tolist() == array.tolist()
+    assert array.size == 0 or tensor.data_ptr() == array.__array_interface__["data"][0]
+    assert not array.flags.writeable
+
+
+def test_the_tensor_keeps_a_read_only_array_alive() -> None:
+    tensor = seen(np.frombuffer(bytes(range(200)), np.uint8), writable=False)
+    _ = [bytes(200) for _ in range(50)]
+    assert tensor.tolist() == list(range(200))
+
+
+def test_a_numpy_scalar_can_be_read_but_not_written() -> None:
+    assert refusal(KindError, np.float32(1)) == (
+        "all_reduce cannot write into tensor: a NumPy scalar is immutable\n"
+        "  expected: a torch tensor, or an array of NumPy or CuPy\n"
+        "  found:    numpy.float32\n"
+        "  fix:      pass an array: tensor = numpy.array(tensor)"
+    )
+    tensor = seen(np.float32(1.5), writable=False)
+    assert (tensor.dtype, tensor.item()) == (torch.float32, 1.5)
+    back = like(tensor, np.float32(0))
+    assert type(back) is np.float32
+    assert back == 1.5
+
+
+def test_negative_strides_are_refused() -> None:
+    assert refusal(ArgumentError, np.ones((2, 3))[:, ::-1]) == (
+        "all_reduce cannot take tensor: the array has a negative stride, which torch cannot share\n"
+        "  where:    argument tensor of all_reduce: numpy.ndarray, shape (2, 3), float64\n"
+        "  expected: positive strides, multiples of the element size\n"
+        "  found:    strides (24, -8) in bytes, elements of 8\n"
+        "  fix:      pass a copy, tensor = tensor.copy(), and read the result there"
+    )
+
+
+def test_strides_that_cut_elements_are_refused() -> None:
+    records = np.zeros(3, dtype=np.dtype([("value", np.float64), ("tag", np.int32)]))
+    text = refusal(ArgumentError, records["value"])
+    assert "has strides that cut its elements" in text
+    assert "found:    strides (12,) in bytes, elements of 8" in text
+
+
+def test_unaligned_arrays_are_refused() -> None:
+    array = np.frombuffer(bytearray(17), np.float64, count=2, offset=1)
+    assert "is not aligned to its element size" in refusal(ArgumentError, array)
+
+
+@pytest.mark.parametrize(
+    ("array", "name"),
+    [
+        (np.array([object()]), "object"),
+        (np.array(["a"]), "<U1"),
+        (np.zeros(2, [("x", np.int32)]), "[('x', '<i4')]"),
+        (np.zeros(2, "datetime64[s]"), "datetime64[s]"),
+        pytest.param(
+            np.zeros(2, np.longdouble),
+            "float128",
+            marks=pytest.mark.skipif(
+                np.longdouble is np.float64 or not hasattr(np, "float128"),
+                reason="no wider float on this machine",
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("writable", [True, False])
+def test_dtypes_that_torch_lacks_are_refused(array: Any, name: str, writable: bool) -> None:
+    text = refusal(DtypeError, array, writable=writable)
+    assert text == (
+        f"all_reduce cannot take tensor: torch has no dtype {name}\n"
+        f"  where:    argument tensor of all_reduce: numpy.ndarray, {describe(array)}\n"
+        "  expected: bool, an integer, float16 to float64, complex64 or complex128\n"
+        "  fix:      convert it first, for example tensor.astype('float64')"
+    )
+
+
+def test_the_other_byte_order_is_refused() -> None:
+    array = np.ones(2, np.dtype(np.float32).newbyteorder("S"))
+    text = refusal(DtypeError, array)
+    assert f"its bytes are in the other order ({array.dtype.str})" in text
+    fixed = eval(text.rpartition("fix:      pass ")[2], {"tensor": array})
+    assert seen(fixed).tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("make", [np.ma.array, np.asmatrix])
+def test_arrays_that_mean_more_than_their_numbers_are_refused(make: Any) -> None:
+    array = make(np.ones((1, 2)))
+    text = refusal(KindError, array)
+    assert f"cannot take a {type(array).__name__} as tensor: only its plain numbers" in text
+    assert text.endswith("fix:      pass numpy.asarray(tensor) if the plain numbers are meant")
+    assert seen(np.asarray(array)).tolist() == [[1, 1]]
+
+
+def test_a_result_for_numpy_carries_no_gradient_and_no_lazy_conjugate() -> None:
+    tensor = torch.tensor([1 + 2j, 3j], requires_grad=True).conj()
+    assert like(tensor, np.zeros(1)).tolist() == [1 - 2j, -3j]
+    assert like(torch.tensor([1 + 2j]).conj().imag, np.zeros(1)).tolist() == [-2]
+
+
+# -- everything else ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "name"),
+    [
+        ([1.0], "list"),
+        ((1,), "tuple"),
+        (1.0, "float"),
+        (True, "bool"),
+    ],
+)
+def test_what_is_no_array_is_refused(x: Any, name: str) -> None:
+    assert refusal(KindError, x) == (
+        f"all_reduce cannot take a {name} as tensor\n"
+        "  expected: a torch tensor, or an array of NumPy or CuPy\n"
+        "  fix:      make an array of it first: tensor = torch.tensor(tensor)"
+    )
+    with pytest.raises(KindError, match="like cannot take"):
+        like(torch.ones(1), x)
+
+
+@pytest.mark.parametrize("x", [None, "a", object(), torch.float32])
+def test_what_cannot_become_an_array_gets_no_advice(x: Any) -> None:
+    assert "fix:" not in refusal(KindError, x)
+
+
+def test_an_array_of_another_library_is_pointed_to_dlpack() -> None:
+    class Array:
+        def __dlpack__(self) -> None: ...
+
+    text = refusal(KindError, Array())
+    assert f"cannot take a {__name__}.Array as tensor" in text
+    assert "fix:      pass torch.from_dlpack(tensor)" in text
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy"])
+def test_a_library_that_nobody_imported_is_not_looked_at(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, library, raising=False)
+    assert seen(torch.ones(1).as_subclass(type("T", (torch.Tensor,), {}))).tolist() == [1]
+    assert "cannot take a list" in refusal(KindError, [1])
+    assert library not in sys.modules
+
+
+def test_texts() -> None:
+    assert dtype_name(torch.bfloat16) == "bfloat16"
+    assert shape_text(torch.Size((4, 8))) == "(4, 8)"
+    assert shape_text([]) == "()"
+    assert describe(torch.ones(2, 3)) == describe(np.ones((2, 3), np.float32))
+    assert describe(torch.ones(2, 3)) == "shape (2, 3), float32"
+
+
+# -- CuPy, played by a module that keeps its arrays in host memory ------------------------------
+
+
+class FakeCupy(types.ModuleType):
+    """What is used of CuPy, over NumPy: arrays, DLPack both ways, streams and events."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.waits: list[tuple[int, int]] = []
+
+        class Array:
+            def __init__(self, values: Any) -> None:
+                self.host = np.asarray(values)
+                self.device = contextlib.nullcontext()
+                self.device.id = 1  # type: ignore[attr-defined]
+
+            def __getattr__(self, name: str) -> Any:
+                if name in ("shape", "dtype", "strides", "itemsize"):
+                    return getattr(self.host, name)
+                raise AttributeError(name)
+
+            def __dlpack__(self, **options: Any) -> Any:
+                return self.host.__dlpack__(**options)
+
+            def __dlpack_device__(self) -> Any:
+                return self.host.__dlpack_device__()
+
+        self.ndarray = Array
+        self.from_dlpack = lambda tensor: Array(np.from_dlpack(tensor))
+        self.cuda = types.SimpleNamespace(
+            get_current_stream=lambda: types.SimpleNamespace(ptr=77),
+            runtime=types.SimpleNamespace(
+                streamWaitEvent=lambda stream, event: self.waits.append((stream, event))
+            ),
+        )
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    module = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+def test_a_cupy_array_shares_its_memory(fake: FakeCupy) -> None:
+    array = fake.ndarray(np.arange(3.0))
+    tensor = seen(array)
+    tensor.add_(1)
+    assert array.host.tolist() == [1, 2, 3]
+    back = like(tensor.requires_grad_(), array)
+    assert type(back) is fake.ndarray
+    assert np.shares_memory(back.host, array.host)
+
+
+def test_cupy_arrays_that_torch_cannot_share_are_refused(fake: FakeCupy) -> None:
+    assert "has a negative stride" in refusal(ArgumentError, fake.ndarray(np.ones(2)[::-1]))
+    assert "torch has no dtype object" in refusal(DtypeError, fake.ndarray(np.array([None])))
+
+
+def test_cupys_stream_waits_for_an_event_on_torchs(
+    fake: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+
+    def current_stream(device: int) -> Any:
+        recorded.append(device)
+        return types.SimpleNamespace(record_event=lambda: types.SimpleNamespace(cuda_event=55))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    for other in (torch.ones(1), np.ones(1)):
+        finish_writes(other)
+    assert fake.waits == []
+    finish_writes(fake.ndarray(np.ones(1)))
+    assert recorded == [1]
+    assert fake.waits == [(77, 55)]
+
+
+# -- CuPy itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    cupy is None or not torch.cuda.is_available(), reason="needs CuPy and an NVIDIA GPU"
+)
+@pytest.mark.parametrize("rounds", [20])
+def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int) -> None:
+    mine, theirs = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    with torch.cuda.stream(mine), theirs:
+        array = cupy.zeros(1 << 24, cupy.float32)
+        for _ in range(rounds):
+            array += 1  # queued on CuPy's stream
+            seen(array).mul_(2)  # on torch's, after it
+            finish_writes(array)  # and what follows on CuPy's, after that
+        result = like(seen(array), array)
+    theirs.synchronize()
+    mine.synchronize()
+    assert result.data.ptr == array.data.ptr
+    expected = 0.0
+    for _ in range(rounds):
+        expected = np.float32((expected + 1) * 2)
+    assert (cupy.asnumpy(array) == expected).all()
