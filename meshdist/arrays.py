@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -23,7 +23,10 @@ from torch.utils.dlpack import from_dlpack
 
 from .errors import ArgumentError, DtypeError, KindError
 
-__all__ = ["as_tensor", "describe", "dtype_name", "finish_writes", "like", "shape_text"]
+__all__ = ["Array", "as_tensor", "describe", "dtype_name", "finish_writes", "like", "shape_text"]
+
+Array: TypeAlias = Any
+"""A torch tensor, a NumPy array or a CuPy array."""
 
 _Tensor = torch.Tensor
 _strided = torch.strided
@@ -43,7 +46,7 @@ _SHARED_DTYPES = frozenset(
 _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 
 
-def as_tensor(x: Any, *, argument: str, verb: str, writable: bool = True) -> torch.Tensor:
+def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> torch.Tensor:
     """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
 
     Args:
@@ -78,7 +81,7 @@ def as_tensor(x: Any, *, argument: str, verb: str, writable: bool = True) -> tor
     raise _wrong_kind(x, argument, verb)
 
 
-def like(tensor: torch.Tensor, original: Any) -> Any:
+def like(tensor: torch.Tensor, original: Array) -> Array:
     """Return ``tensor`` in the library of ``original``, sharing its memory.
 
     The inverse of ``as_tensor``: a tensor for a tensor, a NumPy array for an array, a NumPy
@@ -100,7 +103,7 @@ def like(tensor: torch.Tensor, original: Any) -> Any:
     raise _wrong_kind(original, "original", "like")
 
 
-def finish_writes(x: Any) -> None:
+def finish_writes(x: Array) -> None:
     """Let later work of the caller's library on ``x`` see what torch has queued on its memory.
 
     CuPy's current stream waits, by an event, for torch's current stream on the device of ``x``;
@@ -125,7 +128,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return str(tuple(shape))
 
 
-def describe(x: Any) -> str:
+def describe(x: Array) -> str:
     """Shape and dtype of an array of any library, for messages: ``shape (4, 8), float32``."""
     return f"shape {shape_text(x.shape)}, {dtype_name(x.dtype)}"
 
