@@ -1,0 +1,8 @@
+"""``python -m meshdist``: the command ``meshdist``."""
+
+import sys
+
+from meshdist.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

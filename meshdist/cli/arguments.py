@@ -1,0 +1,170 @@
+"""What the commands share: the parser, and the arguments that start a program."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from meshdist.error_text import explain
+from meshdist.runtime.launcher import LaunchError, run_processes
+
+__all__ = ["Parser", "UsageError", "add_launch_arguments", "launch", "report_usage_error"]
+
+USAGE_EXIT_CODE = 2
+
+
+class UsageError(ValueError):
+    """What was typed cannot be done; the text says what to type instead."""
+
+
+def report_usage_error(program: str, text: str) -> int:
+    """Print text as the error of program; return the exit code for it."""
+    print(f"{program}: {text}", file=sys.stderr)
+    return USAGE_EXIT_CODE
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which accepts no abbreviations and explains a wrong argument."""
+
+    def __init__(self, prog: str, usage: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where help is; exit."""
+        usage = self.format_usage().strip().removeprefix("usage: ")
+        text = explain(message, expected=usage, fix=f"{self.prog} --help tells more")
+        self.exit(report_usage_error(self.prog, text))
+
+
+def _both_spellings(name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
+    """Add the arguments that start a program; with short, -n for the number of processes."""
+    parser.add_argument(
+        *(("-n",) if short else ()),
+        *_both_spellings("nproc-per-node"),
+        dest="nprocs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to start on this host (default: 1)",
+    )
+    parser.add_argument(
+        *_both_spellings("nnodes"),
+        type=int,
+        default=1,
+        metavar="M",
+        help="hosts in the job, each with its own launcher (default: 1)",
+    )
+    parser.add_argument(
+        *_both_spellings("node-rank"),
+        type=int,
+        default=0,
+        metavar="K",
+        help="number of this host, from 0 (default: 0)",
+    )
+    parser.add_argument(
+        *_both_spellings("master-addr"),
+        metavar="ADDRESS",
+        help="name or address of host 0, where rank 0 serves the store; needed with several hosts",
+    )
+    parser.add_argument(
+        *_both_spellings("master-port"),
+        type=int,
+        metavar="PORT",
+        help="port of that store (default: a free one on a single host, else 29500)",
+    )
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="start a module, found as `python -m` finds it, instead of a script",
+    )
+    parser.add_argument(
+        *_both_spellings("no-python"),
+        action="store_true",
+        help="start a program that is not Python",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script.py ...", help="script and arguments"
+    )
+
+
+def _command(
+    program: str, arguments: argparse.Namespace, hands_local_rank: bool
+) -> Callable[[int], Sequence[str]]:
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not words:
+        raise UsageError(
+            explain(
+                "there is nothing to start",
+                expected="a script, or -m and a module, after the launcher's own arguments",
+                fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
+            )
+        )
+    if arguments.module and arguments.no_python:
+        raise UsageError(
+            explain(
+                "-m and --no-python exclude each other",
+                expected="a Python module (-m), or a program that is not Python (--no-python)",
+                fix="leave one out",
+            )
+        )
+    target, *rest = words
+    if arguments.no_python:
+        start = [target]
+    elif arguments.module:
+        start = [sys.executable, "-u", "-m", target]
+    else:
+        # A directory or zip file with a __main__.py is a script to Python, too.
+        if not os.path.exists(target):
+            raise UsageError(
+                explain(
+                    f"there is no script {target!r}",
+                    where=f"directory {os.getcwd()}",
+                    expected="the path of a Python script",
+                    found=f"no file at {os.path.abspath(target)}",
+                    fix="check the path; `-m` starts a module, `--no-python` another program",
+                )
+            )
+        start = [sys.executable, "-u", target]
+
+    def command(local_rank: int) -> Sequence[str]:
+        handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
+        return [*start, *handed, *rest]
+
+    return command
+
+
+def launch(
+    program: str,
+    arguments: argparse.Namespace,
+    *,
+    prefix: bool = False,
+    hands_local_rank: bool = False,
+) -> int:
+    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started."""
+    try:
+        return run_processes(
+            _command(program, arguments, hands_local_rank),
+            arguments.nprocs,
+            nnodes=arguments.nnodes,
+            node_rank=arguments.node_rank,
+            master_addr=arguments.master_addr,
+            master_port=arguments.master_port,
+            prefix=prefix,
+        )
+    except (LaunchError, UsageError) as error:
+        return report_usage_error(program, str(error))

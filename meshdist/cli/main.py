@@ -1,0 +1,65 @@
+"""The command ``meshdist``: hands over to the file of the sub-command."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from meshdist.cli.arguments import report_usage_error
+from meshdist.error_text import explain
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: tuple[str, ...] = ("run",)
+"""The sub-commands: each is a module of this folder with ``SUMMARY`` and ``main(argv) -> int``."""
+
+
+def _help() -> str:
+    lines = ["usage: meshdist COMMAND ...", "", "commands:"]
+    for name in COMMANDS:
+        module = importlib.import_module(f"meshdist.cli.{name}")
+        lines.append(f"  {name:<10}{module.SUMMARY}")
+    lines += ["", "meshdist COMMAND --help tells more; meshdist --version prints the version."]
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("meshdist")
+    except metadata.PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with argv (default: the process's arguments); return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        return report_usage_error(
+            "meshdist",
+            explain(
+                "no command is given",
+                expected="one of: " + ", ".join(COMMANDS),
+                fix="meshdist run -n 4 script.py, or meshdist --help",
+            ),
+        )
+    name, *rest = words
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"meshdist {_version()}")
+        return 0
+    if name not in COMMANDS:
+        return report_usage_error(
+            "meshdist",
+            explain(
+                f"there is no command {name!r}",
+                expected="one of: " + ", ".join(COMMANDS),
+                fix="meshdist --help lists them",
+            ),
+        )
+    code: int = importlib.import_module(f"meshdist.cli.{name}").main(rest)
+    return code

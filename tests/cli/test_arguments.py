@@ -1,0 +1,94 @@
+"""What is typed wrong is explained, in one form, with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshdist.cli.run import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    try:
+        code = main(words)
+    except SystemExit as leaving:  # argparse leaves by itself
+        code = int(str(leaving.code))
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    return err.splitlines()
+
+
+def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "-n", "2") == [
+        "meshdist run: there is nothing to start",
+        "  expected: a script, or -m and a module, after the launcher's own arguments",
+        "  fix:      meshdist run script.py",
+    ]
+    assert refused(capsys, "-m")[-1] == "  fix:      meshdist run -m package.module"
+
+
+def test_a_script_that_does_not_exist(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, "-n", "2", "train.py", "--x") == [
+        "meshdist run: there is no script 'train.py'",
+        f"  where:    directory {tmp_path}",
+        "  expected: the path of a Python script",
+        f"  found:    no file at {tmp_path}/train.py",
+        "  fix:      check the path; `-m` starts a module, `--no-python` another program",
+    ]
+
+
+def test_no_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "-n", "0", __file__) == [
+        "meshdist run: cannot start 0 processes",
+        "  where:    -n (nprocs)",
+        "  expected: at least 1",
+        "  found:    0",
+        "  fix:      meshdist run -n 4 script.py",
+    ]
+
+
+def test_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__) == [
+        "meshdist run: host number 2 does not exist in a job on 2 host(s)",
+        "  where:    --node-rank",
+        "  expected: 0 to 1: less than --nnodes",
+        "  found:    2",
+        "  fix:      give each host its own number, from 0",
+    ]
+
+
+def test_several_hosts_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--nnodes", "2", "--node-rank", "1", __file__) == [
+        "meshdist run: a job on 2 hosts needs the address of host 0",
+        "  where:    --master-addr",
+        "  expected: a name or address by which every host reaches host 0",
+        "  found:    nothing",
+        "  fix:      meshdist run --nnodes 2 --node-rank 1 --master-addr HOST0 -n 4 script.py",
+    ]
+
+
+def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = refused(capsys, "-m", "--no-python", "x")
+    assert lines[0] == "meshdist run: -m and --no-python exclude each other"
+    assert lines[-1] == "  fix:      leave one out"
+
+
+@pytest.mark.parametrize(
+    ("words", "summary"),
+    [
+        (("-n", "many"), "argument -n/--nproc-per-node/--nproc_per_node: invalid int value"),
+        (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
+        (("--nproc", "2", "x.py"), "unrecognized arguments: --nproc"),
+    ],
+)
+def test_arguments_that_do_not_exist(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], summary: str
+) -> None:
+    lines = refused(capsys, *words)
+    assert lines[0].startswith(f"meshdist run: {summary}")
+    assert lines[1].startswith("  expected: meshdist run [-n N]")
+    assert lines[2] == "  fix:      meshdist run --help tells more"

@@ -1,0 +1,49 @@
+"""The command meshdist: finds the sub-command, or says what there is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from meshdist.cli.main import COMMANDS, main
+
+
+@pytest.mark.parametrize("word", ["-h", "--help", "help"])
+def test_help_lists_every_command(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    shown = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"  {name} " in shown
+        assert importlib.import_module(f"meshdist.cli.{name}").SUMMARY in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_a_module_with_a_summary_and_a_main(name: str) -> None:
+    module = importlib.import_module(f"meshdist.cli.{name}")
+    assert 0 < len(module.SUMMARY) < 70
+    assert list(inspect.signature(module.main).parameters) == ["argv"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("meshdist ")
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "meshdist: no command is given",
+        f"  expected: one of: {', '.join(COMMANDS)}",
+        "  fix:      meshdist run -n 4 script.py, or meshdist --help",
+    ]
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fly", "-n", "2"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "meshdist: there is no command 'fly'",
+        f"  expected: one of: {', '.join(COMMANDS)}",
+        "  fix:      meshdist --help lists them",
+    ]
