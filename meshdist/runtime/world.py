@@ -8,6 +8,7 @@ state.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,6 +61,7 @@ class World:
     options: Any = None
     device: Any = None
     process_id: int = field(default_factory=os.getpid)
+    thread_id: int = field(default_factory=threading.get_ident)
     is_closed: bool = False
     rooms: dict[str, Any] = field(default_factory=dict, repr=False)
     """What the floors above keep for as long as this world lives, one entry a room."""

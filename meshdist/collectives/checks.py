@@ -1,0 +1,182 @@
+"""Arguments checked before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..arrays import as_tensor, dtype_name, shape_text
+from ..errors import ArgumentError, DtypeError, GradientError, NotInGroupError, ShapeError
+from ..mesh.agreement import ranks_text
+from ..mesh.groups import ProcessGroup
+from ..reduce_op import ReduceOp, op_name
+
+__all__ = [
+    "check_alike",
+    "check_blocks",
+    "check_reducible",
+    "dense",
+    "find_peer",
+    "forbid_gradient",
+    "get_peer",
+    "is_overwriting_history",
+    "member_of",
+]
+
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+
+
+def _refusals() -> dict[tuple[Any, torch.dtype], str]:
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    complexes = (torch.complex64, torch.complex128)
+    wholes = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+    refused = {(op, dtype): "whole numbers and bool" for op in _BITWISE for dtype in floats}
+    refused |= {(op, dtype): "whole numbers and bool" for op in _BITWISE for dtype in complexes}
+    refused |= {(op, dtype): "numbers that have an order" for op in _ORDERED for dtype in complexes}
+    refused |= {(ReduceOp.AVG, dtype): "floating and complex dtypes" for dtype in wholes}
+    return refused
+
+
+_REFUSED = _refusals()
+
+
+def check_reducible(op: ReduceOp.RedOpType, tensor: torch.Tensor, verb: str) -> None:
+    """Raise DtypeError where ``op`` has no meaning for the tensor's dtype."""
+    served = _REFUSED.get((op, tensor.dtype))
+    if served is not None:
+        raise DtypeError(
+            f"{verb} cannot reduce {dtype_name(tensor.dtype)} with {op_name(op)}",
+            where=f"argument of shape {shape_text(tensor.shape)}",
+            expected=f"{op_name(op)} on {served}",
+            fix="use SUM and divide, or convert the tensor"
+            if op == ReduceOp.AVG
+            else "use another reduction, or convert the tensor",
+        )
+
+
+def check_alike(
+    output: torch.Tensor, tensor: torch.Tensor, verb: str, names: tuple[str, str]
+) -> None:
+    """Raise unless both tensors have one dtype and one device."""
+    if output.dtype != tensor.dtype:
+        raise DtypeError(
+            f"{verb} has arguments of different dtypes",
+            expected="one dtype",
+            found=f"{names[0]} {dtype_name(output.dtype)}, {names[1]} {dtype_name(tensor.dtype)}",
+        )
+    if output.device != tensor.device:
+        raise ArgumentError(
+            f"{verb} has arguments on different devices",
+            found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
+        )
+
+
+def check_blocks(
+    whole: torch.Tensor,
+    block: torch.Tensor,
+    group: ProcessGroup,
+    verb: str,
+    names: tuple[str, str],
+) -> None:
+    """Raise unless ``whole`` is one ``block`` per member: concatenated, stacked, or flat."""
+    size = group.size()
+    stacked = (size, *block.shape)
+    joined = (size * block.shape[0], *block.shape[1:]) if block.dim() else (size,)
+    flat = (size * block.numel(),)
+    if whole.shape not in (stacked, joined, flat):
+        raise ShapeError(
+            f"{verb}: {names[0]} does not hold one {names[1]} per member",
+            where=f"rank {group.world.rank}, {group.name} of {size} ranks",
+            expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
+            found=f"{names[0]} {shape_text(whole.shape)}, {names[1]} {shape_text(block.shape)}",
+        )
+
+
+def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x`` as a tensor on its own memory, and the contiguous one to communicate with.
+
+    They are one where ``x`` is contiguous; else the verb copies back what it wrote.
+    """
+    tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    return tensor, plain if plain.is_contiguous() else plain.contiguous()
+
+
+def member_of(group: ProcessGroup, place: int, role: str) -> int:
+    """Return ``place`` if the group has it; raises otherwise."""
+    if not 0 <= place < group.size():
+        raise NotInGroupError(
+            f"{role}={place} is outside the group",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"a group rank from 0 to {group.size() - 1}",
+        )
+    return place
+
+
+def find_peer(
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
+) -> int | None:
+    """Return a root or peer as a group rank, given as a global or a group rank; None for neither.
+
+    Raises:
+        ArgumentError: both are given. NotInGroupError: it is no member.
+    """
+    if group_rank is not None:
+        if global_rank is not None:
+            raise ArgumentError(
+                f"{verb} has both {role} and group_{role}",
+                found=f"{role}={global_rank}, group_{role}={group_rank}",
+                fix=f"give {role} (a global rank) or group_{role} (a rank in the group)",
+            )
+        return member_of(group, group_rank, f"group_{role}")
+    if global_rank is None:
+        return None
+    if global_rank not in group.ranks:
+        raise NotInGroupError(
+            f"{verb}: {role}={global_rank} is not a member of {group.name}",
+            where=f"rank {group.world.rank}",
+            expected=f"a global rank of the group: {ranks_text(group.ranks)}",
+            fix=f"use group_{role} to count in the group",
+        )
+    return group.ranks.index(global_rank)
+
+
+def get_peer(
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
+) -> int:
+    """As ``find_peer``; raises ArgumentError where neither is given."""
+    peer = find_peer(group, global_rank, group_rank, verb, role)
+    if peer is None:
+        raise ArgumentError(
+            f"{verb} needs {role} or group_{role}",
+            fix=f"name the global rank: {role}=0, or the rank in the group: group_{role}=0",
+        )
+    return peer
+
+
+def is_overwriting_history(tensor: torch.Tensor) -> bool:
+    """Whether writing into ``tensor`` destroys a value that autograd counts on."""
+    return tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled()
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, verb: str) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.verb = verb
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise GradientError(
+            f"{ctx.verb} wrote into a tensor with gradient history, and has no gradient itself",
+            expected="a verb that differentiates",
+            fix="use meshdist.lax.psum(x, axis) in its place, or call it on x.detach()",
+        )
+
+
+def forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
+    """Note in autograd's graph that ``verb`` wrote into ``tensor``: its backward raises."""
+    _Overwritten.apply(tensor, verb)

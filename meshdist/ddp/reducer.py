@@ -1,0 +1,423 @@
+"""Averages gradients over a group while the backward goes on.
+
+Each bucket is one flat tensor; the gradients are views into it. A hook on every parameter counts
+the gradients that have come; when all of a bucket are in, its all-reduce starts, strictly in bucket
+order on every rank. A callback of the autograd engine waits for them at the end of the backward, so
+that ``.grad`` holds averages when ``backward()`` returns.
+
+What the reducer guarantees:
+
+* Every backward through the model averages, also the second one on a retained graph: averaging what
+  is averaged already changes nothing, so sums of several backwards are right too.
+* No rank waits for a gradient that another rank does not have: zeros stand in for it, and the next
+  forward raises. A backward that raised midway is completed in the same way.
+* The last bucket carries two numbers more: how many ranks lacked a gradient, and how many were
+  interrupted. So on the CPU all ranks know and raise the same error. (On an accelerator reading them
+  would make the CPU wait for the device: there only the rank concerned raises.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from ..collectives.verbs import all_reduce, broadcast
+from ..errors import GradientError
+from ..mesh.agreement import ranks_text
+from ..mesh.groups import ProcessGroup
+from ..reduce_op import ReduceOp
+from ..wires.work import Work
+from .buckets import assign_buckets, dense_stride, items_of
+from .replicas import gather_texts
+
+__all__ = ["Bucket", "Reducer", "tensors_in"]
+
+# A gradient of this size or more is copied and scaled at once, in one pass, while it is in the
+# cache, and its memory is free again; smaller ones wait for the bucket and go by one call together.
+_AT_ONCE_BYTES = 64 * 1024
+
+_LACKING, _INTERRUPTED = 0, 1
+_NUM_FLAGS = 2
+_SHOWN_PARAMETERS = 20
+
+
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        indices: which parameters, in the order in which they lie in the bucket.
+        views: the gradient of each, a view into ``flat``.
+        flat: all gradients, one after the other.
+        wire: what is sent: ``flat``, and in the last bucket the flags behind it.
+        num_pending: how many gradients have not come yet in this backward.
+        work: the all-reduce in flight, or None.
+    """
+
+    __slots__ = ("at_once", "flat", "indices", "later", "num_pending", "views", "wire", "work")
+
+    def __init__(
+        self, indices: tuple[int, ...], parameters: Sequence[torch.Tensor], num_flags: int
+    ) -> None:
+        members = [parameters[index] for index in indices]
+        size = sum(parameter.numel() for parameter in members)
+        like = members[0]
+        self.indices = indices
+        self.wire = torch.zeros(size + num_flags, dtype=like.dtype, device=like.device)
+        self.flat = self.wire[:size]
+        self.views: list[torch.Tensor] = []
+        offset = 0
+        for member in members:
+            stride = dense_stride(member.shape, member.stride())
+            self.views.append(self.flat.as_strided(member.shape, stride, offset))
+            offset += member.numel()
+        numbered = list(zip(members, self.views, strict=True))
+        self.at_once = [_bytes(view) >= _AT_ONCE_BYTES for view in self.views]
+        self.later = [pair for pair, now in zip(numbered, self.at_once, strict=True) if not now]
+        self.num_pending = len(indices)
+        self.work: Work | None = None
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """The numbers behind the gradients; empty but in the last bucket."""
+        return self.wire[self.flat.numel() :]
+
+
+class Reducer:
+    """Keeps the gradients of ``parameters`` averaged over ``group``.
+
+    Args:
+        parameters: those that require gradients, in the same order on every rank.
+        names: one per parameter, for messages.
+        group: over whose members gradients are averaged; open for the parameters' devices.
+        first_cap_bytes: the cap of the first bucket.
+        cap_bytes: the cap of every other bucket.
+        gradient_as_bucket_view: whether ``.grad`` is a view into the bucket, or a copy.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        group: ProcessGroup,
+        *,
+        first_cap_bytes: int,
+        cap_bytes: int,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._group = group
+        self._first_cap_bytes = first_cap_bytes
+        self._cap_bytes = cap_bytes
+        self._as_views = gradient_as_bucket_view
+        self._scale = 1.0 / group.size()
+        self._lock = threading.RLock()  # a module on several devices has a thread on each
+        self._handles: list[RemovableHandle] = []
+        self._buckets: list[Bucket] = []
+        self._next = 0  # the bucket whose all-reduce starts next
+        self._is_open = False  # a gradient has come, and the backward has not ended
+        self._task: int | None = None  # the backward that will call _finish
+        self._came = bytearray(len(self._parameters))  # in this backward
+        self._came_since_forward = bytearray(len(self._parameters))
+        self._someone_lacks = False
+        self._failure: Exception | None = None
+        self._arrivals: list[int] | None = []  # of the first backward; None once rebuilt
+        self._build(range(len(self._parameters) - 1, -1, -1))
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return tuple(self._buckets)
+
+    @property
+    def has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets follow the order in which gradients came in the first backward."""
+        return self._arrivals is None
+
+    # -- before and after the module's forward ----------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Settle what the last backward left, and once rebuild the buckets.
+
+        Raises:
+            GradientError: parameters got no gradient since the last forward, the last backward was
+                interrupted on some ranks, or an all-reduce failed.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a forward computed again by a checkpoint
+            return
+        if self._failure is not None:
+            raise GradientError(
+                "the gradients cannot be reduced any more: an earlier all-reduce failed",
+                where=self._where(),
+                found=str(self._failure).splitlines()[0],
+                fix="end this job, or make the mesh and the model's wrapper anew",
+            ) from self._failure
+        if self._is_open:
+            self._complete_interrupted()
+        self._task = None
+        if not torch.is_grad_enabled():
+            return
+        if self._someone_lacks:
+            self._someone_lacks = False
+            raise self._lacking_error()
+        if self._arrivals:
+            self._rebuild(self._arrivals)
+        self._came_since_forward = bytearray(len(self._parameters))
+
+    def after_forward(self, outputs: object) -> None:
+        """Learn from the module's outputs when a backward begins.
+
+        The outermost backward must be known where checkpoints run inner ones.
+        """
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._enter)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay local from then on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- buckets ----------------------------------------------------------------------------------
+
+    def _build(self, order: Sequence[int]) -> None:
+        """Lay the buckets out for gradients that come in ``order``; gradients keep their values."""
+        old_views = {
+            index: view
+            for bucket in self._buckets
+            for index, view in zip(bucket.indices, bucket.views, strict=True)
+            if self._parameters[index].grad is view
+        }
+        self.close()
+        self._buckets = []
+        assignment = assign_buckets(
+            items_of(self._parameters),
+            order,
+            first_cap_bytes=self._first_cap_bytes,
+            cap_bytes=self._cap_bytes,
+        )
+        for place, indices in enumerate(assignment):
+            num_flags = _NUM_FLAGS if place == len(assignment) - 1 else 0
+            bucket = Bucket(indices, self._parameters, num_flags)
+            self._buckets.append(bucket)
+            for slot, index in enumerate(indices):
+                parameter = self._parameters[index]
+                old_view = old_views.pop(index, None)
+                if old_view is not None:
+                    bucket.views[slot].copy_(old_view)
+                    parameter.grad = bucket.views[slot]
+                hook = self._make_hook(index, bucket, slot)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _rebuild(self, arrivals: list[int]) -> None:
+        """Rebuild the buckets once, in the order in which gradients came on group rank 0."""
+        came = set(arrivals)
+        order = arrivals + [i for i in range(len(self._parameters)) if i not in came]
+        device = self._buckets[-1].wire.device
+        agreed = torch.tensor(order, dtype=torch.int64, device=device)
+        broadcast(agreed, group=self._group, group_src=0)
+        self._arrivals = None
+        with torch.no_grad():
+            self._build(agreed.tolist())
+
+    def _make_hook(self, index: int, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
+        """Return what autograd calls when the gradient of one parameter is in ``.grad``.
+
+        This runs once per parameter and backward, so it does as little as it can.
+        """
+        came = self._came
+        arrivals = self._arrivals
+        view = bucket.views[slot]
+        goes_at_once = bucket.at_once[slot]
+
+        def gradient_came(parameter: torch.Tensor) -> None:
+            if came[index]:
+                raise self._twice_error(index)
+            if not self._is_open:
+                self._open()
+            came[index] = 1
+            if arrivals is not None:
+                arrivals.append(index)
+            if goes_at_once:
+                self._move_in(parameter, view)
+            bucket.num_pending -= 1
+            if not bucket.num_pending:
+                self._start_full_buckets()
+
+        return gradient_came
+
+    # -- one backward -----------------------------------------------------------------------------
+
+    def _enter(self, _: torch.Tensor) -> None:
+        """A gradient reached an output of the module: a backward has begun."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._is_open:
+            self._complete_interrupted()
+        self._task = task
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _open(self) -> None:
+        """The first gradient of a backward has come."""
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "backward(create_graph=True) cannot be reduced over a group",
+                where=self._where(),
+                found="gradients with a graph of their own, which the all-reduce would cut",
+                fix="use torch.autograd.grad(..., create_graph=True) for the inner derivative, and "
+                "a plain backward() for the parameters",
+            )
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self._finish)
+        self._is_open = True
+
+    def _move_in(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Bring one gradient into its view, scaled."""
+        grad = parameter.grad
+        if grad is view:
+            view.mul_(self._scale)
+        elif grad is None:
+            view.zero_()
+        else:
+            self._check_dense(grad, parameter)
+            torch.mul(grad, self._scale, out=view)
+            if self._as_views:
+                parameter.grad = view
+
+    def _move_in_later_ones(self, bucket: Bucket) -> None:
+        """Bring the small gradients of a bucket into their views, scaled, by few calls."""
+        views: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        owners: list[torch.Tensor] = []
+        for parameter, view in bucket.later:
+            grad = parameter.grad
+            if grad is view:
+                continue
+            if grad is None:
+                view.zero_()
+                continue
+            if grad.layout is not torch.strided:
+                self._check_dense(grad, parameter)
+            views.append(view)
+            grads.append(grad)
+            owners.append(parameter)
+        if views:
+            torch._foreach_copy_(views, grads)
+            if self._as_views:
+                for parameter, view in zip(owners, views, strict=True):
+                    parameter.grad = view
+        if self._scale == 1.0:
+            return
+        if len(bucket.later) == len(bucket.views):
+            bucket.flat.mul_(self._scale)
+        elif bucket.later:
+            torch._foreach_mul_([view for _, view in bucket.later], self._scale)
+
+    def _start_full_buckets(self) -> None:
+        """Start the all-reduce of every full bucket that has no unfull one before it."""
+        with self._lock, torch.no_grad():
+            while self._next < len(self._buckets) and not self._buckets[self._next].num_pending:
+                bucket = self._buckets[self._next]
+                self._move_in_later_ones(bucket)
+                self._start(bucket, lacks=False, is_interrupted=False)
+
+    def _start(self, bucket: Bucket, *, lacks: bool, is_interrupted: bool) -> None:
+        if bucket is self._buckets[-1]:
+            bucket.flags[_LACKING] = float(lacks)
+            bucket.flags[_INTERRUPTED] = float(is_interrupted)
+        self._next += 1
+        bucket.work = all_reduce(bucket.wire, ReduceOp.SUM, self._group, async_op=True)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """The backward has ended: fill in what did not come, and wait for every bucket."""
+        self._task = None
+        if not self._is_open:  # no parameter took part, for example in autograd.grad of inputs
+            return
+        lacks = False
+        if self._next < len(self._buckets):
+            lacks = self._fill_in()
+        self._wait(lacks)
+
+    def _fill_in(self) -> bool:
+        """Start the buckets that are not full; returns whether a parameter still lacks a gradient.
+
+        A parameter lacks one if no backward since the last forward has reached it.
+        """
+        for index, came in enumerate(self._came):
+            if came:
+                self._came_since_forward[index] = 1
+        lacks = not all(self._came_since_forward)
+        for bucket in self._buckets[self._next :]:
+            for slot, index in enumerate(bucket.indices):
+                if bucket.at_once[slot] and not self._came[index]:
+                    self._move_in(self._parameters[index], bucket.views[slot])
+            self._move_in_later_ones(bucket)
+            self._start(bucket, lacks=lacks, is_interrupted=False)
+        return lacks
+
+    @torch.no_grad()
+    def _complete_interrupted(self) -> None:
+        """Keep in step with ranks whose backward went on, after this rank's raised midway.
+
+        Zeros stand in for what this rank did not send. Where every rank was interrupted nothing is
+        lost, since each has seen its own error; otherwise all raise.
+        """
+        for bucket in self._buckets[self._next :]:
+            bucket.flat.zero_()
+            self._start(bucket, lacks=False, is_interrupted=True)
+        if self._next == len(self._buckets) and not self._reads_flags():
+            self._wait(lacks=False)
+            raise self._interrupted_error([self._group.rank()])
+        self._wait(lacks=False)
+
+    def _reads_flags(self) -> bool:
+        return self._buckets[-1].wire.device.type == "cpu"
+
+    def _wait(self, lacks: bool) -> None:
+        """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
+        try:
+            for bucket in self._buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+        except Exception as failure:
+            self._failure = failure
+            raise
+        self._hand_out()
+        for bucket in self._buckets:
+            bucket.work = None
+            bucket.num_pending = len(bucket.indices)
+        self._came[:] = bytes(len(self._came))
+        self._next = 0
+        self._is_open = False
+
+    def _hand_out(self) -> None:
+        ...
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for entry in tree:
+            yield from tensors_in(entry)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, field.name))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,145 @@
+"""Replicas of one model: compared across a group, and made equal to those of its first rank."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..collectives.verbs import all_gather_into_tensor, broadcast
+from ..errors import AgreementError
+from ..mesh.agreement import ranks_text
+from ..mesh.groups import ProcessGroup
+
+__all__ = ["broadcast_from_first", "check_equal_lines", "gather_texts", "tensor_line"]
+
+_CHUNK_BYTES = 32 * 1024 * 1024
+_ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
+_SHOWN_LINES = 8
+
+
+def tensor_line(name: str, tensor: torch.Tensor) -> str:
+    """Describe one tensor of a model by all that replicas must share.
+
+    Example:
+        >>> tensor_line("head.weight", torch.zeros(2, 3).requires_grad_())
+        'head.weight (2, 3) float32'
+    """
+    line = f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if not tensor.is_contiguous():
+        line += f" strides {tensor.stride()}"
+    if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+        line += " frozen"
+    return line
+
+
+def check_equal_lines(
+    lines: Sequence[str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
+) -> None:
+    """Return when all members hold equal ``lines``; collective over ``group``.
+
+    Only digests travel where all agree.
+
+    Raises:
+        AgreementError: they differ; every member raises, and the text shows the lines that differ.
+    """
+    text = json.dumps(list(lines))
+    digest = hashlib.sha256(text.encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    others = torch.empty(group.size() * len(digest), dtype=torch.uint8, device=device)
+    all_gather_into_tensor(others, mine, group)
+    if bool((others.view(group.size(), -1) == mine).all()):
+        return
+    raise AgreementError(
+        summary,
+        where=f"group of {ranks_text(group.ranks)}",
+        expected="equal lines, in the same order, on every rank",
+        found=_differences([json.loads(t) for t in gather_texts(text, group, device=device)], group),
+        fix=fix,
+    )
+
+
+def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
+    """The places at which the lists differ: who holds which line there."""
+    shown: list[str] = []
+    num_differing = 0
+    for place, entries in enumerate(itertools.zip_longest(*lists, fillvalue="nothing")):
+        if len(set(entries)) == 1:
+            continue
+        num_differing += 1
+        if num_differing > _SHOWN_LINES:
+            continue
+        holders: dict[str, list[int]] = {}
+        for rank, entry in zip(group.ranks, entries, strict=True):
+            holders.setdefault(entry, []).append(rank)
+        held = "; ".join(f"{ranks_text(ranks)}: {entry}" for entry, ranks in holders.items())
+        shown.append(f"{place}: {held}")
+    if num_differing > _SHOWN_LINES:
+        shown.append(f"and {num_differing - _SHOWN_LINES} more")
+    return "\n".join(shown)
+
+
+def gather_texts(text: str, group: ProcessGroup, *, device: torch.device) -> list[str]:
+    """Return every member's text, in group order; collective over ``group``."""
+    data = text.encode()
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device), group)
+    longest = max(1, int(sizes.max()))
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=device)
+    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    all_gather_into_tensor(gathered, mine, group)
+    rows = gathered.view(group.size(), longest).tolist()
+    return [
+        bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    """Give every member group rank 0's values, in place; collective over ``group``.
+
+    Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
+    """
+    for chunk in _chunks(tensors):
+        ends = list(itertools.accumulate(_padded_bytes(tensor) for tensor in chunk))
+        flat = torch.empty(ends[-1], dtype=torch.uint8, device=chunk[0].device)
+        pieces = [
+            flat[end - _padded_bytes(tensor) :][: _num_bytes(tensor)]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+            for tensor, end in zip(chunk, ends, strict=True)
+        ]
+        if group.rank() == 0:
+            torch._foreach_copy_(pieces, chunk)
+        broadcast(flat, group=group, group_src=0)
+        if group.rank() != 0:
+            torch._foreach_copy_(chunk, pieces)
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut into lists of one device and, but for single larger tensors, at most 32 MiB."""
+    filling: dict[torch.device, list[torch.Tensor]] = {}
+    filled: dict[torch.device, int] = {}
+    for tensor in tensors:
+        device = tensor.device
+        if tensor.numel() == 0:
+            continue
+        num_bytes = filled.get(device, 0) + _padded_bytes(tensor)
+        if num_bytes > _CHUNK_BYTES and device in filling:
+            yield filling.pop(device)
+            num_bytes = _padded_bytes(tensor)
+        filling.setdefault(device, []).append(tensor)
+        filled[device] = num_bytes
+    yield from filling.values()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,208 @@
+"""Members compare what they are about to make before anything is opened.
+
+Every member publishes its definition in the store and waits for the others'. Where two differ,
+every member raises the same error, which shows both. A member that waits in another definition
+which needs this one's ranks can never come: that is found too, and raised on every rank that
+waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ..errors import AgreementError, CollectiveTimeoutError, StoreError
+from ..runtime.handles import store_of_thread
+from ..runtime.world import World
+from .signals import ask
+
+__all__ = ["agree", "digest_of_ranks", "ranks_text"]
+
+_SLICE = timedelta(seconds=1)
+_SURE_AFTER_SLICES = 3
+
+
+def digest_of_ranks(ranks: Sequence[int]) -> str:
+    """A short name for a list of ranks, equal on all of them."""
+    return hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``"rank 3"`` or ``"ranks 0-3, 7"``: sorted, runs folded."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(parts)
+
+
+def agree(
+    world: World,
+    ranks: tuple[int, ...],
+    kind: str,
+    definition: dict[str, Any],
+    timeout: timedelta,
+) -> None:
+    """Return when all of ``ranks`` have come with an equal ``definition``.
+
+    Args:
+        world: the world of the caller, who is one of ``ranks``.
+        ranks: who takes part, in any order.
+        kind: what is being made, for messages and keys ("mesh", "group").
+        definition: plain values; its "text" entry is shown where members differ.
+        timeout: how long to wait for the last member.
+
+    Raises:
+        AgreementError: the definitions differ, or members wait for each other in different ones.
+        CollectiveTimeoutError: a member did not come; the text names it.
+    """
+    if len(ranks) == 1:
+        return
+    members = tuple(sorted(ranks))
+    store = store_of_thread(world)
+    counts: dict[tuple[str, tuple[int, ...]], int] = world.rooms.setdefault("agreements", {})
+    count = counts[kind, members] = counts.get((kind, members), 0) + 1
+    base = f"agree/{kind}/{digest_of_ranks(members)}/{count}"
+    mine = json.dumps(definition, sort_keys=True)
+    try:
+        store.set(f"{base}/{world.rank}", mine)
+        _wait_for_all(world, store, base, members, kind, definition["text"], timeout)
+        texts = [blob.decode() for blob in store.multi_get([f"{base}/{r}" for r in members])]
+    except RuntimeError as error:
+        if isinstance(error, (AgreementError, CollectiveTimeoutError)) or _is_simulated(world):
+            raise
+        raise StoreError(
+            f"the store was lost while ranks agreed on a {kind}",
+            where=f"rank {world.rank}, {definition['text']}",
+            found=str(error).splitlines()[0],
+            fix="look at the rank that ended first: its error is the cause",
+        ) from error
+    if any(text != mine for text in texts):
+        raise AgreementError(
+            f"the ranks do not define the same {kind}",
+            where=f"rank {world.rank}, among {ranks_text(members)}",
+            expected=f"one and the same {kind} on every rank",
+            found=_grouped(members, [json.loads(text) for text in texts]),
+            fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
+        )
+
+
+def _is_simulated(world: World) -> bool:
+    return world.origin == "simulated"
+
+
+def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
+    """One line per distinct definition: who holds it, and every entry in which they differ."""
+    keys = sorted({key for definition in definitions for key in definition} - {"text"})
+    differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
+    holders: dict[str, list[int]] = {}
+    for rank, definition in zip(members, definitions, strict=True):
+        details = ", ".join(f"{key} {definition.get(key)}" for key in differing)
+        holders.setdefault(f"{definition['text']} ({details})", []).append(rank)
+    return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in holders.items())
+
+
+def _wait_for_all(
+    world: World,
+    store: Store,
+    base: str,
+    members: tuple[int, ...],
+    kind: str,
+    text: str,
+    timeout: timedelta,
+) -> None:
+    keys = [f"{base}/{rank}" for rank in members]
+    deadline = time.monotonic() + timeout.total_seconds()
+    waiting_key = f"agree/waiting/{world.rank}"
+    suspicion: tuple[str, int] = ("", 0)
+    announced = False
+    try:
+        while True:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                store.wait(keys, min(_SLICE, left))
+                return
+            except RuntimeError:
+                missing = [rank for rank in members if not store.check([f"{base}/{rank}"])]
+                if not missing:
+                    return
+                if _is_simulated(world):
+                    raise
+            if time.monotonic() >= deadline:
+                raise _late(world, store, members, missing, kind, text, timeout)
+            if not announced:
+                announced = True
+                waiting = {"base": base, "ranks": members, "text": text, "kind": kind}
+                store.set(waiting_key, json.dumps(waiting))
+            found = _find_crossing(store, base, members, missing)
+            same = suspicion[1] + 1 if found and found == suspicion[0] else int(bool(found))
+            suspicion = (found, same)
+            if same >= _SURE_AFTER_SLICES:
+                raise AgreementError(
+                    f"the ranks do not define the same {kind}: they wait for each other",
+                    where=f"rank {world.rank}, among {ranks_text(members)}",
+                    expected="one and the same definition on every rank, in the same order",
+                    found=f"rank {world.rank}: {text}, for {ranks_text(members)}\n{found}",
+                    fix="make meshes and groups from equal arguments on all of their ranks",
+                )
+    finally:
+        if announced:
+            store.set(waiting_key, "null")
+
+
+def _find_crossing(store: Store, base: str, members: tuple[int, ...], missing: list[int]) -> str:
+    """Describe a missing rank that waits, elsewhere, for a rank that waits here; or ""."""
+    arrived = set(members) - set(missing)
+    for rank in missing:
+        key = f"agree/waiting/{rank}"
+        other = json.loads(store.get(key)) if store.check([key]) else None
+        if not other or other["base"] == base:
+            continue
+        for awaited in arrived.intersection(other["ranks"]):
+            if not store.check([f"{other['base']}/{awaited}"]):
+                return f"rank {rank}: {other['text']}, for {ranks_text(other['ranks'])}"
+    return ""
+
+
+def _late(
+    world: World,
+    store: Store,
+    members: tuple[int, ...],
+    missing: list[int],
+    kind: str,
+    text: str,
+    timeout: timedelta,
+) -> CollectiveTimeoutError:
+    answers = ask(store, tuple(missing))
+    lines = []
+    for rank in missing:
+        calls = answers.get(rank)
+        if calls is None:
+            lines.append(f"rank {rank}: gives no answer; it has not opened a group, or has ended")
+        elif not calls:
+            lines.append(f"rank {rank}: runs, and has called no verb")
+        else:
+            lines.extend(f"rank {rank}: {call_text(call)}" for call in calls[-1:])
+    return CollectiveTimeoutError(
+        f"{ranks_text(missing)} did not come within {timeout.total_seconds():g} s to make a {kind}",
+        where=f"rank {world.rank}, {text}, for {ranks_text(members)}",
+        expected=f"the same call on {ranks_text(members)}",
+        found="\n".join(lines),
+        fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
+    )
+
+
+def call_text(call: dict[str, Any]) -> str:
+    """One call as a recorder describes it, as text for messages."""
+    tensor = f"({call['tensor']})" if call["tensor"] else "()"
+    return f"call {call['sequence']} on {call['group']}: {call['verb']}{tensor} at {call['where']}"

@@ -1,0 +1,106 @@
+"""What a mesh may choose per axis: wire, timeout, wire options, a communicator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ..errors import ArgumentError, KindError
+from ..wires.base import get_wire
+from .layout import Layout
+
+__all__ = ["AxisOptions", "options_of_axes"]
+
+
+@dataclass(frozen=True)
+class AxisOptions:
+    """How the groups along one mesh axis communicate.
+
+    Args:
+        backend: the wire, for example "gloo"; None takes the world's for the mesh's device type.
+        timeout: how long a verb may wait; None takes the mesh's, else the world's.
+        options: the wire's own options (torch's options classes), or None.
+        private: whether the axis opens communicators of its own even where equal ones are open,
+            for verbs that a second thread calls.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> AxisOptions(backend="gloo", timeout=timedelta(seconds=30)).private
+        False
+    """
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+    options: Any = None
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise KindError(
+                f"timeout must be a datetime.timedelta, not {self.timeout!r}",
+                fix="pass for example timedelta(seconds=60)",
+            )
+
+
+def options_of_axes(
+    layout: Layout,
+    axis_options: Mapping[str | int, AxisOptions] | None,
+    backend_override: Mapping[str | int, Any] | None,
+    timeout: timedelta | None,
+) -> tuple[AxisOptions, ...]:
+    """Return one AxisOptions per axis of ``layout``.
+
+    Args:
+        axis_options: by axis name or index.
+        backend_override: torch's form: a wire name, wire options, or a pair of both.
+        timeout: for the axes that name none.
+
+    Raises:
+        AxisError: an unknown axis. ArgumentError: an axis given twice. BackendError: no such wire.
+    """
+    chosen: dict[int, AxisOptions] = {}
+
+    def choose(axis: str | int, options: AxisOptions) -> None:
+        index = layout.axis_index(axis)
+        if index in chosen:
+            raise ArgumentError(
+                f"axis {axis!r} has options twice",
+                where=f"DeviceMesh({layout.axis_text()})",
+                fix="give each axis once, by name or by index, in one of the two arguments",
+            )
+        if options.backend is not None:
+            get_wire(options.backend)
+        chosen[index] = options
+
+    for axis, options in (axis_options or {}).items():
+        if not isinstance(options, AxisOptions):
+            raise KindError(
+                f"axis_options[{axis!r}] is {options!r}",
+                expected="an AxisOptions",
+                fix=f"axis_options={{{axis!r}: AxisOptions(backend='gloo')}}",
+            )
+        choose(axis, options)
+    for axis, value in (backend_override or {}).items():
+        choose(axis, _from_torch_form(value))
+    default = AxisOptions(timeout=timeout)
+    return tuple(
+        _with_timeout(chosen.get(index, default), timeout) for index in range(layout.ndim)
+    )
+
+
+def _with_timeout(options: AxisOptions, timeout: timedelta | None) -> AxisOptions:
+    if options.timeout is not None or timeout is None:
+        return options
+    return AxisOptions(options.backend, timeout, options.options, options.private)
+
+
+def _from_torch_form(value: Any) -> AxisOptions:
+    if isinstance(value, str):
+        return AxisOptions(backend=value.lower())
+    if isinstance(value, tuple):
+        name, options = value
+        return AxisOptions(backend=None if name is None else name.lower(), options=options)
+    name = getattr(value, "backend", None)
+    return AxisOptions(backend=name if isinstance(name, str) else None, options=value)

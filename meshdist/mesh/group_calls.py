@@ -1,0 +1,276 @@
+"""torch's own group calls, over the machinery that derives groups from meshes.
+
+Unlike in torch, only a group's members wait for each other: an outsider's call returns at once,
+and may as well be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, KindError, NotInGroupError
+from ..runtime.world import World, get_usable_world
+from ..wires.base import get_wire
+from ..wires.names import parse_backends
+from .agreement import agree, ranks_text
+from .groups import GroupMember, ProcessGroup, resolve_group, world_group
+
+__all__ = [
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup | int:
+    """Open a group of its own for ``ranks``; collective over its members alone.
+
+    Args:
+        ranks: global ranks; None means all.
+        timeout: how long a verb may wait; None takes the backend's default.
+        backend: as in ``init_process_group``; None takes the world's.
+        pg_options: the wire's own options.
+        use_local_synchronization: accepted; members never wait for outsiders here.
+        group_desc: a name for messages.
+        device_id: binds the group's NCCL wire to this device, so that it connects at once.
+        sort_ranks: whether the group's order is ascending instead of the one given.
+
+    Returns:
+        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it. Every call makes
+        another group with its own order of operations.
+
+    Raises:
+        ArgumentError: no ranks, a rank twice, or outside the world.
+        AgreementError: members called with different arguments.
+        CollectiveTimeoutError: a member did not come; the text names it.
+    """
+    world = get_usable_world()
+    members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
+    timeout = _checked_timeout(timeout)
+    backends = dict(parse_backends(backend)) if backend is not None else dict(world.backends)
+    for name in set(backends.values()):
+        get_wire(name)
+    if world.rank not in members:
+        return GroupMember.NON_GROUP_MEMBER
+    name = group_desc or f"group of {ranks_text(members)}"
+    definition = {"text": name, "ranks": members, "backends": backends}
+    default = max(get_wire(wire).default_timeout for wire in backends.values())
+    agree(world, members, "group", definition, timeout or world.timeout or default)
+    made = ProcessGroup(
+        world,
+        members,
+        name=name,
+        backends=backends,
+        timeout=timeout or default,
+        options=pg_options,
+        is_private=True,
+        desc=group_desc or "undefined",
+    )
+    open_all(made)
+    return made
+
+
+def open_all(group: ProcessGroup) -> None:
+    """Open every wire of ``group`` that this machine can serve, together with its members."""
+    for device_type, name in group.backends.items():
+        wire = get_wire(name)
+        if device_type in wire.device_types and (
+            device_type != "cuda" or torch.cuda.is_available()
+        ):
+            group.open(device_type)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | int, list[ProcessGroup | int]]:
+    """Cut a group, in its order, into subgroups of ``group_size``.
+
+    Args:
+        group_size: must divide the group; None takes the number of CUDA devices.
+        group: what to cut; None means the world.
+
+    Returns:
+        This rank's subgroup, and one entry per subgroup (``NON_GROUP_MEMBER`` where this rank
+        is outside).
+    """
+    parent = resolve_group(group)
+    if group_size is None:
+        if not torch.cuda.is_available():
+            raise ArgumentError(
+                "new_subgroups has no group_size, and there is no CUDA device to count",
+                fix="pass group_size",
+            )
+        group_size = torch.cuda.device_count()
+    if group_size < 1 or parent.size() % group_size:
+        raise ArgumentError(
+            f"subgroups of {group_size} do not divide a group of {parent.size()} ranks",
+            expected=f"a divisor of {parent.size()}",
+            fix="use new_subgroups_by_enumeration for uneven subgroups",
+        )
+    lists = [
+        list(parent.ranks[start : start + group_size])
+        for start in range(0, parent.size(), group_size)
+    ]
+    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+    """Make the listed subgroups, which must not overlap and may leave ranks out.
+
+    Returns:
+        This rank's subgroup or None, and one entry per list (``NON_GROUP_MEMBER`` where this
+        rank is outside).
+    """
+    if not ranks_per_subgroup_list:
+        raise ArgumentError("the list of subgroups is empty", fix="pass at least one list of ranks")
+    seen: set[int] = set()
+    for ranks in ranks_per_subgroup_list:
+        if repeated := seen.intersection(ranks):
+            raise ArgumentError(
+                f"{ranks_text(sorted(repeated))} is in more than one subgroup",
+                expected="subgroups that do not overlap",
+                fix="call new_group once for each group that overlaps",
+            )
+        seen.update(ranks)
+    mine: ProcessGroup | int | None = None
+    groups: list[ProcessGroup | int] = []
+    for ranks in ranks_per_subgroup_list:
+        made = new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        groups.append(made)
+        if isinstance(made, ProcessGroup):
+            mine = made
+    return mine, groups
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Split a group into the listed parts, given as ranks of the parent group, in that order.
+
+    Returns:
+        This rank's part, or None for a rank in no list.
+    """
+    parent = resolve_group(parent_pg)
+    if not split_ranks:
+        raise ArgumentError("split_ranks is empty", fix="pass one list of the parent's ranks a part")
+    seen: list[int] = [rank for part in split_ranks for rank in part]
+    wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
+    if wrong or len(set(seen)) != len(seen):
+        raise ArgumentError(
+            f"split_ranks {split_ranks} does not split a group of {parent.size()} ranks",
+            expected=f"ranks of the parent group, 0 to {parent.size() - 1}, each at most once",
+            fix="count in the parent group, not in the world",
+        )
+    result: ProcessGroup | None = None
+    for part in split_ranks:
+        if not part:
+            raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
+        made = new_group(
+            [parent.ranks[rank] for rank in part],
+            timeout,
+            backend,
+            pg_options,
+            group_desc=group_desc,
+            sort_ranks=False,
+        )
+        if isinstance(made, ProcessGroup):
+            result = made
+    return result
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Return the place of ``global_rank`` in ``group``. The inverse of ``get_global_rank``."""
+    target = resolve_group(group)
+    if global_rank not in target.ranks:
+        raise NotInGroupError(
+            f"global rank {global_rank} is not in {target.name}",
+            expected=f"one of {ranks_text(target.ranks)}",
+        )
+    return target.ranks.index(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Return the global rank at a place of ``group``. The inverse of ``get_group_rank``."""
+    target = resolve_group(group)
+    if not 0 <= group_rank < target.size():
+        raise NotInGroupError(
+            f"{target.name} has no group rank {group_rank}",
+            expected=f"0 to {target.size() - 1}",
+        )
+    return target.ranks[group_rank]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Return the global ranks of ``group``, in group order; None means the world."""
+    if group is None:
+        return list(world_group().ranks)
+    return list(resolve_group(group).ranks)
+
+
+def _checked_ranks(
+    world: World, ranks: Sequence[int] | None, *, sort_ranks: bool
+) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(world.size))
+    try:
+        members = tuple(int(rank) for rank in ranks)
+    except TypeError as error:
+        raise KindError(
+            f"ranks must be a sequence of whole numbers, not {ranks!r}",
+            found=type(ranks).__name__,
+        ) from error
+    wrong = [rank for rank in members if not 0 <= rank < world.size]
+    if not members or wrong or len(set(members)) != len(members):
+        what = "is empty" if not members else "names a rank twice"
+        if wrong:
+            what = f"names {ranks_text(wrong)}, outside the world"
+        raise ArgumentError(
+            f"the list of ranks {what}",
+            where=f"rank {world.rank} of {world.size}",
+            expected=f"different ranks from 0 to {world.size - 1}",
+            found=str(list(members)),
+        )
+    return tuple(sorted(members)) if sort_ranks else members
+
+
+def _checked_timeout(timeout: object) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    raise KindError(
+        f"timeout must be a datetime.timedelta, not {timeout!r}",
+        found=type(timeout).__name__,
+        fix="pass for example timedelta(seconds=60)",
+    )

@@ -1,0 +1,378 @@
+"""Groups: an ordered set of ranks that communicate, and the connections that they use."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from datetime import timedelta
+from os import getpid
+from typing import Any
+
+import torch
+
+from ..errors import (
+    AbortedError,
+    BackendError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    KindError,
+    MeshdistError,
+    NotInGroupError,
+)
+from ..reduce_op import ReduceOp
+from ..runtime.handles import store_of_thread
+from ..runtime.recorder import Recorder
+from ..runtime.world import World, find_world, get_usable_world, get_world
+from ..wires.base import Communicator, Wire, WireAborted, WireFailure, WireTimeout, get_wire
+from ..wires.work import Work
+from .agreement import call_text, ranks_text
+from .registry import OpenCommunicator, get_registry
+from .signals import ask
+
+__all__ = [
+    "Channel",
+    "GroupMember",
+    "ProcessGroup",
+    "group",
+    "resolve_group",
+    "world_group",
+]
+
+_handle_numbers = itertools.count(1)
+
+
+class Channel:
+    """One group's way to move tensors of one device type."""
+
+    __slots__ = ("communicator", "opened", "timeout", "wire")
+
+    def __init__(self, wire: Wire, opened: OpenCommunicator, timeout: timedelta) -> None:
+        self.wire = wire
+        self.opened = opened
+        self.communicator: Communicator = opened.communicator
+        self.timeout = timeout
+
+
+class ProcessGroup:
+    """An ordered set of ranks that communicate, as one of its members sees it.
+
+    Made by a mesh for its axes, or by ``new_group``; a program rarely makes one itself.
+
+    Args:
+        world: the world of its ranks.
+        ranks: global ranks, in group order; this rank is one of them.
+        name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
+        backends: the wire per device type; empty takes the world's.
+        timeout: how long a verb may wait; None takes the world's, else the wire's default.
+        options: the wire's own options, or None.
+        is_private: whether it opens communicators of its own instead of sharing equal ones.
+        desc: torch's ``group_desc``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ranks: tuple[int, ...],
+        *,
+        name: str,
+        backends: dict[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: Any = None,
+        is_private: bool = False,
+        desc: str = "",
+    ) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.name = name
+        self.backends = backends or world.backends
+        self.options = options
+        self.is_private = is_private
+        self.group_desc = desc or name
+        self.recorder = Recorder()
+        self._timeout = timeout
+        self._number = next(_handle_numbers)
+        self._group_rank = ranks.index(world.rank)
+        self._process_id = world.process_id
+        self._channels: dict[str, Channel] = {}
+        self._closed = False
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self._group_rank
+
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    @property
+    def group_name(self) -> str:
+        """A name for people; two groups may bear the same."""
+        return self.name
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a verb on CPU tensors may wait."""
+        return self._timeout_on(get_wire(self.wire_name("cpu" if self._serves_cpu() else "cuda")))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group, or its world, was closed."""
+        return self._closed or self.world.is_closed
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.name}, ranks={list(self.ranks)}, rank={self._group_rank})"
+
+    def wire_name(self, device_type: str) -> str:
+        """The wire that serves tensors of ``device_type`` here."""
+        name = self.backends.get(device_type)
+        if name is None:
+            served = ", ".join(f"{device}:{wire}" for device, wire in self.backends.items())
+            raise BackendError(
+                f"{self.name} has no backend for {device_type} tensors",
+                expected=f"tensors of one of its device types: {served}",
+                fix=f"name one at the start, for example backend='{served},{device_type}:gloo'",
+            )
+        return name
+
+    def open(self, device_type: str) -> None:
+        """Open the wire for ``device_type``, together with all other members."""
+        self.channel(device_type)
+
+    def channel(self, device_type: str) -> Channel:
+        """Return the open way for ``device_type``, opened now if it was not yet."""
+        if self._process_id == getpid():
+            channel = self._channels.get(device_type)
+            if channel is not None:
+                return channel
+        return self._open_channel(device_type)
+
+    def communicator(self, device_type: str) -> Communicator:
+        """The communicator behind ``channel(device_type)``."""
+        return self.channel(device_type).communicator
+
+    def first_device_type(self) -> str:
+        """The device type that was opened first; for verbs that carry no tensor."""
+        for device_type in self._channels:
+            return device_type
+        return "cpu" if self._serves_cpu() else next(iter(self.backends))
+
+    def check_usable(self) -> None:
+        """Raise where the world or the group is closed, or this process is a forked child."""
+        self.world.check_usable()
+        if self._closed:
+            raise GroupClosedError(
+                f"{self.name} was closed",
+                where=f"rank {self.world.rank}",
+                fix="make a new mesh or group; a closed one stays closed",
+            )
+
+    def allreduce(self, tensors: list[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
+        """Start reducing the one tensor of ``tensors`` in place; the call of torch's comm hooks."""
+        (tensor,) = tensors
+        channel = self.channel(tensor.device.type)
+        self.recorder.note("allreduce", tensor)
+        try:
+            pending = channel.communicator.all_reduce(tensor, op, channel.timeout)
+        except WireFailure as failure:
+            raise self.explain(failure, channel) from failure
+        return self.work(channel, pending, [tensor])
+
+    def work(self, channel: Channel, pending: Any, tensors: list[Any], settle: Any = None) -> Work:
+        """Wrap a started operation of ``channel`` for a caller who waits later."""
+        return Work(
+            channel.communicator,
+            pending,
+            channel.timeout,
+            lambda failure: self.explain(failure, channel),
+            lambda: tensors,
+            settle,
+        )
+
+    def close(self) -> None:
+        """End communication on this group; a communicator shared with others stays open."""
+        if self._closed:
+            return
+        self._closed = True
+        registry = get_registry(self.world)
+        registry.recorders.pop(self._number, None)
+        channels = {id(c.opened): c for c in self._channels.values()}
+        self._channels = {}
+        for channel in channels.values():
+            registry.release(channel.opened)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
+        labels = [channel.opened.label for channel in self._channels.values()]
+        get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
+
+    def explain(self, failure: WireFailure, channel: Channel) -> MeshdistError:
+        """Turn a wire's failure into the error that tells who, where and why.
+
+        The first rank that fails leaves its reason in the store; later ones quote it.
+        """
+        registry = get_registry(self.world)
+        registry.forget(channel.opened)
+        call = {"group": self.name, **self.recorder.describe()}
+        where = f"rank {self.world.rank}, {call_text(call)}"
+        abort = registry.aborts.get(channel.opened.label)
+        if abort is not None or isinstance(failure, WireAborted):
+            reason = abort or {"rank": self.world.rank, "reason": str(failure)}
+            return AbortedError(
+                f"{call['verb']} on {self.name} was aborted",
+                where=where,
+                found=f"rank {reason['rank']}: {reason['reason']}",
+                fix="make a new mesh on the ranks that are left",
+            )
+        first = self._quote_first_failure(channel, call, str(failure))
+        if isinstance(failure, WireTimeout):
+            report = self._report(call)
+            return CollectiveTimeoutError(
+                f"{call['verb']} on {self.name} was not finished within "
+                f"{channel.timeout.total_seconds():g} s",
+                where=where,
+                expected=f"the same call on {ranks_text(self.ranks)}",
+                found="\n".join(filter(None, (report, first))),
+                fix="look at the ranks that did not come to this call; the group is broken now",
+            )
+        return BackendError(
+            f"{call['verb']} on {self.name} failed on wire {channel.wire.name!r}",
+            where=where,
+            found="\n".join(filter(None, (str(failure), first))),
+            fix="look at the rank that ended or failed first; the group is broken now",
+        )
+
+    def _report(self, mine: dict[str, Any]) -> str:
+        is_collective = self.recorder.is_collective
+        if self.world.origin == "simulated":
+            return ""
+        others = tuple(rank for rank in self.ranks if rank != self.world.rank)
+        try:
+            answers = ask(store_of_thread(self.world), others)
+        except RuntimeError:
+            return "the store is lost: the rank that served it has ended"
+        lines = []
+        for rank in others:
+            calls = answers.get(rank)
+            if calls is None:
+                lines.append(f"rank {rank}: gives no answer: it has ended or is stopped")
+                continue
+            here = [call for call in calls if call["group"] == self.name]
+            arrived = bool(here) and here[-1]["sequence"] >= mine["sequence"]
+            state = f"{'arrived' if arrived else 'did not arrive'}; " if is_collective else ""
+            last = f"last {call_text(calls[-1])}" if calls else "has called no verb"
+            lines.append(f"rank {rank}: {state}{last}")
+        return "\n".join(lines)
+
+    def _quote_first_failure(self, channel: Channel, call: dict[str, Any], text: str) -> str:
+        mine = json.dumps({"rank": self.world.rank, "text": text, "call": call_text(call)})
+        try:
+            store = store_of_thread(self.world)
+            first = store.compare_set(f"{channel.opened.label}/failure", "", mine).decode()
+        except RuntimeError:
+            return "the store is lost: the rank that served it has ended"
+        if first == mine:
+            return ""
+        other = json.loads(first)
+        return f"rank {other['rank']} failed first, in {other['call']}: {other['text']}"
+
+    def _serves_cpu(self) -> bool:
+        return "cpu" in self.backends
+
+    def _timeout_on(self, wire: Wire) -> timedelta:
+        return self._timeout or self.world.timeout or wire.default_timeout
+
+    def _open_channel(self, device_type: str) -> Channel:
+        self.check_usable()
+        wire = get_wire(self.wire_name(device_type))
+        timeout = self._timeout_on(wire)
+        registry = get_registry(self.world)
+        registry.recorders[self._number] = (self.name, self.recorder)
+        for channel in self._channels.values():
+            if channel.wire is wire:
+                self._channels[device_type] = channel
+                return channel
+        try:
+            opened = registry.acquire(
+                wire,
+                self.ranks,
+                device_type,
+                timeout,
+                self.options,
+                is_private=self.is_private,
+            )
+        except WireFailure as failure:
+            kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+            raise kind(
+                f"{self.name} could not be opened on wire {wire.name!r}",
+                where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
+                found=str(failure),
+                fix="see that all of these ranks come to this point, and that no one has ended",
+            ) from failure
+        channel = Channel(wire, opened, timeout)
+        self._channels[device_type] = channel
+        return channel
+
+
+def world_group(world: World | None = None) -> ProcessGroup:
+    """Return the group of all ranks of ``world`` (of the world in force)."""
+    world = world or get_world()
+    found = world.rooms.get("world group")
+    if found is None:
+        found = world.rooms["world group"] = ProcessGroup(
+            world,
+            tuple(range(world.size)),
+            name="the world",
+            options=world.options,
+            desc="default_pg",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def resolve_group(group: object) -> ProcessGroup:
+    """Return the group that a verb's ``group`` argument means.
+
+    Args:
+        group: None (the world), a ProcessGroup, or a mesh: its axis, or its axes flattened
+            row-major.
+
+    Raises:
+        NotInGroupError: this rank is no member.
+        KindError: not one of these.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if group is None:
+        return world_group(get_usable_world())
+    group_of_mesh = getattr(group, "communication_group", None)
+    if group_of_mesh is not None:
+        return group_of_mesh()  # type: ignore[no-any-return]
+    if group == GroupMember.NON_GROUP_MEMBER:
+        raise NotInGroupError(
+            "this rank is not a member of the group",
+            where=f"rank {get_world().rank}",
+            expected="verbs on a group only by its members",
+            fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
+        )
+    raise KindError(
+        f"{group!r} is not a group",
+        expected="a ProcessGroup, a mesh such as mesh['tp'], or None for the world",
+        found=type(group).__name__,
+    )
+
+
+class _MemberKinds(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:  # torch's name
+        """The group of all ranks, or None before there is a world."""
+        world = find_world()
+        return None if world is None else world_group(world)
+
+
+class GroupMember(metaclass=_MemberKinds):
+    """``GroupMember.WORLD`` is the world; outsiders of a new group get ``NON_GROUP_MEMBER``."""
+
+    NON_GROUP_MEMBER = -100
+
+
+class group(metaclass=_MemberKinds):  # torch's name
+    """``group.WORLD`` is the group of all ranks."""

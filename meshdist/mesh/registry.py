@@ -1,0 +1,157 @@
+"""The communicators that this rank has open in its world, shared where equal.
+
+Two groups with equal ranks in equal order, on the same wire with the same options, use one
+communicator; private groups never share. Openings of one rank list are numbered as they come,
+so that its members name the communicator alike without asking anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from ..runtime.handles import store_of_thread
+from ..runtime.recorder import Recorder
+from ..runtime.world import World
+from ..wires.base import Communicator, Opening, Wire
+from .agreement import digest_of_ranks
+from .signals import Sentinel, post
+
+__all__ = ["OpenCommunicator", "Registry", "get_registry"]
+
+
+@dataclass
+class OpenCommunicator:
+    """One communicator, its label (equal on all members), and how many groups use it."""
+
+    label: str
+    communicator: Communicator
+    num_users: int = 1
+
+
+@dataclass
+class Registry:
+    """What one rank has open; made on first use and closed with the world."""
+
+    world: World
+    recorders: dict[int, tuple[str, Recorder]] = field(default_factory=dict)
+    aborts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _by_key: dict[Any, OpenCommunicator] = field(default_factory=dict)
+    _by_label: dict[str, OpenCommunicator] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _sentinel: Sentinel | None = None
+
+    def acquire(
+        self,
+        wire: Wire,
+        ranks: tuple[int, ...],
+        device_type: str,
+        timeout: timedelta,
+        options: Any,
+        *,
+        is_private: bool,
+    ) -> OpenCommunicator:
+        """Return an open communicator for ``ranks``; opening one waits for all members.
+
+        Raises:
+            WireFailure: the wire could not open it.
+        """
+        world = self.world
+        key = (wire.name, ranks, id(options))
+        with self._lock:
+            shared = None if is_private else self._by_key.get(key)
+            if shared is not None:
+                shared.num_users += 1
+                return shared
+            place = f"{digest_of_ranks(ranks)}/{wire.name}"
+            count = self._counts[place] = self._counts.get(place, 0) + 1
+        label = f"group/{place}/{count}"
+        opening = Opening(
+            store=PrefixStore(label, store_of_thread(world)),
+            ranks=ranks,
+            rank=ranks.index(world.rank),
+            device_type=device_type,
+            timeout=timeout,
+            is_one_host=world.is_one_host,
+            options=options,
+            device=world.device,
+        )
+        opened = OpenCommunicator(label, wire.open(opening))
+        with self._lock:
+            self._by_label[label] = opened
+            if not is_private:
+                self._by_key[key] = opened
+        return opened
+
+    def release(self, opened: OpenCommunicator) -> None:
+        """Give up one use; the last one closes the communicator."""
+        with self._lock:
+            opened.num_users -= 1
+            if opened.num_users > 0 or self._by_label.pop(opened.label, None) is None:
+                return
+            for key in [key for key, value in self._by_key.items() if value is opened]:
+                del self._by_key[key]
+        opened.communicator.close()
+
+    def forget(self, opened: OpenCommunicator) -> None:
+        """Never share a broken communicator with a group that is made later."""
+        with self._lock:
+            for key in [key for key, value in self._by_key.items() if value is opened]:
+                del self._by_key[key]
+
+    def abort(self, labels: list[str], message: dict[str, Any]) -> None:
+        """Free whoever waits in the named communicators, on every rank of the world."""
+        message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
+        if self._sentinel is not None:
+            post(store_of_thread(self.world), message)
+        self._abort_here(message)
+
+    def start_sentinel(self) -> None:
+        """Watch for signals of other processes; simulated ranks need none."""
+        if self.world.size == 1 or self.world.origin == "simulated" or self._sentinel is not None:
+            return
+        store = self.world.store.clone()
+        self._sentinel = Sentinel(store, self.world.rank, self.last_calls, self._abort_here)
+
+    def last_calls(self) -> list[dict[str, Any]]:
+        """What this rank called last on each of its groups, the most recent last."""
+        noted = [(r.moment, name, r) for name, r in list(self.recorders.values()) if r.moment]
+        ordered = sorted(noted, key=lambda entry: entry[0])
+        return [{"group": name, **recorder.describe()} for _, name, recorder in ordered]
+
+    def close(self) -> None:
+        """Close all communicators and stop watching."""
+        if self._sentinel is not None:
+            self._sentinel.stop()
+            self._sentinel = None
+        with self._lock:
+            opened = list(self._by_label.values())
+            self._by_label.clear()
+            self._by_key.clear()
+        for entry in opened:
+            entry.communicator.close()
+
+    def _abort_here(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            for label in message["labels"]:
+                self.aborts.setdefault(label, message)
+            opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
+        for entry in opened:
+            self.forget(entry)
+            entry.communicator.abort()
+
+
+def get_registry(world: World) -> Registry:
+    """Return the world's registry, made on first use."""
+    registry = world.rooms.get("registry")
+    if registry is None:
+        registry = world.rooms.setdefault("registry", Registry(world))
+        if registry.world is world and registry.close not in world.closers:
+            world.closers.append(registry.close)
+            registry.start_sentinel()
+    return registry

@@ -1,0 +1,97 @@
+"""Messages between the processes of a world that arrive while they wait in a verb.
+
+Each process has one thread, the sentinel, that looks at the store four times a second. A signal
+is either an abort, which frees the ranks that wait in the named groups, or a question what each
+rank called last, which the sentinel answers even while its rank is stuck elsewhere. That is how a
+timeout can tell who is missing and where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Store
+
+__all__ = ["Sentinel"]
+
+_PERIOD_S = 0.25
+_ANSWER_S = 2.0
+
+
+class Sentinel:
+    """Posts signals of this rank and acts on those of others.
+
+    Args:
+        store: a handle of its own, used by the sentinel's thread alone.
+        rank: this rank.
+        last_calls: answers a question: what this rank called last, as plain values.
+        abort: acts on an abort, given its message.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        last_calls: Callable[[], list[dict[str, Any]]],
+        abort: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._last_calls = last_calls
+        self._abort = abort
+        self._seen = int(store.add("signal/count", 0))
+        self._stop = threading.Event()
+        self._process_id = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="meshdist-sentinel", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; in a forked child, where it does not run, do nothing."""
+        self._stop.set()
+        if self._process_id == os.getpid() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            try:
+                count = int(self._store.add("signal/count", 0))
+                while self._seen < count:
+                    self._seen += 1
+                    self._act(self._seen)
+            except RuntimeError:  # the store is gone: the job ends, and verbs will say so
+                return
+
+    def _act(self, number: int) -> None:
+        message = json.loads(self._store.get(f"signal/{number}"))
+        if message["kind"] == "ask":
+            answer = json.dumps(self._last_calls())
+            self._store.set(f"signal/{number}/answer/{self._rank}", answer)
+        else:
+            self._abort(message)
+
+
+def post(store: Store, message: dict[str, Any]) -> int:
+    """Post ``message`` to all sentinels; returns its number."""
+    number = int(store.add("signal/count", 1))
+    store.set(f"signal/{number}", json.dumps(message))
+    return number
+
+
+def ask(store: Store, ranks: tuple[int, ...]) -> dict[int, list[dict[str, Any]]]:
+    """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out."""
+    number = post(store, {"kind": "ask"})
+    deadline = time.monotonic() + _ANSWER_S
+    answers: dict[int, list[dict[str, Any]]] = {}
+    while len(answers) < len(ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            key = f"signal/{number}/answer/{rank}"
+            if rank not in answers and store.check([key]):
+                answers[rank] = json.loads(store.get(key))
+        if len(answers) < len(ranks):
+            time.sleep(0.05)
+    return answers

@@ -1,0 +1,109 @@
+"""torch's DeviceMesh on the ranks of ours, and the parts of ours that torch's gives.
+
+torch sorts the ranks of the groups that its DeviceMesh makes, which loses the order of a permuted
+mesh. So the groups are made first, in mesh order, and torch's mesh is built from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch.distributed import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from ..errors import BackendError, KindError, MeshError
+from ..runtime.handles import store_of_thread
+from ..runtime.world import World
+from .layout import Layout
+
+__all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
+
+_TORCH_WIRES = frozenset({"gloo", "nccl", "ucc", "xccl", "mpi"})
+
+
+def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh:
+    """Return torch's mesh on the same ranks in the same order; collective over the world.
+
+    Starts torch.distributed's own world on our store where none is there.
+
+    Raises:
+        BackendError: the world's wires are none of torch's (simulated ranks).
+        MeshError: torch's world has another rank or size.
+    """
+    _ensure_torch_world(world)
+    groups: list[Any] = []
+    for axis in range(layout.ndim):
+        mine: Any = None
+        for ranks in layout.groups_of_axis(axis):
+            group = torch_distributed.new_group(list(ranks), sort_ranks=False)
+            if world.rank in ranks:
+                mine = group
+        groups.append(mine)
+    ranks_tensor = torch.from_numpy(layout.ranks()).to(torch.int)
+    if world.rank not in layout.ranks():
+        return TorchMesh(
+            device_type, ranks_tensor, mesh_dim_names=layout.names, _init_backend=False
+        )
+    if layout.ndim == 1:
+        return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=layout.names)
+    return TorchMesh.from_group(
+        groups, device_type, mesh=ranks_tensor, mesh_dim_names=_names_of(layout)
+    )
+
+
+def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] | None]:
+    """Return the device type, nested list of ranks and names of torch's mesh."""
+    if not isinstance(mesh, TorchMesh):
+        raise KindError(
+            f"{mesh!r} is not torch's DeviceMesh",
+            expected="torch.distributed.device_mesh.DeviceMesh",
+            found=type(mesh).__name__,
+        )
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+    return mesh.device_type, mesh.mesh.tolist(), names
+
+
+def _names_of(layout: Layout) -> tuple[str, ...]:
+    return layout.names or tuple(f"axis_{index}" for index in range(layout.ndim))
+
+
+def _ensure_torch_world(world: World) -> None:
+    wires = set(world.backends.values())
+    if not wires & _TORCH_WIRES:
+        raise BackendError(
+            "torch has no mesh over these ranks",
+            where=f"rank {world.rank} of a world from {world.origin}",
+            expected=f"a world on one of torch's wires: {', '.join(sorted(_TORCH_WIRES))}",
+            found=", ".join(sorted(wires)),
+            fix="run the program as processes: meshdist run -n 4 script.py",
+        )
+    if torch_distributed.is_initialized():
+        found = (torch_distributed.get_rank(), torch_distributed.get_world_size())
+        if found != (world.rank, world.size):
+            raise MeshError(
+                "torch.distributed has a world of its own with other ranks",
+                where=f"rank {world.rank} of {world.size}",
+                found=f"torch: rank {found[0]} of {found[1]}",
+                fix="start meshdist after it, so that it adopts torch's world",
+            )
+        return
+    usable = {
+        device: wire
+        for device, wire in world.backends.items()
+        if wire in _TORCH_WIRES and (device == "cpu" or torch.cuda.is_available())
+    }
+    torch_distributed.init_process_group(
+        ",".join(f"{device}:{wire}" for device, wire in usable.items()),
+        store=PrefixStore("torch", store_of_thread(world).clone()),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=world.timeout,
+    )
+    world.closers.append(_end_torch_world)
+
+
+def _end_torch_world() -> None:
+    if torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()

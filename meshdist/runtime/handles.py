@@ -1,0 +1,26 @@
+"""One store handle per thread: a thread that waits on a handle blocks every other user of it."""
+
+from __future__ import annotations
+
+import threading
+
+from torch.distributed import Store
+
+from .world import World
+
+__all__ = ["store_of_thread"]
+
+
+def store_of_thread(world: World) -> Store:
+    """Return the world's store, or this thread's own clone of it.
+
+    The thread that made the world uses the world's own handle, a simulated rank too.
+    """
+    if world.thread_id == threading.get_ident() or world.origin == "simulated":
+        return world.store
+    clones = world.rooms.setdefault("store clones", threading.local())
+    store: Store | None = getattr(clones, "store", None)
+    if store is None:
+        store = world.store.clone()
+        clones.store = store
+    return store

@@ -1,0 +1,105 @@
+"""Which host is this, and which process: answers that other processes can compare with theirs.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import uuid
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+__all__ = ["ProcessCard", "host_identity", "is_alive", "my_card", "process_start"]
+
+
+def host_identity() -> str:
+    """Return a text that is equal for two processes exactly if they share one running host.
+
+    That is one boot of one kernel, and one network namespace, so that loopback reaches the other.
+    MESHDIST_HOST_ID overrides it.
+    """
+    return os.environ.get("MESHDIST_HOST_ID") or _find_host_identity()
+
+
+@cache
+def _find_host_identity() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"{platform.node()}/{uuid.getnode():x}"
+
+
+def process_start(pid: int) -> str | None:
+    """Return when process ``pid`` of this host started, in the system's own terms.
+
+    None if there is no such process; with the number it names a process for good, since numbers
+    are given again.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except OSError:
+        if os.path.exists("/proc/self/stat"):
+            return None
+    shown = subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return shown.stdout.strip() or None
+
+
+@dataclass(frozen=True)
+class ProcessCard:
+    """One process, named so that others can tell whether it still lives.
+
+    Args:
+        pid: its number.
+        start: when it started, from ``process_start``.
+        host: its host, from ``host_identity``.
+        hostname: the host's name, for people.
+    """
+
+    pid: int
+    start: str
+    host: str
+    hostname: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.hostname}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; ``from_json`` is the way back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ProcessCard:
+        """Return the card that ``to_json`` gave; further keys are ignored."""
+        return cls(
+            int(values["pid"]), str(values["start"]), str(values["host"]), str(values["hostname"])
+        )
+
+
+def my_card() -> ProcessCard:
+    """Return the card of this process."""
+    pid = os.getpid()
+    return ProcessCard(pid, process_start(pid) or "", host_identity(), socket.gethostname())
+
+
+def is_alive(card: ProcessCard) -> bool | None:
+    """Return whether the process lives; None where that cannot be seen from this host."""
+    if card.host == host_identity():
+        return process_start(card.pid) == card.start
+    if card.hostname == socket.gethostname() and _boot(card.host) != _boot(host_identity()):
+        return False  # this machine has started anew since
+    return None
+
+
+def _boot(host: str) -> str:
+    return host.partition("/")[0]

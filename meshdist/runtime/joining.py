@@ -1,0 +1,331 @@
+"""How the ranks of one world find each other in a store that may have served worlds before.
+
+A store counts generations. In each, every rank claims its number, leaves its card and is counted;
+the last one closes the generation as complete, and says on which hosts the ranks are. A generation
+that cannot become complete (a rank is missing at the timeout, two processes claim one rank, ranks
+disagree about the size) is closed as failed, and every rank in it raises the same error. What comes
+later begins the next generation, so that a world can be made again and again at one address, and
+nothing of an earlier one is mistaken for news.
+
+Keys of a generation, below its number: ``size``, ``arrived``, ``claim/RANK``, ``card/RANK``,
+``joined``, ``state``; the world's own keys lie below ``world``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from ..errors import RendezvousError
+from .hosts import ProcessCard, is_alive, my_card
+
+__all__ = ["Joined", "join", "names_of_ranks"]
+
+_FIRST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.02
+_CARD_S = 2.0
+"""How long a process that has claimed a rank may take to leave its card."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A world in which every rank has joined.
+
+    Args:
+        rank: this process's rank.
+        size: how many ranks there are.
+        generation: how many generations the store had before.
+        store: a store for this world alone, on a handle of its own.
+        hosts: for each rank the number of its host, numbered as they first appear; None if all
+            ranks are on one host.
+        local_ranks: for each rank its number on its host.
+    """
+
+    rank: int
+    size: int
+    generation: int
+    store: Store
+    hosts: tuple[int, ...] | None
+    local_ranks: tuple[int, ...] | None
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host."""
+        return self.rank if self.local_ranks is None else self.local_ranks[self.rank]
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this process's host has."""
+        return self.size if self.hosts is None else self.hosts.count(self.hosts[self.rank])
+
+
+def join(
+    store: Store,
+    rank: int | None,
+    size: int,
+    timeout: timedelta,
+    *,
+    origin: str,
+    local_rank: int | None = None,
+    is_unique: bool = False,
+) -> Joined:
+    """Return the world of ``size`` ranks that meets in ``store``, once every rank has joined.
+
+    Args:
+        store: what all ranks share; it is used through a clone.
+        rank: this process's rank, or None to be given one in the order of arrival.
+        size: how many ranks there are.
+        timeout: how long to wait for the others.
+        origin: how the ranks came here, for messages.
+        local_rank: this process's number on its host, where its launcher told it.
+        is_unique: whether a launcher sees to it that no rank runs twice at once.
+
+    Raises:
+        RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks disagree
+            about the size. Every rank that waits raises the same text.
+    """
+    handle = cloned(store)
+    attempt = _Attempt(handle, size, timeout, origin, local_rank, is_unique)
+    try:
+        generation = handle.add("resolved", 0)
+        while True:
+            joined = attempt.try_generation(generation, rank)
+            if joined is not None:
+                return joined
+            generation += 1
+    except RendezvousError:
+        raise
+    except RuntimeError as error:  # torch's store errors
+        raise RendezvousError(
+            f"the store was lost while the ranks were joining: {str(error).splitlines()[0]}",
+            where=f"{origin}; {my_card()}",
+            expected="the process that serves the store (rank 0, as a rule) to live",
+            fix="look at the output of rank 0, and start the job again",
+        ) from error
+
+
+def cloned(store: Store) -> Store:
+    """Return a handle of its own on what ``store`` holds, where its kind has one."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):  # a store written in Python
+        return store
+
+
+def names_of_ranks(ranks: Sequence[int], limit: int = 6) -> str:
+    """Return the ranks in words.
+
+    Example:
+        >>> names_of_ranks([0, 1, 2, 5]), names_of_ranks([3])
+        ('ranks 0-2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:limit])
+    more = ", ..." if len(runs) > limit else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
+class _Attempt:
+    """One process's way into a world."""
+
+    def __init__(
+        self,
+        handle: Store,
+        size: int,
+        timeout: timedelta,
+        origin: str,
+        local_rank: int | None,
+        is_unique: bool,
+    ) -> None:
+        self._handle = handle
+        self._size = size
+        self._timeout = timeout
+        self._origin = origin
+        self._local_rank = local_rank
+        self._is_unique = is_unique
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._card = my_card()
+
+    def try_generation(self, generation: int, rank: int | None) -> Joined | None:
+        """Return the world of this generation; None where the next one has to be tried."""
+        keys = PrefixStore(str(generation), self._handle)
+        if keys.check(["state"]):
+            return None
+        agreed = int(keys.compare_set("size", "", str(self._size)))
+        if agreed != self._size:
+            return self._conclude(keys, generation, -1, self._disagreement(agreed, rank))
+        mine = self._claim_next(keys) if rank is None else self._claim(keys, rank)
+        if mine is None:
+            return None
+        try:
+            card = {**self._card.to_json(), "local_rank": self._local_rank}
+            keys.set(f"card/{mine}", json.dumps(card))
+            outcome = None
+            if keys.add("joined", 1) == self._size:
+                outcome = self._layout(keys)
+            else:
+                self._wait_for_state(keys)
+                if not keys.check(["state"]):
+                    outcome = self._missing(keys)
+            return self._conclude(keys, generation, mine, outcome)
+        except KeyboardInterrupt:
+            self._resolve(keys, _failure(f"rank {mine} was interrupted", where=str(self._card)))
+            raise
+
+    def _claim(self, keys: Store, rank: int) -> int | None:
+        if keys.add(f"claim/{rank}", 1) == 1:
+            return rank
+        other = self._card_of(keys, rank)
+        if keys.check(["state"]):
+            return None
+        if other is not None and (self._is_unique or is_alive(other) is False):
+            # Left by a process that has gone: nobody can complete this generation.
+            self._resolve(keys, {"kind": "stale"})
+            return None
+        claimants = f"{other or 'a process that left no card'}; {self._card}"
+        self._resolve(
+            keys,
+            _failure(
+                f"rank {rank} was claimed by two processes",
+                where=self._origin,
+                expected=f"every rank from 0 to {self._size - 1} once",
+                found=claimants,
+                fix="give each process its own rank; or, if a job that has crashed used this "
+                "store, start with a new address, file or store",
+            ),
+        )
+        self._raise(self._state(keys))
+        return None
+
+    def _claim_next(self, keys: Store) -> int | None:
+        while True:
+            rank = keys.add("arrived", 1) - 1
+            if rank >= self._size:
+                self._wait_for_state(keys)
+                if not keys.check(["state"]):
+                    self._raise(self._missing(keys))
+                return None
+            if keys.add(f"claim/{rank}", 1) == 1:
+                return rank
+
+    def _wait_for_state(self, keys: Store) -> None:
+        # Asking again and again is quieter than Store.wait, whose expiry writes to stderr, and
+        # lets Ctrl-C through.
+        pause_s = _FIRST_PAUSE_S
+        while not keys.check(["state"]):
+            remaining_s = self._deadline - time.monotonic()
+            if remaining_s <= 0:
+                return
+            time.sleep(min(pause_s, remaining_s))
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+    def _state(self, keys: Store) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(keys.get("state"))
+        return state
+
+    def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
+        """Close the generation with ``outcome``, unless another rank was faster."""
+        text = json.dumps({**outcome, "by": secrets.token_hex(8)})
+        if keys.compare_set("state", "", text).decode() == text:
+            self._handle.add("resolved", 1)
+
+    def _conclude(
+        self, keys: Store, generation: int, rank: int, outcome: dict[str, Any] | None
+    ) -> Joined | None:
+        if outcome is not None:
+            self._resolve(keys, outcome)
+        state = self._state(keys)
+        if state["kind"] == "stale":
+            return None
+        self._raise(state)
+        store = PrefixStore(f"{generation}/world", self._handle)
+        store.set_timeout(self._timeout)
+        hosts, local_ranks = state["hosts"], state["local_ranks"]
+        return Joined(
+            rank,
+            self._size,
+            generation,
+            store,
+            None if hosts is None else tuple(hosts),
+            None if local_ranks is None else tuple(local_ranks),
+        )
+
+    def _raise(self, state: dict[str, Any]) -> None:
+        if state["kind"] == "failed":
+            raise RendezvousError(state["summary"], **state["fields"])
+
+    def _card_of(self, keys: Store, rank: int) -> ProcessCard | None:
+        end = min(self._deadline, time.monotonic() + _CARD_S)
+        while not keys.check([f"card/{rank}"]):
+            if time.monotonic() > end or keys.check(["state"]):
+                return None
+            time.sleep(_LONGEST_PAUSE_S)
+        return ProcessCard.from_json(json.loads(keys.get(f"card/{rank}")))
+
+    def _layout(self, keys: Store) -> dict[str, Any]:
+        """Return the outcome of a generation in which every rank has left its card."""
+        names = [f"card/{rank}" for rank in range(self._size)]
+        if keys.has_extended_api():
+            texts = keys.multi_get(names)
+        else:
+            texts = [keys.get(name) for name in names]
+        values = [json.loads(text) for text in texts]
+        cards = [ProcessCard.from_json(value) for value in values]
+        if any(is_alive(card) is False for card in cards):
+            return {"kind": "stale"}
+        numbers: dict[str, int] = {}
+        hosts = [numbers.setdefault(card.host, len(numbers)) for card in cards]
+        told = [value["local_rank"] for value in values]
+        places = set(zip(hosts, told, strict=True))
+        if None in told or len(places) < self._size:
+            # Not told by every launcher, or told by launchers that do not know of each other.
+            told = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+        is_plain = len(numbers) == 1
+        return {
+            "kind": "complete",
+            "hosts": None if is_plain else hosts,
+            "local_ranks": None if is_plain and told == list(range(self._size)) else told,
+        }
+
+    def _missing(self, keys: Store) -> dict[str, Any]:
+        present = [rank for rank in range(self._size) if keys.check([f"card/{rank}"])]
+        absent = sorted(set(range(self._size)) - set(present))
+        who = names_of_ranks(absent)
+        verb = "has" if len(absent) == 1 else "have"
+        cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in present[:8]]
+        more = ["..."] if len(present) > 8 else []
+        return _failure(
+            f"{who} {verb} not joined the world of {self._size} within "
+            f"{self._timeout.total_seconds():g} s",
+            where=self._origin,
+            expected=f"{self._size} ranks, all at the same address",
+            found="\n".join([f"joined: {names_of_ranks(present)}", *cards, *more]),
+            fix=f"look at the output of {who}: it may have failed before it came here; or give "
+            "more time: init_process_group(timeout=timedelta(minutes=30))",
+        )
+
+    def _disagreement(self, agreed: int, rank: int | None) -> dict[str, Any]:
+        who = "a process" if rank is None else f"rank {rank}"
+        return _failure(
+            "the ranks disagree about the size of the world",
+            where=self._origin,
+            expected="the same world_size on every rank",
+            found=f"{who} ({self._card}): {self._size}; the first that came: {agreed}",
+            fix="give every rank the same world_size (or WORLD_SIZE)",
+        )
+
+
+def _failure(summary: str, **fields: str) -> dict[str, Any]:
+    return {"kind": "failed", "summary": summary, "fields": fields}

@@ -1,0 +1,384 @@
+"""torch's own wires (Gloo, NCCL, UCC, XCCL), each opened for the members of one group alone.
+
+The classes are built directly, without torch.distributed's world: no other rank takes part, and
+a group's rank order is the one that its mesh gives.
+
+Seen on torch 2.13 with Gloo: a wait on a collective that expires changes nothing and can be
+repeated, so collectives are waited for in short slices that notice an abort and Ctrl-C. A wait on
+a send or receive that expires closes all connections of its communicator at once, which frees
+everything that waits there: ``abort`` uses just that, since Gloo's own abort frees nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from ..reduce_op import ReduceOp
+from .base import (
+    Communicator,
+    Opening,
+    Pending,
+    Wire,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    register_wire,
+)
+from .mailbox import Mailbox, SelfTransfer
+
+__all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire"]
+
+_SLICE = timedelta(milliseconds=500)
+_EXPIRED_SLICE = "Operation timed out!"
+_ABORT_TAG = (1 << 30) + 7
+_GLOO_DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a dtype that every wire moves: itself, or its bytes."""
+    if tensor.dtype in _GLOO_DTYPES:
+        return tensor
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class _Transfer:
+    """A started send or receive; its wait must not be cut into slices."""
+
+    __slots__ = ("peer", "work")
+
+    def __init__(self, work: Any, peer: int | None) -> None:
+        self.work = work
+        self.peer = peer
+
+
+class C10dCommunicator(Communicator):
+    """One group's connection over a c10d process group that ``make`` has built."""
+
+    def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
+        super().__init__(wire, rank, size)
+        self._group = process_group
+        self._aborted = False
+        self._mailbox = Mailbox()
+        self._reduce_options: dict[tuple[Any, timedelta], AllreduceOptions] = {}
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, timeout: timedelta
+    ) -> Pending:
+        options = self._reduce_options.get((op, timeout))
+        if options is None:
+            options = AllreduceOptions()
+            options.reduceOp = op
+            options.timeout = timeout
+            self._reduce_options[op, timeout] = options
+        try:
+            return self._group.allreduce([tensor], options)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = timeout
+        try:
+            return self._group.broadcast([_movable(tensor)], options)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def all_gather(
+        self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta
+    ) -> Pending:
+        options = AllgatherOptions()
+        options.timeout = timeout
+        try:
+            return self._group._allgather_base(_movable(output), _movable(tensor), options)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        timeout: timedelta,
+    ) -> Pending:
+        options = ReduceScatterOptions()
+        options.reduceOp = op
+        options.timeout = timeout
+        try:
+            return self._group._reduce_scatter_base(output, tensor, options)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def barrier(self, timeout: timedelta) -> Pending:
+        options = BarrierOptions()
+        options.timeout = timeout
+        try:
+            return self._group.barrier(options)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
+        if peer == self.rank:
+            return self._mailbox.send(tensor, tag)
+        try:
+            return _Transfer(self._group.send([_movable(tensor)], peer, tag), peer)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def recv(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta
+    ) -> Pending:
+        if peer == self.rank:
+            return self._mailbox.recv(tensor, tag)
+        try:
+            if peer is None:
+                return _Transfer(self._group.recv_anysource([_movable(tensor)], tag), None)
+            return _Transfer(self._group.recv([_movable(tensor)], peer, tag), peer)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def finish(self, pending: Pending, timeout: timedelta) -> None:
+        if isinstance(pending, SelfTransfer):
+            self._finish_self(pending, timeout)
+            return
+        work = pending.work if type(pending) is _Transfer else pending
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def is_finished(self, pending: Pending) -> bool:
+        if isinstance(pending, SelfTransfer):
+            return pending.done
+        work = pending.work if type(pending) is _Transfer else pending
+        return bool(work.is_completed())
+
+    def source(self, pending: Pending) -> int:
+        if isinstance(pending, SelfTransfer):
+            return self.rank
+        if not isinstance(pending, _Transfer):
+            return super().source(pending)
+        return pending.peer if pending.peer is not None else int(pending.work._source_rank())
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        self._group = None
+
+    def _finish_self(self, transfer: SelfTransfer, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not transfer.done:  # the counterpart can only come from another thread
+            if self._aborted:
+                raise WireAborted("aborted while waiting for a message of this rank to itself")
+            if time.monotonic() > deadline:
+                raise WireTimeout("no counterpart for a message of this rank to itself")
+            time.sleep(0.001)
+
+    def _failure(self, error: RuntimeError) -> WireFailure:
+        text = str(error).splitlines()[0] if str(error) else repr(error)
+        if self._aborted:
+            return WireAborted(text)
+        if "imed out" in text or "imeout" in text:
+            return WireTimeout(text)
+        return WireFailure(text)
+
+
+class GlooCommunicator(C10dCommunicator):
+    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C."""
+
+    def finish(self, pending: Pending, timeout: timedelta) -> None:
+        if type(pending) is _Transfer:
+            self._finish_transfer(pending, timeout)
+            return
+        if isinstance(pending, SelfTransfer):
+            self._finish_self(pending, timeout)
+            return
+        try:
+            pending.wait(_SLICE)
+        except RuntimeError as error:
+            if str(error) != _EXPIRED_SLICE:
+                raise self._failure(error) from error
+            self._finish_slowly(pending, timeout)
+
+    def _finish_slowly(self, pending: Any, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds() - _SLICE.total_seconds()
+        while True:
+            try:
+                pending.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if str(error) != _EXPIRED_SLICE:
+                    raise self._failure(error) from error
+            if self._aborted:
+                raise WireAborted("aborted while waiting")
+            if time.monotonic() > deadline:
+                raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
+
+    def _finish_transfer(self, transfer: _Transfer, timeout: timedelta) -> None:
+        if transfer.peer is None:
+            self._finish_any_source(transfer, timeout)
+            return
+        try:
+            transfer.work.wait(timeout)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _finish_any_source(self, transfer: _Transfer, timeout: timedelta) -> None:
+        # A receive from any member belongs to no connection, so that closing all of them does
+        # not free it: another thread waits, and this one watches for the abort.
+        outcome: list[RuntimeError | None] = []
+
+        def wait() -> None:
+            try:
+                transfer.work.wait(timeout)
+                outcome.append(None)
+            except RuntimeError as error:
+                outcome.append(error)
+
+        waiter = threading.Thread(target=wait, name="meshdist-any-source", daemon=True)
+        waiter.start()
+        while waiter.is_alive():
+            waiter.join(_SLICE.total_seconds())
+            if self._aborted and waiter.is_alive():
+                raise WireAborted("aborted while receiving from any member")
+        if outcome[0] is not None:
+            raise self._failure(outcome[0]) from outcome[0]
+
+    def abort(self) -> None:
+        self._aborted = True
+        group = self._group
+        if group is None or self.size == 1:
+            return
+        peer = (self.rank + 1) % self.size
+        try:
+            group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:  # the expiry that closes the connections, or they are closed already
+            return
+
+
+class C10dWire(Wire):
+    """A wire over one of torch's process-group classes, where this torch has it."""
+
+    def __init__(self, name: str, class_name: str, device_types: frozenset[str]) -> None:
+        self.name = name
+        self.device_types = device_types
+        self._class_name = class_name
+
+    def is_available(self) -> bool:
+        return hasattr(torch_distributed, self._class_name)
+
+    def open(self, opening: Opening) -> Communicator:
+        kind = getattr(torch_distributed, self._class_name)
+        try:
+            group = kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
+        except RuntimeError as error:
+            raise WireFailure(str(error).splitlines()[0]) from error
+        return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
+
+
+class NcclWire(C10dWire):
+    """NCCL. Opening does not communicate unless a device is bound: then it connects at once."""
+
+    default_timeout = timedelta(minutes=10)
+
+    def __init__(self) -> None:
+        super().__init__("nccl", "ProcessGroupNCCL", frozenset({"cuda"}))
+
+    def is_available(self) -> bool:
+        return super().is_available() and torch.cuda.is_available()
+
+    def open(self, opening: Opening) -> Communicator:
+        kind = torch_distributed.ProcessGroupNCCL  # type: ignore[attr-defined]
+        options = opening.options if isinstance(opening.options, kind.Options) else kind.Options()
+        options._timeout = opening.timeout
+        # A failure is raised where it is waited for, never by ending the process behind its back.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        try:
+            group = kind(opening.store, opening.rank, len(opening.ranks), options)
+            if opening.device is not None and opening.device.type == "cuda":
+                group.eager_connect_single_device(opening.device)
+        except RuntimeError as error:
+            raise WireFailure(str(error).splitlines()[0]) from error
+        return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
+
+
+class GlooWire(Wire):
+    """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
+
+    name = "gloo"
+    device_types = frozenset({"cpu", "cuda"})
+
+    def is_available(self) -> bool:
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        options = (
+            opening.options
+            if isinstance(opening.options, ProcessGroupGloo._Options)
+            else ProcessGroupGloo._Options()
+        )
+        options._devices = list(_gloo_devices(_gloo_interfaces(opening.is_one_host), os.getpid()))
+        options._timeout = opening.timeout
+        try:
+            group = ProcessGroupGloo(opening.store, opening.rank, len(opening.ranks), options)
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+            kind = WireTimeout if "imed out" in text or "imeout" in text else WireFailure
+            raise kind(text) from error
+        return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
+
+
+def _gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
+    """The network interfaces to use: those that GLOO_SOCKET_IFNAME lists, or loopback, or ()."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if named:
+        return tuple(name.strip() for name in named.split(",") if name.strip())
+    return ("127.0.0.1",) if is_one_host else ()
+
+
+@cache
+def _gloo_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
+    """One Gloo device per interface, shared by all groups of the process."""
+    if not interfaces:
+        return (ProcessGroupGloo.create_default_device(),)
+    if interfaces == ("127.0.0.1",):
+        return (ProcessGroupGloo.create_device(hostname="127.0.0.1"),)
+    return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces)
+
+
+register_wire(GlooWire())
+register_wire(NcclWire())
+register_wire(C10dWire("ucc", "ProcessGroupUCC", frozenset({"cpu", "cuda"})))
+register_wire(C10dWire("xccl", "ProcessGroupXCCL", frozenset({"xpu"})))

@@ -1,0 +1,61 @@
+"""Messages of a rank to itself, for wires that cannot carry them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+__all__ = ["Mailbox", "SelfTransfer"]
+
+
+class SelfTransfer:
+    """One send or receive of a rank to itself; done once its counterpart was started."""
+
+    __slots__ = ("done", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.done = False
+
+
+class Mailbox:
+    """Pairs sends and receives of one rank to itself, by tag, in the order they were started.
+
+    Starting the second of a pair copies the data, so nothing waits and nothing is buffered.
+    """
+
+    def __init__(self) -> None:
+        self._sends: dict[int, deque[SelfTransfer]] = {}
+        self._receives: dict[int, deque[SelfTransfer]] = {}
+
+    def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
+        """Start sending ``tensor`` to this rank under ``tag``."""
+        return self._start(tensor, tag, self._sends, self._receives, is_send=True)
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
+        """Start receiving into ``tensor`` what this rank sends itself under ``tag``."""
+        return self._start(tensor, tag, self._receives, self._sends, is_send=False)
+
+    @staticmethod
+    def _start(
+        tensor: torch.Tensor,
+        tag: int,
+        mine: dict[int, deque[SelfTransfer]],
+        others: dict[int, deque[SelfTransfer]],
+        *,
+        is_send: bool,
+    ) -> SelfTransfer:
+        transfer = SelfTransfer(tensor)
+        waiting = others.get(tag)
+        if not waiting:
+            mine.setdefault(tag, deque()).append(transfer)
+            return transfer
+        counterpart = waiting.popleft()
+        source, target = (
+            (tensor, counterpart.tensor) if is_send else (counterpart.tensor, tensor)
+        )
+        with torch.no_grad():
+            target.copy_(source.reshape(target.shape))
+        transfer.done = counterpart.done = True
+        return transfer

@@ -1,0 +1,723 @@
+"""The wire of simulated ranks: one process, its ranks one at a time.
+
+Since all members lie in one process, every call is compared with the others' before any data
+moves, and a rank that waits for what cannot come is told so at once. Time-outs are accepted and
+never fire: there is no clock.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import QueueEmptyError, Store
+
+from ..errors import AgreementError, ArgumentError, BackendError, WorldError
+from ..reduce_op import ReduceOp, get_reduce_op, op_name
+from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
+from .turns import Rank, Scheduler, Site, call_site, find_rank_here, show_ranks, show_site
+
+__all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedStore", "SimulatedWire"]
+
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
+"""The device types that simulated ranks serve; data moves by torch's own copies."""
+
+
+class _Step:
+    """A started operation of one member."""
+
+    def __init__(self, exchange: _Exchange, member: int, site: Site) -> None:
+        self.exchange = exchange
+        self.member = member
+        self.site = site
+        self.is_settled = False
+        self.failure: Exception | None = None
+        self.done_event: torch.cuda.Event | None = None
+
+    def is_ready(self) -> bool:
+        return self.is_settled
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+    def settle(self, failure: Exception | None = None) -> None:
+        """The operation is done, or has failed; forget its tensors."""
+        self.failure = failure
+        self.is_settled = True
+
+
+class _Call(_Step):
+    """One member's part in a collective."""
+
+    def __init__(
+        self,
+        exchange: _Exchange,
+        member: int,
+        number: int,
+        verb: str,
+        tensor: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+    ) -> None:
+        super().__init__(exchange, member, call_site())
+        self.number = number
+        self.verb = verb
+        self.tensor = tensor
+        self.output = output
+        self.op = op
+        self.root = root
+        self.dtype = None if tensor is None else tensor.dtype
+        self.count = 0 if tensor is None else tensor.numel()
+        self.ready_event = _record_event(tensor)
+
+    def agrees_with(self, other: _Call) -> bool:
+        """Whether both can be parts of one collective."""
+        return (
+            self.verb == other.verb
+            and self.dtype is other.dtype
+            and self.count == other.count
+            and self.op is other.op
+            and self.root == other.root
+        )
+
+    def show(self) -> str:
+        """The call in words, without the place."""
+        how = []
+        if self.op is not None:
+            how.append(op_name(self.op))
+        if self.root is not None:
+            how.append(f"from {show_ranks([self.exchange.ranks[self.root]])}")
+        text = self.verb + (f"({', '.join(how)})" if how else "")
+        return text if self.dtype is None else f"{text} of {_show_data(self.count, self.dtype)}"
+
+    def describe(self) -> str:
+        calls = self.exchange.rounds[self.number]
+        missing = [rank for m, rank in enumerate(self.exchange.ranks) if m not in calls]
+        return (
+            f"{self.show()} for {show_ranks(missing)}; collective {self.number} over "
+            f"{show_ranks(self.exchange.ranks)}, called at {show_site(self.site)}"
+        )
+
+    def settle(self, failure: Exception | None = None) -> None:
+        super().settle(failure)
+        self.tensor = self.output = None
+
+
+class _Receive(_Step):
+    """A receive that waits for its message, or has it."""
+
+    def __init__(
+        self,
+        exchange: _Exchange,
+        member: int,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+    ) -> None:
+        super().__init__(exchange, member, call_site())
+        self.tensor: torch.Tensor | None = tensor
+        self.peer = peer
+        self.tag = tag
+        self.source: int | None = None
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Whether a message of ``source`` under ``tag`` is meant."""
+        return self.tag == tag and (self.peer is None or self.peer == source)
+
+    def accept(self, source: int, data: torch.Tensor, site: Site) -> None:
+        """Take a message; one that does not fit is an error of this receive."""
+        tensor = self.tensor
+        assert tensor is not None  # a receive accepts once
+        self.source = source
+        failure: Exception | None = None
+        if data.dtype is not tensor.dtype or data.numel() != tensor.numel():
+            ranks = self.exchange.ranks
+            sent = _show_data(data.numel(), data.dtype)
+            wanted = _show_data(tensor.numel(), tensor.dtype)
+            failure = AgreementError(
+                "a message does not fit the tensor that receives it",
+                where=f"tag {self.tag} over {show_ranks(ranks)}",
+                expected="equal dtype and number of elements on both sides",
+                found=f"rank {ranks[source]}: send of {sent} at {show_site(site)}\n"
+                f"rank {ranks[self.member]}: recv of {wanted} at {show_site(self.site)}",
+                fix="receive into a tensor like the one that is sent, or give messages of "
+                "different kinds different tags",
+            )
+        else:
+            failure = _attempt(lambda: _write(tensor, data))
+            self.done_event = _record_event(tensor)
+        self.settle(failure)
+
+    def describe(self) -> str:
+        ranks = self.exchange.ranks
+        source = "any rank" if self.peer is None else f"rank {ranks[self.peer]}"
+        return (
+            f"recv from {source}, tag {self.tag}, over {show_ranks(ranks)}, "
+            f"called at {show_site(self.site)}"
+        )
+
+    def settle(self, failure: Exception | None = None) -> None:
+        super().settle(failure)
+        self.tensor = None
+
+
+class _Sent(_Step):
+    """A send: finished as soon as it has started, since messages are buffered."""
+
+    is_finished = True
+
+
+@dataclass
+class _Message:
+    source: int
+    tag: int
+    data: torch.Tensor
+    site: Site
+
+
+class _Exchange:
+    """What the members of one communicator share."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rounds: dict[int, dict[int, _Call]] = {}
+        self.messages: list[list[_Message]] = [[] for _ in ranks]
+        self.receives: list[list[_Receive]] = [[] for _ in ranks]
+        self.is_aborted = False
+
+    def enter(self, call: _Call) -> None:
+        """Add a member's call to its round; the last one moves the data."""
+        calls = self.rounds.setdefault(call.number, {})
+        calls[call.member] = call
+        first = next(iter(calls.values()))
+        if first.failure is not None:
+            call.settle(first.failure)
+        elif not call.agrees_with(first):
+            failure = self._disagreement(calls)
+            for each in calls.values():
+                each.settle(failure)
+        elif len(calls) == self.size:
+            in_order = [calls[member] for member in range(self.size)]
+            failure_or_none = _attempt(lambda: _perform(in_order))
+            for each in in_order:
+                each.done_event = _record_event(each.tensor)
+                each.settle(failure_or_none)
+        if len(calls) == self.size:
+            del self.rounds[call.number]
+
+    def _disagreement(self, calls: dict[int, _Call]) -> AgreementError:
+        by_text: dict[str, list[int]] = {}
+        for member in range(self.size):
+            call = calls.get(member)
+            text = "not there yet" if call is None else f"{call.show()} at {show_site(call.site)}"
+            by_text.setdefault(text, []).append(self.ranks[member])
+        number = next(iter(calls.values())).number
+        return AgreementError(
+            f"the members of a group disagree about their collective {number}",
+            where=f"the group of {show_ranks(self.ranks)}; no data was moved",
+            expected="the same verb, dtype, number of elements, op and root on every member",
+            found="\n".join(f"{show_ranks(ranks)}: {text}" for text, ranks in by_text.items()),
+            fix="make every member call the same verbs in the same order, on equal tensors",
+        )
+
+    def send(self, message: _Message, to: int) -> None:
+        """Deliver to the first receive that takes the message, or keep a copy."""
+        waiting = self.receives[to]
+        for place, receive in enumerate(waiting):
+            if receive.takes(message.source, message.tag):
+                del waiting[place]
+                receive.accept(message.source, message.data, message.site)
+                return
+        message.data = message.data.clone()
+        self.messages[to].append(message)
+
+    def receive(self, receive: _Receive) -> None:
+        """Take the first message that is meant, or wait for it."""
+        kept = self.messages[receive.member]
+        for place, message in enumerate(kept):
+            if receive.takes(message.source, message.tag):
+                del kept[place]
+                receive.accept(message.source, message.data, message.site)
+                return
+        self.receives[receive.member].append(receive)
+
+    def abort(self) -> None:
+        """Fail everything that is not done, and all that follows."""
+        self.is_aborted = True
+        pending: list[_Step] = [call for calls in self.rounds.values() for call in calls.values()]
+        pending.extend(receive for waiting in self.receives for receive in waiting)
+        for step in pending:
+            if not step.is_settled:
+                step.settle(WireAborted("the communicator was aborted"))
+        self.rounds.clear()
+        self.messages = [[] for _ in self.ranks]
+        self.receives = [[] for _ in self.ranks]
+
+
+class SimulatedCommunicator(Communicator):
+    """A group of simulated ranks, as one of them sees it.
+
+    A collective is done when its last member has started it. A send is done at once: the message
+    is copied, so that programs which are right where sends are eager do not deadlock here, and
+    messages of one sender under one tag arrive in the order sent. An abort by one member aborts
+    all of them.
+    """
+
+    def __init__(self, exchange: _Exchange, opening: Opening, rank: Rank) -> None:
+        super().__init__("simulated", opening.rank, len(opening.ranks))
+        self._exchange = exchange
+        self._rank = rank
+        self._started = 0
+        self._is_closed = False
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta) -> Pending:
+        return self._start("all_reduce", tensor, op=_check_op(op, tensor.dtype))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
+        return self._start("broadcast", tensor, root=root)
+
+    def all_gather(
+        self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta
+    ) -> Pending:
+        return self._start("all_gather", tensor, output)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta
+    ) -> Pending:
+        return self._start("reduce_scatter", tensor, output, op=_check_op(op, tensor.dtype))
+
+    def barrier(self, timeout: timedelta) -> Pending:
+        return self._start("barrier")
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
+        """Send to member ``peer``: delivered or copied at once, so never waits."""
+        self._check_usable()
+        sent = _Sent(self._exchange, self.rank, call_site())
+        self._exchange.send(_Message(self.rank, tag, tensor.detach(), sent.site), peer)
+        sent.settle()
+        return sent
+
+    def recv(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta
+    ) -> Pending:
+        self._check_usable()
+        receive = _Receive(self._exchange, self.rank, tensor, peer, tag)
+        self._exchange.receive(receive)
+        return receive
+
+    def finish(self, pending: Pending, timeout: timedelta) -> None:
+        """Wait for ``pending``, handing the turn on; ``timeout`` never expires."""
+        self._rank.check_here()
+        if not pending.is_settled:
+            self._rank.wait(pending)
+        if pending.failure is not None:
+            raise copy.copy(pending.failure)
+        if pending.done_event is not None:
+            pending.done_event.wait()
+
+    def is_finished(self, pending: Pending) -> bool:
+        """Whether ``pending`` is done; if not, the other ranks have had their turn before."""
+        if not pending.is_settled and find_rank_here() is self._rank:
+            self._rank.poll()
+        return bool(pending.is_settled)
+
+    def source(self, pending: Pending) -> int:
+        if not isinstance(pending, _Receive) or pending.source is None:
+            return super().source(pending)
+        return pending.source
+
+    def abort(self) -> None:
+        self._exchange.abort()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _check_usable(self) -> None:
+        self._rank.check_here()
+        if self._exchange.is_aborted:
+            raise WireAborted("the communicator was aborted")
+        if self._is_closed:
+            raise WireFailure("the communicator was closed")
+
+    def _start(
+        self,
+        verb: str,
+        tensor: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+    ) -> _Call:
+        self._check_usable()
+        self._started += 1
+        call = _Call(
+            self._exchange, self.rank, self._started, verb, tensor, output, op=op, root=root
+        )
+        self._exchange.enter(call)
+        return call
+
+
+class SimulatedWire(Wire):
+    """The wire "simulated": serves the ranks of ``meshdist.simulate``, and nobody else."""
+
+    name = "simulated"
+    device_types = frozenset(DEVICE_TYPES)
+
+    def is_available(self) -> bool:
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        """Open one member's side; waits for nobody, since the members share a process."""
+        rank = find_rank_here()
+        if rank is None:
+            raise WireFailure(
+                "the wire 'simulated' serves simulated ranks alone: run the program with "
+                "meshdist.simulate(fn, ranks)"
+            )
+        # The store's keys are this communicator's alone, so the first member to come names it.
+        if opening.store.add("simulated/members", 1) == 1:
+            name = f"exchange {len(rank.scheduler.tables)}"
+            rank.scheduler.tables[name] = _Exchange(opening.ranks)
+            opening.store.set("simulated/name", name)
+        exchange = rank.scheduler.tables[opening.store.get("simulated/name").decode()]
+        if exchange.ranks != opening.ranks:
+            raise AgreementError(
+                "the members of a group disagree about who they are",
+                where=f"rank {rank.index}, opening a group on the wire 'simulated'",
+                expected="the same ranks in the same order on every member",
+                found=f"{show_ranks(exchange.ranks)} elsewhere; {show_ranks(opening.ranks)} here",
+                fix="give every member the same list of ranks",
+            )
+        return SimulatedCommunicator(exchange, opening, rank)
+
+
+register_wire(SimulatedWire())
+
+
+@dataclass
+class _KeyWait:
+    """A wait on the store."""
+
+    call: str
+    site: Site
+    is_ready: Callable[[], bool]
+
+    def describe(self) -> str:
+        return f"{self.call}, called at {show_site(self.site)}"
+
+
+class SimulatedStore(Store):
+    """The store of simulated ranks: waiting on it hands the turn on.
+
+    Has every method that torch documents for stores, with HashStore's meaning, and serves
+    torch's PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives
+    stores written in Python no place for those). Time-outs never expire; a key that nobody can
+    set any more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds
+    the C++ half only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set ``key``, whatever it held."""
+        self._values[key] = _to_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for ``key`` and return its value."""
+        self._wait_for([key], f"store.get({key!r})")
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, 0 at first, and return the sum."""
+        present = self._values.get(key, b"0")
+        try:
+            total = int(present) + amount
+        except ValueError:
+            raise ArgumentError(
+                f"store.add cannot add to key {key!r}",
+                expected="a key that is absent or holds a whole number",
+                found=f"{present!r}",
+                fix="use different keys for texts and for counters",
+            ) from None
+        self._values[key] = str(total).encode()
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of ``key``, empty at first."""
+        self._values[key] = self._values.get(key, b"") + _to_bytes(value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` are set; if not, the other ranks have had their turn before."""
+        if not self._has(keys):
+            self._poll()
+        return self._has(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` are set; ``timeout`` never expires."""
+        self._wait_for(keys, f"store.wait({list(keys)!r})")
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
+
+        Returns:  what the key holds afterwards; ``expected`` where it is absent still.
+        """
+        wanted = _to_bytes(expected)
+        present = self._values.get(key)
+        if present is not None and present != wanted:
+            self._poll()
+            present = self._values.get(key)
+        if present == wanted or (present is None and not wanted):
+            present = self._values[key] = _to_bytes(desired)
+        return wanted if present is None else present
+
+    def delete_key(self, key: str) -> bool:
+        """Forget ``key``; whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many keys are set."""
+        return len(self._values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all ``keys`` and return their values."""
+        self._wait_for(keys, f"store.multi_get({list(keys)!r})")
+        return [self._values[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set each key to the value in its place."""
+        if len(keys) != len(values):
+            raise ArgumentError(
+                "store.multi_set needs one value for each key",
+                found=f"{len(keys)} keys, {len(values)} values",
+            )
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def list_keys(self) -> list[str]:
+        """All keys that are set, in the order in which they came."""
+        return list(self._values)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put a value at the end of the queue ``key``."""
+        self._queues.setdefault(key, deque()).append(_to_bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of the queue ``key``; wait for one if ``block``."""
+        if not self._queues.get(key):
+            if not block:
+                self._poll()
+                if not self._queues.get(key):
+                    raise QueueEmptyError(f"queue {key!r} is empty")
+            self._wait(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
+        return self._queues[key].popleft()
+
+    def queue_len(self, key: str) -> int:
+        """How many values the queue ``key`` holds."""
+        return len(self._queues.get(key, ()))
+
+    def has_extended_api(self) -> bool:
+        """True: append, multi_get and multi_set are there."""
+        return True
+
+    def clone(self) -> SimulatedStore:
+        """This store itself: a rank that waits on it blocks no other."""
+        return self
+
+    # The names under which torch's PrefixStore looks for them.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _wait_for(self, keys: Sequence[str], call: str) -> None:
+        if not self._has(keys):
+            self._wait(lambda: self._has(keys), call)
+
+    def _wait(self, is_ready: Callable[[], bool], call: str) -> None:
+        rank = find_rank_here()
+        if rank is None:
+            raise WorldError(
+                f"{call} would wait, and this thread is no simulated rank",
+                where=f"called at {show_site(call_site())}",
+                expected="waits on the thread of a simulated rank",
+                fix="set the key first, or ask with store.check",
+            )
+        rank.wait(_KeyWait(call, call_site(), is_ready))
+
+    def _poll(self) -> None:
+        rank = find_rank_here()
+        if rank is not None:
+            rank.poll()
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+# ---- the data ----------------------------------------------------------------------------------
+
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+"""torch adds and orders these only as signed numbers of the same width."""
+
+_IN_PLACE: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    ReduceOp.SUM: torch.Tensor.add_,
+    ReduceOp.AVG: torch.Tensor.add_,
+    ReduceOp.PRODUCT: torch.Tensor.mul_,
+    ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
+    ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
+    ReduceOp.BAND: torch.Tensor.bitwise_and_,
+    ReduceOp.BOR: torch.Tensor.bitwise_or_,
+    ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
+}
+_OF_BOOL: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    ReduceOp.SUM: torch.Tensor.logical_or_,
+    ReduceOp.MAX: torch.Tensor.logical_or_,
+    ReduceOp.BOR: torch.Tensor.logical_or_,
+    ReduceOp.PRODUCT: torch.Tensor.logical_and_,
+    ReduceOp.MIN: torch.Tensor.logical_and_,
+    ReduceOp.BAND: torch.Tensor.logical_and_,
+    ReduceOp.BXOR: torch.Tensor.logical_xor_,
+}
+
+
+def _check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp.RedOpType:
+    """Return the plain op; raises BackendError where ``dtype`` has no such reduction."""
+    plain = get_reduce_op(op)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    if plain == ReduceOp.AVG and is_whole:
+        reason = "an average of whole numbers or truth values"
+        fix = "convert to a floating dtype first, or use ReduceOp.SUM"
+    elif plain in _BITWISE and not is_whole:
+        reason = "bits of a floating dtype"
+        fix = "use an integer or bool tensor"
+    elif dtype.is_complex and plain not in (ReduceOp.SUM, ReduceOp.AVG):
+        reason = "complex numbers by any op but SUM and AVG"
+        fix = "reduce torch.view_as_real(x), or use ReduceOp.SUM"
+    else:
+        return plain
+    raise BackendError(
+        f"the wire 'simulated' does not reduce {reason}",
+        found=f"ReduceOp.{op_name(plain)} of {_show_dtype(dtype)}",
+        fix=fix,
+    )
+
+
+def _reduce(parts: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
+    dtype = parts[0].dtype
+    device = parts[0].device
+    if dtype is torch.bool:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            _OF_BOOL[op](total, part.to(device))
+        return total
+    if dtype in _SIGNED:
+        return _reduce_unsigned(parts, op)
+    wide = dtype
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        wide = torch.float32
+    elif dtype is torch.complex32:
+        wide = torch.complex64
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        _IN_PLACE[op](total, part.to(device, wide))
+    if op == ReduceOp.AVG:
+        total.div_(len(parts))
+    return total.to(dtype)
+
+
+def _reduce_unsigned(parts: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
+    """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
+    dtype = parts[0].dtype
+    signed = _SIGNED[dtype]
+    flip = torch.iinfo(signed).min if op in _ORDERED else 0
+    total = _reduce([part.view(signed).bitwise_xor(flip) for part in parts], op)
+    return total.bitwise_xor_(flip).view(dtype)
+
+
+def _perform(calls: Sequence[_Call]) -> None:
+    """Move the data of one collective: read everything, then write each member's result."""
+    verb = calls[0].verb
+    if verb == "barrier":
+        return
+    for call in calls:
+        if call.ready_event is not None:
+            call.ready_event.wait()
+    # Members may be in inference mode or not, and hold parameters: this mode writes to all.
+    with torch.inference_mode():
+        tensors = [_tensor_of(call) for call in calls]
+        if verb == "broadcast":
+            root = calls[0].root
+            for member, tensor in enumerate(tensors):
+                if member != root:
+                    _write(tensor, tensors[root or 0])
+            return
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        op = calls[0].op
+        if op is None:
+            device = flat[0].device
+            whole = torch.cat([part.to(device) for part in flat])
+        else:
+            whole = _reduce(flat, op)
+        if verb == "reduce_scatter":
+            results = list(whole.chunk(len(calls)))
+        else:
+            results = [whole] * len(calls)
+        for call, tensor, result in zip(calls, tensors, results, strict=True):
+            _write(tensor if call.output is None else call.output, result)
+
+
+def _tensor_of(call: _Call) -> torch.Tensor:
+    assert call.tensor is not None  # only a barrier has none
+    return call.tensor
+
+
+def _write(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy ``data`` into ``tensor``, of any shape with as many elements."""
+    with torch.inference_mode():
+        tensor.copy_(data.reshape(tensor.shape))
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    """Do it; the failure belongs to every member, not to the one whose thread this is."""
+    try:
+        action()
+    except Exception as failure:
+        wire_failure = WireFailure(f"moving the data failed: {type(failure).__name__}: {failure}")
+        wire_failure.__cause__ = failure
+        return wire_failure
+    return None
+
+
+def _record_event(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
+    """Mark this point on the current stream of a CUDA tensor, for members on other streams."""
+    if tensor is None or not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def _show_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _show_data(count: int, dtype: torch.dtype) -> str:
+    return f"{count} {_show_dtype(dtype)}"
