@@ -25,13 +25,28 @@ PACKAGE = "meshdist"
 # file that lies directly in the package ("" where several do). A folder's __init__ is its top.
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "reduce_op", "arrays")},
-    {"runtime": ("guard", "stores", "world", "handles", "recorder", "rendezvous", "launcher")},
+    {
+        "runtime": (
+            "environments",
+            "hosts",
+            "stores",
+            "joining",
+            "world",
+            "handles",
+            "recorder",
+            "rendezvous",
+            "guard",
+            "launcher",
+        )
+    },
     {
         "wires": (
             "base",
+            "names",
             "work",
             "mailbox",
             "c10d",
+            "turns",
             "simulated",
             "shm",
             "mpi",
@@ -46,14 +61,19 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "layout",
             "spec",
             "pattern",
+            "drawing",
+            "axis_options",
             "signals",
             "agreement",
+            "registry",
             "groups",
+            "group_calls",
             "topology",
-            "drawing",
-            "device_mesh",
-            "torch_interop",
             "session",
+            "torch_interop",
+            "device_mesh",
+            "simulation",
+            "spawning",
         )
     },
     {
@@ -76,6 +96,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "ddp": (
             "buckets",
+            "replicas",
             "reducer",
             "data_parallel",
             "comm_hooks",
