@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import meshdist
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -43,7 +45,8 @@ def read_info(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(path).decode()
 
 
-def test_the_wheel_carries_command_and_licence(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_carries_version_command_and_licence(wheel: zipfile.ZipFile) -> None:
+    assert f"\nVersion: {meshdist.__version__}\n" in read_info(wheel, "METADATA")
     assert "meshdist=meshdist.cli.main:main" in read_info(wheel, "entry_points.txt").replace(
         " ", ""
     )
