@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshdist.runtime.guard import MARK, Family, mark_value
-from meshdist.runtime.launcher import Guard
+from meshdist.runtime.watching import Guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -127,7 +127,7 @@ def test_the_guard_acts_when_its_owner_is_killed(start: Start) -> None:
             "-c",
             "import os, subprocess, sys, time\n"
             f"sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n"
-            "from meshdist.runtime.launcher import Guard\n"
+            "from meshdist.runtime.watching import Guard\n"
             "guard = Guard('ours')\n"
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
             f"                         env=dict(os.environ, {MARK}='/ours'))\n"
