@@ -80,7 +80,7 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
         while wanted > 1:
             size, stride = rest.pop()
             taken = math.gcd(size, wanted)
-            if taken not in (size, wanted):
+            if taken == 1:
                 return None
             if taken < size:
                 rest.append((size // taken, stride * taken))

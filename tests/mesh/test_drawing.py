@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,6 +209,23 @@ def test_large_meshes_fit_and_keep_the_highlighted_rank_in_view(shape, width, pl
     assert re.search(rf"\b{last}\b", text)
 
 
+@pytest.mark.parametrize("size", [12, 13, 14, 40])
+def test_an_ellipsis_stands_exactly_where_rows_are_left_out(size):
+    layout = Layout.from_shape((size, 1), ("dp", "tp"))
+    for rank in range(size):
+        lines = draw(layout, highlight_rank=rank).split("\n")[3:-1]
+        labels = [line.split("│")[1].strip() for line in lines]
+        assert len(labels) <= 12
+        assert str(rank) in labels
+        assert labels[0] == "0"
+        assert labels[-1] == str(size - 1)
+        for before, label, after in zip(labels, labels[1:], labels[2:], strict=False):
+            if label == "⋮":
+                assert int(after) - int(before) > 2
+            elif before != "⋮":
+                assert int(label) - int(before) == 1
+
+
 def test_a_drawing_has_no_colors_unless_asked(monkeypatch):
     layout = Layout.from_shape((2, 2), ("dp", "tp"))
     plain = draw(layout, highlight_rank=1)
@@ -334,3 +352,15 @@ def test_errors(make):
             "  expected: a host for every rank of the mesh, by rank\n"
             "  found:    7 hosts"
         )
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_the_page_shows_what_its_code_prints(capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "mesh.md").read_text(encoding="utf-8")
+    part = page.split("<!-- layouts: end -->")[0]
+    exec("\n".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)), {})
+    shown = "".join(re.findall(r"```text\n(.*?)```", part, re.DOTALL))
+    assert capsys.readouterr().out == shown
+    assert len(shown) > 1000
