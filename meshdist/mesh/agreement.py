@@ -24,7 +24,7 @@ from .signals import ask
 
 __all__ = ["agree", "digest_of_ranks", "ranks_text"]
 
-_SLICE = timedelta(seconds=1)
+_SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
 
 
@@ -108,7 +108,8 @@ def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str
     holders: dict[str, list[int]] = {}
     for rank, definition in zip(members, definitions, strict=True):
         details = ", ".join(f"{key} {definition.get(key)}" for key in differing)
-        holders.setdefault(f"{definition['text']} ({details})", []).append(rank)
+        text = f"{definition['text']} ({details})" if details else definition["text"]
+        holders.setdefault(text, []).append(rank)
     return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in holders.items())
 
 
@@ -122,42 +123,53 @@ def _wait_for_all(
     timeout: timedelta,
 ) -> None:
     keys = [f"{base}/{rank}" for rank in members]
+    if _is_simulated(world):
+        store.wait(keys)
+        return
     deadline = time.monotonic() + timeout.total_seconds()
     waiting_key = f"agree/waiting/{world.rank}"
+    if world.rooms.pop(waiting_key, False):
+        store.set(waiting_key, "null")
     suspicion: tuple[str, int] = ("", 0)
-    announced = False
-    try:
-        while True:
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-            try:
-                store.wait(keys, min(_SLICE, left))
-                return
-            except RuntimeError:
-                missing = [rank for rank in members if not store.check([f"{base}/{rank}"])]
-                if not missing:
-                    return
-                if _is_simulated(world):
-                    raise
-            if time.monotonic() >= deadline:
-                raise _late(world, store, members, missing, kind, text, timeout)
-            if not announced:
-                announced = True
-                waiting = {"base": base, "ranks": members, "text": text, "kind": kind}
-                store.set(waiting_key, json.dumps(waiting))
-            found = _find_crossing(store, base, members, missing)
-            same = suspicion[1] + 1 if found and found == suspicion[0] else int(bool(found))
-            suspicion = (found, same)
-            if same >= _SURE_AFTER_SLICES:
-                raise AgreementError(
-                    f"the ranks do not define the same {kind}: they wait for each other",
-                    where=f"rank {world.rank}, among {ranks_text(members)}",
-                    expected="one and the same definition on every rank, in the same order",
-                    found=f"rank {world.rank}: {text}, for {ranks_text(members)}\n{found}",
-                    fix="make meshes and groups from equal arguments on all of their ranks",
-                )
-    finally:
-        if announced:
-            store.set(waiting_key, "null")
+    while not _all_come(store, keys, min(_SLICE_S, max(deadline - time.monotonic(), 0.0))):
+        missing = [rank for rank in members if not store.check([f"{base}/{rank}"])]
+        if not missing:
+            break
+        if time.monotonic() >= deadline:
+            raise _late(world, store, members, missing, kind, text, timeout)
+        if not world.rooms.get(waiting_key):
+            world.rooms[waiting_key] = True
+            waiting = {"base": base, "ranks": members, "text": text, "kind": kind}
+            store.set(waiting_key, json.dumps(waiting))
+        found = _find_crossing(store, base, members, missing)
+        same = suspicion[1] + 1 if found and found == suspicion[0] else int(bool(found))
+        suspicion = (found, same)
+        if same >= _SURE_AFTER_SLICES:
+            # What this rank waits for stays in the store, so that the others see it too.
+            raise AgreementError(
+                f"the ranks do not define the same {kind}: they wait for each other",
+                where=f"rank {world.rank}, among {ranks_text(members)}",
+                expected="one and the same definition on every rank, in the same order",
+                found=f"rank {world.rank}: {text}, for {ranks_text(members)}\n{found}",
+                fix="make meshes and groups from equal arguments on all of their ranks",
+            )
+    if world.rooms.pop(waiting_key, False):
+        store.set(waiting_key, "null")
+
+
+def _all_come(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether all keys are there within ``seconds``.
+
+    Asks again and again instead of ``store.wait``, whose expiry torch reports on stderr.
+    """
+    deadline = time.monotonic() + seconds
+    pause = 0.0001
+    while not store.check(keys):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+    return True
 
 
 def _find_crossing(store: Store, base: str, members: tuple[int, ...], missing: list[int]) -> str:

@@ -518,7 +518,8 @@ class DeviceMesh:
         return f"DeviceMesh({self._device_type!r}, {ranks}{names})"
 
     def __str__(self) -> str:
-        return draw(self._layout, highlight_rank=self._world.rank)
+        rank = None if self._coordinate is None else self._world.rank
+        return draw(self._layout, highlight_rank=rank)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceMesh):

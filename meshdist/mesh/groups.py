@@ -211,10 +211,13 @@ class ProcessGroup:
         The first rank that fails leaves its reason in the store; later ones quote it.
         """
         registry = get_registry(self.world)
-        registry.forget(channel.opened)
         call = {"group": self.name, **self.recorder.describe()}
         where = f"rank {self.world.rank}, {call_text(call)}"
-        abort = registry.aborts.get(channel.opened.label)
+        try:
+            abort = registry.find_abort(channel.opened.label)
+            first = self._quote_first_failure(channel, call, str(failure))
+        except RuntimeError:
+            abort, first = None, "the store is lost: the rank that served it has ended"
         if abort is not None or isinstance(failure, WireAborted):
             reason = abort or {"rank": self.world.rank, "reason": str(failure)}
             return AbortedError(
@@ -223,7 +226,7 @@ class ProcessGroup:
                 found=f"rank {reason['rank']}: {reason['reason']}",
                 fix="make a new mesh on the ranks that are left",
             )
-        first = self._quote_first_failure(channel, call, str(failure))
+        registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
         if isinstance(failure, WireTimeout):
             report = self._report(call)
             return CollectiveTimeoutError(
@@ -231,7 +234,7 @@ class ProcessGroup:
                 f"{channel.timeout.total_seconds():g} s",
                 where=where,
                 expected=f"the same call on {ranks_text(self.ranks)}",
-                found="\n".join(filter(None, (report, first))),
+                found="\n".join(filter(None, (report, first))) or str(failure),
                 fix="look at the ranks that did not come to this call; the group is broken now",
             )
         return BackendError(
@@ -264,12 +267,11 @@ class ProcessGroup:
         return "\n".join(lines)
 
     def _quote_first_failure(self, channel: Channel, call: dict[str, Any], text: str) -> str:
+        if self.world.origin == "simulated":
+            return ""
         mine = json.dumps({"rank": self.world.rank, "text": text, "call": call_text(call)})
-        try:
-            store = store_of_thread(self.world)
-            first = store.compare_set(f"{channel.opened.label}/failure", "", mine).decode()
-        except RuntimeError:
-            return "the store is lost: the rank that served it has ended"
+        store = store_of_thread(self.world)
+        first = store.compare_set(f"{channel.opened.label}/failure", "", mine).decode()
         if first == mine:
             return ""
         other = json.loads(first)

@@ -7,6 +7,7 @@ so that its members name the communicator alike without asking anybody.
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -108,8 +109,25 @@ class Registry:
         """Free whoever waits in the named communicators, on every rank of the world."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
         if self._sentinel is not None:
-            post(store_of_thread(self.world), message)
+            store = store_of_thread(self.world)
+            for label in labels:
+                store.set(f"{label}/abort", json.dumps(message))
+            post(store, message)
         self._abort_here(message)
+
+    def break_here(self, opened: OpenCommunicator, reason: str) -> None:
+        """Let every later verb of this rank on a failed communicator tell why it is broken."""
+        labels = [opened.label]
+        self._abort_here({"rank": self.world.rank, "labels": labels, "reason": reason})
+
+    def find_abort(self, label: str) -> dict[str, Any] | None:
+        """Who aborted a communicator and why, if somebody did; asks the store."""
+        known = self.aborts.get(label)
+        if known is None and self._sentinel is not None:
+            store = store_of_thread(self.world)
+            if store.check([f"{label}/abort"]):
+                known = json.loads(store.get(f"{label}/abort"))
+        return known
 
     def start_sentinel(self) -> None:
         """Watch for signals of other processes; simulated ranks need none."""

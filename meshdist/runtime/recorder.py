@@ -27,7 +27,16 @@ class Recorder:
     somebody asks.
     """
 
-    __slots__ = ("_code", "_dtype", "_instruction", "_shape", "_verb", "is_collective", "moment", "sequence")
+    __slots__ = (
+        "_code",
+        "_dtype",
+        "_instruction",
+        "_shape",
+        "_verb",
+        "is_collective",
+        "moment",
+        "sequence",
+    )
 
     def __init__(self) -> None:
         self.sequence = 0

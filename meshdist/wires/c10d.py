@@ -12,6 +12,7 @@ everything that waits there: ``abort`` uses just that, since Gloo's own abort fr
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from datetime import timedelta
@@ -67,6 +68,13 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _GLOO_DTYPES:
         return tensor
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def plain_text(error: Exception) -> str:
+    """The first sentence of an error of c10d's, without source positions."""
+    text = str(error).splitlines()[0] if str(error) else repr(error)
+    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", text)
+    return text.split(". This is typically caused")[0].strip()
 
 
 class _Transfer:
@@ -207,7 +215,7 @@ class C10dCommunicator(Communicator):
             time.sleep(0.001)
 
     def _failure(self, error: RuntimeError) -> WireFailure:
-        text = str(error).splitlines()[0] if str(error) else repr(error)
+        text = plain_text(error)
         if self._aborted:
             return WireAborted(text)
         if "imed out" in text or "imeout" in text:
@@ -304,7 +312,7 @@ class C10dWire(Wire):
         try:
             group = kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
         except RuntimeError as error:
-            raise WireFailure(str(error).splitlines()[0]) from error
+            raise WireFailure(plain_text(error)) from error
         return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 
@@ -330,7 +338,7 @@ class NcclWire(C10dWire):
             if opening.device is not None and opening.device.type == "cuda":
                 group.eager_connect_single_device(opening.device)
         except RuntimeError as error:
-            raise WireFailure(str(error).splitlines()[0]) from error
+            raise WireFailure(plain_text(error)) from error
         return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 
@@ -354,7 +362,7 @@ class GlooWire(Wire):
         try:
             group = ProcessGroupGloo(opening.store, opening.rank, len(opening.ranks), options)
         except RuntimeError as error:
-            text = str(error).splitlines()[0]
+            text = plain_text(error)
             kind = WireTimeout if "imed out" in text or "imeout" in text else WireFailure
             raise kind(text) from error
         return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
