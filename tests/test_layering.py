@@ -34,15 +34,18 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "world",
             "handles",
             "recorder",
+            "file_records",
+            "mpi_address",
             "rendezvous",
             "guard",
+            "placing",
+            "watching",
             "launcher",
         )
     },
     {
         "wires": (
             "base",
-            "names",
             "work",
             "mailbox",
             "c10d",
@@ -52,6 +55,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mpi",
             "hierarchical",
             "fallbacks",
+            "names",
         )
     },
     {
