@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch.distributed import ReduceOp
 
 from .errors import KindError
 
-__all__ = ["ReduceOp", "get_reduce_op", "op_name"]
+__all__ = ["ReduceKind", "ReduceOp", "get_reduce_op", "op_name"]
 
-_BY_NAME = {
+ReduceKind: TypeAlias = ReduceOp.RedOpType
+"""A plain reduction: ``ReduceOp.SUM`` and its like."""
+
+_BY_NAME: dict[str, ReduceKind] = {
     name: getattr(ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
 
 
-def get_reduce_op(op: object) -> ReduceOp.RedOpType:
+def get_reduce_op(op: object) -> ReduceKind:
     """Return ``op`` as the plain kind (``ReduceOp.SUM`` ...); raises KindError otherwise."""
-    if isinstance(op, ReduceOp.RedOpType):
+    if isinstance(op, ReduceKind):
         return op
     for plain in _BY_NAME.values():
-        if isinstance(op, ReduceOp) and op == plain:
+        if isinstance(op, ReduceOp) and op == plain:  # type: ignore[comparison-overlap]
             return plain
     raise KindError(
         f"{op!r} is not a reduction",
@@ -28,6 +33,6 @@ def get_reduce_op(op: object) -> ReduceOp.RedOpType:
     )
 
 
-def op_name(op: ReduceOp.RedOpType) -> str:
+def op_name(op: ReduceKind) -> str:
     """The short name of a plain kind, for example ``SUM``."""
     return str(op.name)

@@ -10,7 +10,7 @@ from ..arrays import as_tensor, dtype_name, shape_text
 from ..errors import ArgumentError, DtypeError, GradientError, NotInGroupError, ShapeError
 from ..mesh.agreement import ranks_text
 from ..mesh.groups import ProcessGroup
-from ..reduce_op import ReduceOp, op_name
+from ..reduce_op import ReduceKind, ReduceOp, op_name
 
 __all__ = [
     "check_alike",
@@ -42,7 +42,7 @@ def _refusals() -> dict[tuple[Any, torch.dtype], str]:
 _REFUSED = _refusals()
 
 
-def check_reducible(op: ReduceOp.RedOpType, tensor: torch.Tensor, verb: str) -> None:
+def check_reducible(op: ReduceKind, tensor: torch.Tensor, verb: str) -> None:
     """Raise DtypeError where ``op`` has no meaning for the tensor's dtype."""
     served = _REFUSED.get((op, tensor.dtype))
     if served is not None:
@@ -179,4 +179,4 @@ class _Overwritten(torch.autograd.Function):
 
 def forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
     """Note in autograd's graph that ``verb`` wrote into ``tensor``: its backward raises."""
-    _Overwritten.apply(tensor, verb)
+    _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]

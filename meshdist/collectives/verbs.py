@@ -20,7 +20,7 @@ import torch
 from ..arrays import finish_writes
 from ..errors import KindError
 from ..mesh.groups import Channel, ProcessGroup, resolve_group
-from ..reduce_op import ReduceOp, get_reduce_op
+from ..reduce_op import ReduceKind, ReduceOp, get_reduce_op
 from ..wires.base import Pending, WireFailure
 from ..wires.work import Work
 from .checks import (
@@ -41,8 +41,6 @@ __all__ = [
     "copy_home",
     "reduce_scatter_tensor",
 ]
-
-_RedOpType = ReduceOp.RedOpType
 
 
 def all_reduce(
@@ -70,7 +68,7 @@ def all_reduce(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
-    kind = op if type(op) is _RedOpType else get_reduce_op(op)
+    kind = op if type(op) is ReduceKind else get_reduce_op(op)
     check_reducible(kind, buffer, "all_reduce")
     channel = target.channel(buffer.device.type)
     target.recorder.note("all_reduce", buffer)
@@ -186,7 +184,7 @@ def reduce_scatter_tensor(
     verb = "reduce_scatter_tensor"
     data, buffer = dense(output, "output", verb, writable=True)
     _, whole = dense(input, "input", verb, writable=False)
-    kind = op if type(op) is _RedOpType else get_reduce_op(op)
+    kind = op if type(op) is ReduceKind else get_reduce_op(op)
     check_reducible(kind, buffer, verb)
     check_alike(buffer, whole, verb, ("output", "input"))
     check_blocks(whole, buffer, target, verb, ("input", "output"))

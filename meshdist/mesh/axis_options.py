@@ -85,9 +85,7 @@ def options_of_axes(
     for axis, value in (backend_override or {}).items():
         choose(axis, _from_torch_form(value))
     default = AxisOptions(timeout=timeout)
-    return tuple(
-        _with_timeout(chosen.get(index, default), timeout) for index in range(layout.ndim)
-    )
+    return tuple(_with_timeout(chosen.get(index, default), timeout) for index in range(layout.ndim))
 
 
 def _with_timeout(options: AxisOptions, timeout: timedelta | None) -> AxisOptions:

@@ -147,7 +147,7 @@ class DeviceMesh:
         _check_device(self._device_type)
         select_device(self._device_type, self._world)
         members = tuple(self._layout.ranks().ravel().tolist())
-        timeout = max((self._timeout_of(options) for options in self._options))
+        timeout = max(self._timeout_of(options) for options in self._options)
         agree(self._world, members, "mesh", self._definition(), timeout)
         for group in self._groups:
             group.open(self._device_type)
@@ -679,9 +679,7 @@ def select_device(device_type: str, world: World) -> None:
     torch.cuda.set_device(local_rank % count)
 
 
-def _unpickled(
-    device_type: str, layout: Layout, options: tuple[AxisOptions, ...]
-) -> DeviceMesh:
+def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...]) -> DeviceMesh:
     return DeviceMesh._make(get_usable_world(), device_type, layout, options)
 
 

@@ -104,7 +104,7 @@ def new_subgroups(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | int, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
     """Cut a group, in its order, into subgroups of ``group_size``.
 
     Args:
@@ -185,7 +185,9 @@ def split_group(
     """
     parent = resolve_group(parent_pg)
     if not split_ranks:
-        raise ArgumentError("split_ranks is empty", fix="pass one list of the parent's ranks a part")
+        raise ArgumentError(
+            "split_ranks is empty", fix="pass one list of the parent's ranks a part"
+        )
     seen: list[int] = [rank for part in split_ranks for rank in part]
     wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
     if wrong or len(set(seen)) != len(seen):

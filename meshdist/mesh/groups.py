@@ -19,7 +19,7 @@ from ..errors import (
     MeshdistError,
     NotInGroupError,
 )
-from ..reduce_op import ReduceOp
+from ..reduce_op import ReduceKind, ReduceOp
 from ..runtime.handles import store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World, find_world, get_usable_world, get_world
@@ -166,7 +166,7 @@ class ProcessGroup:
                 fix="make a new mesh or group; a closed one stays closed",
             )
 
-    def allreduce(self, tensors: list[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
+    def allreduce(self, tensors: list[torch.Tensor], op: ReduceKind = ReduceOp.SUM) -> Work:
         """Start reducing the one tensor of ``tensors`` in place; the call of torch's comm hooks."""
         (tensor,) = tensors
         channel = self.channel(tensor.device.type)
@@ -318,7 +318,7 @@ class ProcessGroup:
 def world_group(world: World | None = None) -> ProcessGroup:
     """Return the group of all ranks of ``world`` (of the world in force)."""
     world = world or get_world()
-    found = world.rooms.get("world group")
+    found: ProcessGroup | None = world.rooms.get("world group")
     if found is None:
         found = world.rooms["world group"] = ProcessGroup(
             world,
@@ -327,7 +327,7 @@ def world_group(world: World | None = None) -> ProcessGroup:
             options=world.options,
             desc="default_pg",
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def resolve_group(group: object) -> ProcessGroup:

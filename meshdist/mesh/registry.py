@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
-from ..runtime.handles import store_of_thread
+from ..runtime.handles import cloned, store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
@@ -23,6 +23,8 @@ from .agreement import digest_of_ranks
 from .signals import Sentinel, post
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
+
+_making = threading.Lock()
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Registry:
         """Watch for signals of other processes; simulated ranks need none."""
         if self.world.size == 1 or self.world.origin == "simulated" or self._sentinel is not None:
             return
-        store = self.world.store.clone()
+        store = cloned(self.world.store)
         self._sentinel = Sentinel(store, self.world.rank, self.last_calls, self._abort_here)
 
     def last_calls(self) -> list[dict[str, Any]]:
@@ -166,10 +168,12 @@ class Registry:
 
 def get_registry(world: World) -> Registry:
     """Return the world's registry, made on first use."""
-    registry = world.rooms.get("registry")
+    registry: Registry | None = world.rooms.get("registry")
     if registry is None:
-        registry = world.rooms.setdefault("registry", Registry(world))
-        if registry.world is world and registry.close not in world.closers:
-            world.closers.append(registry.close)
-            registry.start_sentinel()
+        with _making:
+            registry = world.rooms.get("registry")
+            if registry is None:
+                registry = world.rooms["registry"] = Registry(world)
+                world.closers.append(registry.close)
+                registry.start_sentinel()
     return registry

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import BackendError, KindError, MeshError
-from ..runtime.handles import store_of_thread
+from ..runtime.handles import cloned
 from ..runtime.world import World
 from .layout import Layout
 
@@ -96,7 +96,7 @@ def _ensure_torch_world(world: World) -> None:
     }
     torch_distributed.init_process_group(
         ",".join(f"{device}:{wire}" for device, wire in usable.items()),
-        store=PrefixStore("torch", store_of_thread(world).clone()),
+        store=PrefixStore("torch", cloned(world.store)),
         rank=world.rank,
         world_size=world.size,
         timeout=world.timeout,

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import threading
 
+from typing import Any
+
 from torch.distributed import Store
 
 from .world import World
 
-__all__ = ["store_of_thread"]
+__all__ = ["cloned", "store_of_thread"]
+
+
+def cloned(store: Any) -> Store:
+    """Return another handle to the same store, over a connection of its own."""
+    clone: Store = store.clone()
+    return clone
 
 
 def store_of_thread(world: World) -> Store:
@@ -21,6 +29,6 @@ def store_of_thread(world: World) -> Store:
     clones = world.rooms.setdefault("store clones", threading.local())
     store: Store | None = getattr(clones, "store", None)
     if store is None:
-        store = world.store.clone()
+        store = cloned(world.store)
         clones.store = store
     return store

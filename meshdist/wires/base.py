@@ -17,7 +17,7 @@ import torch
 from torch.distributed import Store
 
 from ..errors import BackendError
-from ..reduce_op import ReduceOp
+from ..reduce_op import ReduceKind
 
 __all__ = [
     "Communicator",
@@ -88,7 +88,7 @@ class Communicator(ABC):
         self.size = size
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
         """Reduce ``tensor`` in place; every member then holds the same bits."""
 
     @abstractmethod
@@ -96,14 +96,12 @@ class Communicator(ABC):
         """Give every member the tensor of member ``root``."""
 
     @abstractmethod
-    def all_gather(
-        self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta
-    ) -> Pending:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         """Lay the members' tensors one after the other, in group order, into ``output``."""
 
     @abstractmethod
     def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
     ) -> Pending:
         """Cut ``tensor`` into one equal block per member; ``output`` is my block, reduced."""
 
@@ -116,9 +114,7 @@ class Communicator(ABC):
         """Send to member ``peer``; finished when ``tensor`` may be written again."""
 
     @abstractmethod
-    def recv(
-        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta
-    ) -> Pending:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         """Receive from member ``peer``, or from any member."""
 
     @abstractmethod

@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -28,9 +29,10 @@ from torch.distributed.distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     ReduceScatterOptions,
+    _DistributedBackendOptions,
 )
 
-from ..reduce_op import ReduceOp
+from ..reduce_op import ReduceKind
 from .base import (
     Communicator,
     Opening,
@@ -43,7 +45,7 @@ from .base import (
 )
 from .mailbox import Mailbox, SelfTransfer
 
-__all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire"]
+__all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire", "register_torch_backend"]
 
 _SLICE = timedelta(milliseconds=500)
 _EXPIRED_SLICE = "Operation timed out!"
@@ -77,6 +79,11 @@ def plain_text(error: Exception) -> str:
     return text.split(". This is typically caused")[0].strip()
 
 
+def is_timeout(text: str) -> bool:
+    """Whether an error of c10d's tells of a time that ran out."""
+    return "timed out" in text.lower() or "timeout" in text.lower()
+
+
 class _Transfer:
     """A started send or receive; its wait must not be cut into slices."""
 
@@ -97,13 +104,11 @@ class C10dCommunicator(Communicator):
         self._mailbox = Mailbox()
         self._reduce_options: dict[tuple[Any, timedelta], AllreduceOptions] = {}
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, timeout: timedelta
-    ) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
         options = self._reduce_options.get((op, timeout))
         if options is None:
             options = AllreduceOptions()
-            options.reduceOp = op
+            options.reduceOp = op  # type: ignore[assignment]
             options.timeout = timeout
             self._reduce_options[op, timeout] = options
         try:
@@ -121,9 +126,7 @@ class C10dCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def all_gather(
-        self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta
-    ) -> Pending:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         options = AllgatherOptions()
         options.timeout = timeout
         try:
@@ -135,11 +138,11 @@ class C10dCommunicator(Communicator):
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        op: ReduceOp.RedOpType,
+        op: ReduceKind,
         timeout: timedelta,
     ) -> Pending:
         options = ReduceScatterOptions()
-        options.reduceOp = op
+        options.reduceOp = op  # type: ignore[assignment]
         options.timeout = timeout
         try:
             return self._group._reduce_scatter_base(output, tensor, options)
@@ -162,9 +165,7 @@ class C10dCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def recv(
-        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta
-    ) -> Pending:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
             return self._mailbox.recv(tensor, tag)
         try:
@@ -218,7 +219,7 @@ class C10dCommunicator(Communicator):
         text = plain_text(error)
         if self._aborted:
             return WireAborted(text)
-        if "imed out" in text or "imeout" in text:
+        if is_timeout(text):
             return WireTimeout(text)
         return WireFailure(text)
 
@@ -328,7 +329,7 @@ class NcclWire(C10dWire):
         return super().is_available() and torch.cuda.is_available()
 
     def open(self, opening: Opening) -> Communicator:
-        kind = torch_distributed.ProcessGroupNCCL  # type: ignore[attr-defined]
+        kind = torch_distributed.ProcessGroupNCCL
         options = opening.options if isinstance(opening.options, kind.Options) else kind.Options()
         options._timeout = opening.timeout
         # A failure is raised where it is waited for, never by ending the process behind its back.
@@ -352,19 +353,16 @@ class GlooWire(Wire):
         return True
 
     def open(self, opening: Opening) -> Communicator:
-        options = (
-            opening.options
-            if isinstance(opening.options, ProcessGroupGloo._Options)
-            else ProcessGroupGloo._Options()
-        )
+        kind: Any = ProcessGroupGloo
+        given = isinstance(opening.options, kind._Options)
+        options = opening.options if given else kind._Options()
         options._devices = list(_gloo_devices(_gloo_interfaces(opening.is_one_host), os.getpid()))
         options._timeout = opening.timeout
         try:
-            group = ProcessGroupGloo(opening.store, opening.rank, len(opening.ranks), options)
+            group = kind(opening.store, opening.rank, len(opening.ranks), options)
         except RuntimeError as error:
             text = plain_text(error)
-            kind = WireTimeout if "imed out" in text or "imeout" in text else WireFailure
-            raise kind(text) from error
+            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from error
         return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 
@@ -384,6 +382,46 @@ def _gloo_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ..
     if interfaces == ("127.0.0.1",):
         return (ProcessGroupGloo.create_device(hostname="127.0.0.1"),)
     return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces)
+
+
+class RegisteredWire(Wire):
+    """A backend that somebody wrote for torch.distributed: a function that makes one group."""
+
+    def __init__(
+        self, name: str, make: Callable[..., Any], device_types: frozenset[str], extended: bool
+    ) -> None:
+        self.name = name
+        self.device_types = device_types
+        self._make = make
+        self._extended = extended
+
+    def is_available(self) -> bool:
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        size = len(opening.ranks)
+        if self._extended:
+            described = _DistributedBackendOptions()
+            described.store = opening.store
+            described.group_rank = opening.rank
+            described.group_size = size
+            described.timeout = opening.timeout
+            described.global_ranks_in_group = list(opening.ranks)
+            group = self._make(described, opening.options)
+        else:
+            group = self._make(opening.store, opening.rank, size, opening.timeout)
+        return C10dCommunicator(self.name, opening.rank, size, group)
+
+
+def register_torch_backend(
+    name: str,
+    make: Callable[..., Any],
+    device_types: frozenset[str],
+    *,
+    extended_api: bool,
+) -> None:
+    """Make a backend written for torch.distributed a wire; see ``Backend.register_backend``."""
+    register_wire(RegisteredWire(name, make, device_types, extended_api))
 
 
 register_wire(GlooWire())

@@ -1,0 +1,117 @@
+"""What meshdist adds: to one call, to an import, to the command line.
+
+    python benchmarks/overheads.py [REPORT.json]
+
+One process; the all_reduce is of one element over one member, so that the wire's own work is as
+small as it can be. Both sides are timed in turn.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _report import spread, write_report
+from torch.distributed.distributed_c10d import AllreduceOptions
+
+import meshdist as md
+
+ROUNDS = 15
+CALLS = 2000
+
+
+def per_call_us(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS * 1e6
+
+
+def call_rows() -> list[dict[str, Any]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    md.init_process_group()
+    mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    axis = mesh["dp"]
+    group = axis.get_group()
+    bare = group.communicator("cpu")._group
+    options = AllreduceOptions()
+    x = torch.ones(1)
+    sides: dict[str, Callable[[], Any]] = {
+        "bare c10d": lambda: bare.allreduce([x], options).wait(),
+        "meshdist, group=mesh": lambda: md.all_reduce(x, group=axis),
+        "meshdist, group=ProcessGroup": lambda: md.all_reduce(x, group=group),
+        "meshdist, group=None": lambda: md.all_reduce(x),
+        "torch.distributed": lambda: dist.all_reduce(x),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(ROUNDS + 1):
+        for name, call in sides.items():
+            took = per_call_us(call)
+            if number:
+                samples[name].append(took)
+    above = {
+        name: [mine - base for mine, base in zip(values, samples["bare c10d"], strict=True)]
+        for name, values in samples.items()
+    }
+    md.destroy_process_group()
+    dist.destroy_process_group()
+    return [
+        {
+            "what": f"all_reduce, {name}",
+            "unit": "us",
+            "median": spread(values)["median"],
+            "above bare": spread(above[name])["median"],
+        }
+        for name, values in samples.items()
+    ]
+
+
+def process_s(code: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(code, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def process_rows() -> list[dict[str, Any]]:
+    commands = {
+        "import torch": [sys.executable, "-c", "import torch"],
+        "import torch, meshdist, one use": [
+            sys.executable,
+            "-c",
+            "import torch, meshdist; meshdist.init_device_mesh; meshdist.all_reduce",
+        ],
+        "meshdist run --help": [sys.executable, "-m", "meshdist", "run", "--help"],
+    }
+    samples: dict[str, list[float]] = {name: [] for name in commands}
+    for number in range(8):
+        for name, command in commands.items():
+            took = process_s(command)
+            if number:
+                samples[name].append(took * 1e3)
+    base = samples["import torch"]
+    rows = []
+    for name, values in samples.items():
+        row = {"what": name, "unit": "ms", "median": spread(values)["median"]}
+        if name.startswith("import torch,"):
+            row["above bare"] = spread([v - b for v, b in zip(values, base, strict=True)])["median"]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    write_report(
+        "overheads",
+        call_rows() + process_rows(),
+        "Medians over interleaved rounds; 'above bare' is the median of paired differences to "
+        "the bare c10d call, or to `import torch`.",
+    )
+
+
+if __name__ == "__main__":
+    main()

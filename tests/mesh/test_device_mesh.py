@@ -1,0 +1,404 @@
+"""DeviceMesh on simulated ranks, against short loops over coordinates; and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshdist as md
+
+
+def groups_by_loop(ranks: np.ndarray, axis: int) -> dict[int, tuple[int, ...]]:
+    """The group along ``axis`` of every rank, found by looking at every coordinate."""
+    found = {}
+    for coordinate in itertools.product(*map(range, ranks.shape)):
+        line = []
+        for index in range(ranks.shape[axis]):
+            place = (*coordinate[:axis], index, *coordinate[axis + 1 :])
+            line.append(int(ranks[place]))
+        found[int(ranks[coordinate])] = tuple(line)
+    return found
+
+
+@st.composite
+def rank_arrays(draw: st.DrawFn) -> np.ndarray:
+    shape = draw(
+        st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: np.prod(s) <= 8)
+    )
+    size = int(np.prod(shape))
+    order = draw(st.permutations(range(size)))
+    return np.array(order).reshape(shape)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rank_arrays())
+def test_coordinate_equals_group_rank_for_any_order_of_ranks(ranks: np.ndarray) -> None:
+    def program():
+        mesh = md.DeviceMesh("cpu", ranks)
+        groups = mesh.get_all_groups()
+        return mesh.get_coordinate(), [(g.rank(), g.ranks) for g in groups]
+
+    for rank, (coordinate, groups) in enumerate(md.simulate(program, ranks.size)):
+        assert ranks[coordinate] == rank
+        for axis, (group_rank, members) in enumerate(groups):
+            assert members == groups_by_loop(ranks, axis)[rank]
+            assert group_rank == coordinate[axis]
+
+
+@settings(max_examples=25, deadline=None)
+@given(rank_arrays())
+def test_all_gather_over_an_axis_comes_in_mesh_order(ranks: np.ndarray) -> None:
+    def program():
+        mesh = md.DeviceMesh("cpu", ranks)
+        gathered = []
+        for axis in range(mesh.ndim):
+            out = torch.empty(mesh.size(axis), dtype=torch.int64)
+            md.all_gather_into_tensor(
+                out, torch.tensor([md.get_rank()]), group=mesh.get_group(axis)
+            )
+            gathered.append(tuple(out.tolist()))
+        return gathered
+
+    for rank, gathered in enumerate(md.simulate(program, ranks.size)):
+        for axis, members in enumerate(gathered):
+            assert members == groups_by_loop(ranks, axis)[rank]
+
+
+def test_documented_eight_ranks() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        return mesh.get_local_rank("dp"), mesh.get_local_rank(1), mesh.get_group(0).ranks
+
+    results = md.simulate(program, 8)
+    assert [r[0] for r in results] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [r[1] for r in results] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert results[1][2] == (1, 5) and results[7][2] == (3, 7)
+
+
+def test_attributes() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        assert mesh.device_type == "cpu"
+        assert mesh.mesh.equal(torch.arange(6, dtype=torch.int).reshape(2, 3))
+        assert mesh.shape == (2, 3) and mesh.ndim == 2
+        assert mesh.size() == 6 and mesh.size("tp") == 3 and mesh.size(0) == 2
+        assert mesh.mesh_dim_names == mesh.axis_names == ("dp", "tp")
+        assert mesh.axis_sizes == {"dp": 2, "tp": 3}
+        assert mesh.get_rank() == md.get_rank()
+        assert [g.size() for g in mesh.get_all_groups()] == [2, 3]
+        assert repr(mesh) == (
+            "DeviceMesh('cpu', [[0, 1, 2], [3, 4, 5]], mesh_dim_names=('dp', 'tp'))"
+        )
+        return str(mesh)
+
+    drawn = md.simulate(program, 6)[0]
+    assert "dp" in drawn and "tp" in drawn and "5" in drawn
+
+
+def test_make_mesh_in_jax_form_infers_one_size() -> None:
+    def program():
+        return md.make_mesh((2, -1), ("x", "y"), device_type="cpu").axis_sizes
+
+    assert md.simulate(program, 6) == [{"x": 2, "y": 3}] * 6
+
+
+def test_slices_are_cached_open_nothing_and_share_groups() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+        part = mesh["tp"]
+        assert part is mesh["tp"]
+        assert part.get_group() is mesh.get_group("tp")
+        both = mesh["tp", "pp"]
+        assert both.axis_names == ("tp", "pp")
+        assert both.get_group("pp") is mesh.get_group("pp")
+        assert mesh["pp", "dp", "tp"] is mesh
+        return both.get_coordinate(), both.mesh.tolist()
+
+    assert md.simulate(program, 4)[2] == ((0, 1), [[0, 2], [1, 3]])
+
+
+def test_a_mesh_as_group_is_its_axes_flattened_row_major() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        out = torch.empty(4, dtype=torch.int64)
+        mine = torch.tensor([md.get_rank()])
+        md.all_gather_into_tensor(out, mine, group=mesh["c", "a"])
+        return out.tolist()
+
+    results = md.simulate(program, 8)
+    assert results[0] == [0, 4, 1, 5]
+    assert results[7] == [2, 6, 3, 7]
+
+
+def test_transpose_flatten_unflatten_concatenate() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        turned = mesh.transpose("tp", "dp")
+        assert turned.mesh.equal(mesh.mesh.t())
+        assert turned.get_group("tp") is mesh.get_group("tp")
+
+        flat = mesh.flatten()
+        assert flat.axis_sizes == {"dp_tp": 8}
+        assert flat.get_group().ranks == tuple(range(8))
+        assert flat is mesh.flatten()
+
+        split = mesh.unflatten("tp", (2, -1), ("ep", "etp"))
+        assert split.axis_sizes == {"dp": 2, "ep": 2, "etp": 2}
+        assert split.get_group("dp") is mesh.get_group("dp")
+        assert split.flatten(("ep", "etp"), "tp") == mesh
+
+        joined = md.DeviceMesh.concatenate([split["etp"], split["dp"]])
+        assert joined.axis_names == ("etp", "dp")
+        assert joined.get_group("dp") is mesh.get_group("dp")
+        return joined.get_coordinate()
+
+    assert md.simulate(program, 8)[5] == (1, 1)
+
+
+def test_overlapping_factorisations_share_equal_communicators() -> None:
+    def program():
+        one = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        two = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
+        shared = one.get_group("tp").communicator("cpu") is two.get_group("etp").communicator("cpu")
+        private = md.init_device_mesh(
+            "cpu",
+            (2, 2),
+            mesh_dim_names=("dp", "tp"),
+            axis_options={"tp": md.AxisOptions(private=True)},
+        )
+        own = private.get_group("tp").communicator("cpu")
+        assert own is not one.get_group("tp").communicator("cpu")
+        one.close()
+        x = torch.ones(1)
+        md.all_reduce(x, group=two["etp"])
+        with pytest.raises(md.GroupClosedError, match=r"axis 'tp' of .* was closed"):
+            md.all_reduce(x, group=one["tp"])
+        return shared, x.item()
+
+    assert md.simulate(program, 4) == [(True, 2.0)] * 4
+
+
+def test_a_mesh_smaller_than_the_world() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        if md.get_rank() < 2:
+            x = torch.ones(1)
+            md.all_reduce(x, group=mesh["dp"])
+            return mesh.get_coordinate(), x.item()
+        assert mesh.get_coordinate() is None
+        for call in (
+            lambda: mesh.get_group(),
+            lambda: mesh.get_local_rank(),
+            lambda: mesh.get_all_groups(),
+            lambda: md.all_reduce(torch.ones(1), group=mesh),
+            lambda: md.all_reduce(torch.ones(1), group=mesh["dp"]),
+        ):
+            with pytest.raises(md.NotInGroupError, match=r"rank 2, DeviceMesh\(dp=2\)"):
+                call()
+        return None
+
+    assert md.simulate(program, 3) == [((0,), 2.0), ((1,), 2.0), None]
+
+
+def test_from_group() -> None:
+    def program():
+        rows = md.new_subgroups(2)[0]
+        line = md.DeviceMesh.from_group(rows, "cpu", mesh_dim_names=("tp",))
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        again = md.DeviceMesh.from_group(
+            mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=("dp", "tp")
+        )
+        assert again == mesh and again.get_group("dp") is mesh.get_group("dp")
+        with pytest.raises(md.MeshError, match="other ranks than the mesh"):
+            md.DeviceMesh.from_group(mesh.get_group("dp"), "cpu", mesh=[0, 1, 2])
+        with pytest.raises(md.MeshError, match="several groups and no mesh"):
+            md.DeviceMesh.from_group(mesh.get_all_groups(), "cpu")
+        with pytest.raises(md.MeshError, match="2 groups for a mesh of 1 dims"):
+            md.DeviceMesh.from_group(
+                mesh.get_all_groups(), "cpu", mesh=[0, 1], mesh_dim_names=("a",)
+            )
+        return line.get_group().ranks
+
+    assert md.simulate(program, 4) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+def test_equality_hash_and_pickling() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        same = md.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        other = md.DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
+        assert mesh == same and hash(mesh) == hash(same)
+        assert mesh != other and mesh != "mesh"
+        copied = pickle.loads(pickle.dumps(mesh))
+        assert copied == mesh
+        x = torch.ones(1)
+        md.all_reduce(x, group=copied["tp"])
+        return x.item()
+
+    assert md.simulate(program, 4) == [2.0] * 4
+
+
+def test_the_mesh_in_force() -> None:
+    def program():
+        assert md.find_current_mesh() is None
+        with pytest.raises(md.MeshError, match="no mesh is in force"):
+            md.get_current_mesh()
+        outer = md.init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        inner = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("b", "c"))
+        with outer:
+            with inner:
+                assert md.get_current_mesh() is inner
+            assert md.get_current_mesh() is outer
+        return md.find_current_mesh()
+
+    assert md.simulate(program, 2) == [None, None]
+
+
+def test_lazy_mesh_opens_at_warmup() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), open_groups=False)
+        before = len(mesh.get_group("dp")._channels)
+        mesh.warmup()
+        return before, len(mesh.get_group("dp")._channels)
+
+    assert md.simulate(program, 4) == [(0, 1)] * 4
+
+
+def test_a_cuda_mesh_can_be_planned_without_a_gpu() -> None:
+    def program():
+        mesh = md.init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"), open_groups=False)
+        return mesh["tp"].get_group().ranks
+
+    assert md.simulate(program, 16)[9] == tuple(range(8, 16))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(md.BackendError) as caught:
+        md.simulate(lambda: md.init_device_mesh("cuda", (2, 1)), 2)
+    assert str(caught.value).startswith("a 'cuda' mesh needs a GPU, and torch sees none")
+    assert "fix:" in str(caught.value)
+
+
+REFUSED = [
+    (lambda: md.init_device_mesh("cpu", (3, 2)), md.MeshError, "needs 6 ranks"),
+    (lambda: md.init_device_mesh("cpu", (2, 0)), md.MeshError, "0"),
+    (lambda: md.init_device_mesh("cpu", (-1, -1)), md.MeshError, "-1"),
+    (lambda: md.init_device_mesh("cpu", (3, -1)), md.MeshError, "-1|divide"),
+    (
+        lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "dp")),
+        md.AxisError,
+        "'dp'",
+    ),
+    (lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp",)), md.AxisError, "name"),
+    (lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "")), md.AxisError, "name"),
+    (lambda: md.init_device_mesh("cpu:0", (2, 2)), md.MeshError, "'cpu:0' is not a plain"),
+    (lambda: md.init_device_mesh("cuda:0", (2, 2)), md.MeshError, "torch.cuda.set_device"),
+    (lambda: md.init_device_mesh("abacus", (2, 2)), md.ArgumentError, "unknown device type"),
+    (lambda: md.init_device_mesh(7, (2, 2)), md.KindError, "device_type must be text"),
+    (lambda: md.init_device_mesh("cpu", (2, 2), timeout=3), md.KindError, "datetime.timedelta"),
+    (lambda: md.DeviceMesh("cpu", [[0, 1], [1, 2]]), md.MeshError, "twice"),
+    (lambda: md.DeviceMesh("cpu", [0, 4]), md.MeshError, "4"),
+    (lambda: md.init_device_mesh("cpu", (2, 2))["tp"], md.MeshError, "unnamed mesh"),
+    (
+        lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["pp"],
+        md.AxisError,
+        "no axis 'pp'",
+    ),
+    (
+        lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp", "dp"],
+        md.AxisError,
+        "twice",
+    ),
+    (
+        lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).get_group(),
+        md.MeshError,
+        r"get_group\('dp'\)",
+    ),
+    (
+        lambda: md.init_device_mesh("cpu", (2, 2)).get_local_rank(),
+        md.MeshError,
+        r"get_local_rank\(0\)",
+    ),
+    (
+        lambda: md.init_device_mesh("cpu", (4,), axis_options={0: "gloo"}),
+        md.KindError,
+        "AxisOptions",
+    ),
+    (
+        lambda: md.init_device_mesh(
+            "cpu", (4,), mesh_dim_names=("a",), backend_override={"a": "gloo", 0: "gloo"}
+        ),
+        md.ArgumentError,
+        "options twice",
+    ),
+    (
+        lambda: md.init_device_mesh("cpu", (4,), backend_override={0: "pigeon"}),
+        md.BackendError,
+        "'pigeon' is not registered",
+    ),
+    (
+        lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"].close(),
+        md.MeshError,
+        "close the whole mesh",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refused_on_every_rank_before_anything_is_sent(case: int) -> None:
+    call, kind, text = REFUSED[case]
+
+    def program():
+        with pytest.raises(kind, match=text):
+            call()
+        return "refused"
+
+    assert md.simulate(program, 4) == ["refused"] * 4
+
+
+def test_meshes_that_differ_between_ranks_raise_on_every_rank_and_show_both() -> None:
+    def program():
+        names = ("dp", "tp") if md.get_rank() else ("tp", "dp")
+        with pytest.raises(md.AgreementError) as caught:
+            md.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        return str(caught.value)
+
+    for text in md.simulate(program, 4):
+        assert text.startswith("the ranks do not define the same mesh")
+        assert "rank 0: DeviceMesh(tp=2, dp=2)" in text
+        assert "ranks 1-3: DeviceMesh(dp=2, tp=2)" in text
+
+
+def test_axis_timeouts() -> None:
+    def program():
+        mesh = md.init_device_mesh(
+            "cpu",
+            (2, 2),
+            mesh_dim_names=("dp", "tp"),
+            axis_options={"tp": md.AxisOptions(timeout=timedelta(seconds=7))},
+            timeout=timedelta(seconds=90),
+        )
+        return [group.timeout.total_seconds() for group in mesh.get_all_groups()]
+
+    assert md.simulate(program, 4)[0] == [90.0, 7.0]
+
+
+def test_abort_frees_simulated_ranks() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        if md.get_rank() == 1:
+            mesh.abort("enough")
+            return "aborted"
+        with pytest.raises(md.AbortedError, match=r"enough|abort"):
+            md.all_reduce(torch.ones(1), group=mesh["dp"])
+        return "freed"
+
+    assert md.simulate(program, 2) == ["freed", "aborted"]
