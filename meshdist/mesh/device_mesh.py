@@ -480,7 +480,8 @@ class DeviceMesh:
                 expected="one group per axis, in axis order",
             )
         for axis, each in enumerate(groups):
-            expected = layout.ranks_of_axis(axis, world.rank)
+            is_member = layout.coordinate_of(world.rank) is not None
+            expected = layout.ranks_of_axis(axis, world.rank) if is_member else ()
             if expected != each.ranks:
                 raise MeshError(
                     f"the group of axis {axis} has other ranks than the mesh",
