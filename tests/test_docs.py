@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -121,6 +122,7 @@ def test_every_python_block_runs(page: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

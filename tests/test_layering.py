@@ -55,6 +55,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mpi",
             "hierarchical",
             "fallbacks",
+            "registered",
             "names",
         )
     },
