@@ -1,0 +1,428 @@
+"""The first verbs against NumPy, on simulated ranks and over Gloo, for torch and NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import meshdist as md
+
+SIZES = (1, 2, 3, 4)
+REAL = ("float64", "float32", "float16", "bfloat16")
+WHOLE = ("uint8", "int8", "int32", "int64")
+COMPLEX = ("complex64", "complex128")
+NUMPY_OF = {"bfloat16": "float32"}
+
+
+@pytest.fixture(params=["simulated", "gloo"])
+def on_ranks(request: pytest.FixtureRequest):
+    """Runs ``fn(*args)`` on ``size`` ranks over one wire and returns the results by rank."""
+    if request.param == "simulated":
+        return lambda fn, size, *args: md.simulate(fn, size, args=args)
+    pool = request.getfixturevalue("pool")
+    return lambda fn, size, *args: pool.run(fn, size, *args)
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Small whole numbers, so that sums are exact in every dtype; different on every rank."""
+    count = int(np.prod(shape))
+    plain = (np.arange(count) * 3 + rank * 5) % 7 + 1
+    if dtype == "bool":
+        return (plain % 2 == 0).reshape(shape)
+    if dtype in COMPLEX:
+        plain = plain + 1j * (plain + rank)
+    return plain.astype(NUMPY_OF.get(dtype, dtype)).reshape(shape)
+
+
+def tensor_of(rank: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.from_numpy(values(rank, shape, dtype)).to(getattr(torch, dtype))
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+ORACLES = {
+    "SUM": lambda stack: stack.sum(0),
+    "AVG": lambda stack: stack.mean(0),
+    "PRODUCT": lambda stack: stack.prod(0),
+    "MIN": lambda stack: stack.min(0),
+    "MAX": lambda stack: stack.max(0),
+    "BAND": np.bitwise_and.reduce,
+    "BOR": np.bitwise_or.reduce,
+    "BXOR": np.bitwise_xor.reduce,
+}
+
+
+def table() -> list[tuple[str, str]]:
+    rows = [(op, d) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for d in REAL]
+    rows += [
+        (op, d) for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR") for d in WHOLE
+    ]
+    rows += [(op, d) for op in ("SUM", "AVG") for d in COMPLEX]
+    return rows
+
+
+def expected_reduction(op: str, size: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    stack = np.stack([values(r, shape, dtype) for r in range(size)])
+    with np.errstate(over="ignore"):
+        return ORACLES[op](stack).astype(stack.dtype)
+
+
+def reduce_everything(shapes: list[tuple[int, ...]]) -> list:
+    """All ops and dtypes in one program, so that a pool of processes is asked once."""
+    rank, size = md.get_rank(), md.get_world_size()
+    results = []
+    for op, dtype in table():
+        for shape in shapes:
+            x = tensor_of(rank, shape, dtype)
+            md.all_reduce(x, op=getattr(md.ReduceOp, op))
+            whole = tensor_of(rank, (size * 2, *shape), dtype)
+            block = torch.empty(2, *shape, dtype=x.dtype)
+            md.reduce_scatter_tensor(block, whole, op=getattr(md.ReduceOp, op))
+            results.append((op, dtype, shape, as_numpy(x), as_numpy(block)))
+    return results
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reductions(on_ranks, size: int) -> None:
+    for rank, results in enumerate(on_ranks(reduce_everything, size, [(3,), (2, 3)])):
+        for op, dtype, shape, reduced, block in results:
+            tolerance = 2e-2 if dtype in ("float16", "bfloat16") else 1e-6
+            np.testing.assert_allclose(
+                reduced,
+                expected_reduction(op, size, shape, dtype),
+                rtol=tolerance,
+                err_msg=f"{op} {dtype}",
+            )
+            whole = expected_reduction(op, size, (size * 2, *shape), dtype)
+            np.testing.assert_allclose(block, whole[2 * rank : 2 * rank + 2], rtol=tolerance)
+
+
+def move_everything() -> list:
+    rank, size = md.get_rank(), md.get_world_size()
+    results = []
+    for dtype in (*REAL, *WHOLE, "int16", "uint16", "bool", *COMPLEX):
+        for shape in [(), (0,), (3,), (2, 3)]:
+            x = tensor_of(rank, shape, dtype)
+            md.broadcast(x, src=size - 1)
+            mine = tensor_of(rank, shape, dtype)
+            stacked = torch.empty(size, *shape, dtype=x.dtype)
+            md.all_gather_into_tensor(stacked, mine)
+            results.append((dtype, shape, as_numpy(x), as_numpy(stacked)))
+    return results
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moving_verbs_take_every_dtype_and_shape(on_ranks, size: int) -> None:
+    for results in on_ranks(move_everything, size):
+        for dtype, shape, sent, stacked in results:
+            np.testing.assert_array_equal(sent, values(size - 1, shape, dtype))
+            np.testing.assert_array_equal(
+                stacked, np.stack([values(r, shape, dtype) for r in range(size)])
+            )
+
+
+def bools() -> list:
+    rank = md.get_rank()
+    results = []
+    for op in ("SUM", "MAX", "PRODUCT", "MIN"):
+        x = torch.tensor([rank == 0, True, False])
+        md.all_reduce(x, op=getattr(md.ReduceOp, op))
+        results.append(x.tolist())
+    return results
+
+
+def test_bool_sum_and_max_are_or_product_and_min_are_and(on_ranks) -> None:
+    either, both = [True, True, False], [False, True, False]
+    assert on_ranks(bools, 2) == [[either, either, both, both]] * 2
+
+
+def numpy_in_place() -> tuple:
+    rank = md.get_rank()
+    x = np.full((2, 3), rank + 1.0)
+    address = x.ctypes.data
+    md.all_reduce(x)
+    columns = np.asfortranarray(np.full((2, 3), float(rank)))
+    md.broadcast(columns, src=1)
+    out = np.empty((2, 2), dtype=np.int32)
+    md.all_gather_into_tensor(out, np.array([rank, 7], dtype=np.int32))
+    part = np.empty(1)
+    md.reduce_scatter_tensor(part, np.array([1.0, 2.0]))
+    return x, x.ctypes.data == address, columns, out, part
+
+
+def test_numpy_arrays_are_written_in_place(on_ranks) -> None:
+    for rank, (x, is_same, columns, out, part) in enumerate(on_ranks(numpy_in_place, 2)):
+        np.testing.assert_array_equal(x, np.full((2, 3), 3.0))
+        assert is_same
+        np.testing.assert_array_equal(columns, np.ones((2, 3)))
+        np.testing.assert_array_equal(out, [[0, 7], [1, 7]])
+        np.testing.assert_array_equal(part, [2.0 * (rank + 1)])
+
+
+def strided() -> tuple:
+    rank = md.get_rank()
+    turned = torch.full((3, 2), float(rank + 1)).t()
+    md.all_reduce(turned)
+    sparse_rows = torch.full((4, 2), float(rank + 1))
+    md.all_reduce(sparse_rows[::2])
+    return turned.tolist(), sparse_rows.tolist()
+
+
+def test_non_contiguous_tensors_are_written_where_they_lie(on_ranks) -> None:
+    for rank, (turned, rows) in enumerate(on_ranks(strided, 2)):
+        assert turned == [[3.0] * 3] * 2
+        mine = [float(rank + 1)] * 2
+        assert rows == [[3.0, 3.0], mine, [3.0, 3.0], mine]
+
+
+def random_floats(length: int) -> bytes:
+    torch.manual_seed(md.get_rank())
+    x = torch.randn(length)
+    md.all_reduce(x)
+    return x.numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_reduce_gives_the_same_bits_on_every_rank(on_ranks, size: int) -> None:
+    results = on_ranks(random_floats, size, 1003)
+    assert len(set(results)) == 1
+
+
+def asynchronous() -> tuple:
+    rank = md.get_rank()
+    x = torch.full((2,), rank + 1.0)
+    y = torch.full((3, 2), rank + 1.0).t()
+    first = md.all_reduce(x, async_op=True)
+    second = md.all_reduce(y, async_op=True)
+    assert second.wait() is True and first.wait() is True
+    assert first.is_completed() and first.is_success() and first.exception() is None
+    assert first.result()[0] is x
+    doubled = second.get_future().then(lambda future: future.value()[0] * 2).wait()
+    with pytest.raises(ValueError, match="only a receive has a source rank"):
+        first.source_rank()
+    return x.tolist(), y.tolist(), doubled.tolist()
+
+
+def test_async_verbs_give_a_work(on_ranks) -> None:
+    assert on_ranks(asynchronous, 2) == [([3.0] * 2, [[3.0] * 3] * 2, [[6.0] * 3] * 2)] * 2
+
+
+def overlapping(rounds: int) -> list[float]:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = md.get_rank()
+    both = {"dp": torch.zeros(rounds), "tp": torch.zeros(rounds), "all": torch.zeros(rounds)}
+    works = []
+    for number in range(rounds):
+        for name in sorted(both, reverse=(rank + number) % 2 == 0):
+            both[name][number] = rank + 1.0
+            group = None if name == "all" else mesh[name]
+            works.append(md.all_reduce(both[name][number], group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return [both[name].tolist() for name in ("dp", "tp", "all")]
+
+
+def test_async_verbs_on_overlapping_groups_in_different_orders(on_ranks) -> None:
+    for rank, (dp, tp, everyone) in enumerate(on_ranks(overlapping, 4, 10)):
+        column, row = rank % 2, rank // 2
+        assert dp == [column + 1.0 + column + 3.0] * 10
+        assert tp == [2 * row + 1.0 + 2 * row + 2.0] * 10
+        assert everyone == [10.0] * 10
+
+
+def pairs_while_one_is_busy() -> float:
+    rank = md.get_rank()
+    x = torch.full((4,), float(rank))
+    if rank == 0:
+        md.send(x, dst=1)
+    elif rank == 1:
+        md.recv(x, src=0)
+    # Rank 2 has called nothing so far: two members talk while the third is busy elsewhere.
+    md.all_reduce(x)
+    return x[0].item()
+
+
+def test_two_members_talk_while_the_third_is_busy(on_ranks) -> None:
+    assert on_ranks(pairs_while_one_is_busy, 3) == [2.0] * 3
+
+
+def messages() -> list:
+    rank, size = md.get_rank(), md.get_world_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sent = [torch.full((2,), 10.0 * rank + tag) for tag in range(3)]
+    got = [torch.zeros(2) for _ in range(3)]
+    works = [md.isend(sent[tag], right, tag=tag) for tag in (2, 0, 1)]
+    works += [md.irecv(got[tag], left, tag=tag) for tag in (1, 2, 0)]
+    for work in works:
+        work.wait()
+    sources = [work.source_rank() for work in works[3:]]
+    return [g[0].item() for g in got], sources
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_immediate_point_to_point_by_tag_also_to_oneself(on_ranks, size: int) -> None:
+    for rank, (got, sources) in enumerate(on_ranks(messages, size)):
+        left = (rank - 1) % size
+        assert got == [10.0 * left + tag for tag in range(3)]
+        assert sources == [left] * 3
+
+
+def in_order() -> list[float]:
+    if md.get_rank() == 0:
+        for number in range(20):
+            md.send(torch.tensor([float(number)]), dst=1, tag=3)
+        return []
+    received = []
+    for _ in range(20):
+        x = torch.empty(1)
+        md.recv(x, src=0, tag=3)
+        received.append(x.item())
+    return received
+
+
+def test_messages_with_one_tag_arrive_in_the_order_sent(on_ranks) -> None:
+    assert on_ranks(in_order, 2)[1] == [float(number) for number in range(20)]
+
+
+def from_anyone() -> list:
+    if md.get_rank():
+        md.send(torch.tensor([md.get_rank()]), dst=0)
+        return []
+    found = []
+    for _ in range(md.get_world_size() - 1):
+        x = torch.empty(1, dtype=torch.int64)
+        found.append((md.recv(x), x.item()))
+    return sorted(found)
+
+
+def test_receive_from_any_sender_returns_its_global_rank(on_ranks) -> None:
+    assert on_ranks(from_anyone, 3)[0] == [(1, 1), (2, 2)]
+
+
+def group_ranks() -> list:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.tensor([float(md.get_rank())])
+    md.broadcast(x, group=mesh["dp"], group_src=1)
+    y = torch.tensor([float(md.get_rank())])
+    md.broadcast(y, src=md.get_rank() // 2 * 2, group=mesh["tp"])
+    return [x.item(), y.item()]
+
+
+def test_roots_are_global_ranks_or_group_ranks(on_ranks) -> None:
+    assert on_ranks(group_ranks, 4) == [[2.0, 0.0], [3.0, 0.0], [2.0, 2.0], [3.0, 2.0]]
+
+
+def documented() -> list:
+    rank = md.get_rank()
+    reduced = torch.arange(2) + 1 + 2 * rank
+    md.all_reduce(reduced)
+    c = torch.tensor([1 + 1j, 2 + 2j]) + 2 * rank * (1 + 1j)
+    md.all_reduce(c)
+    flat, stacked = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
+    md.all_gather_into_tensor(flat, torch.arange(2) + 1 + 2 * rank)
+    md.all_gather_into_tensor(stacked, torch.arange(2) + 1 + 2 * rank)
+    one, two = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    md.reduce_scatter_tensor(one, torch.arange(4))
+    md.reduce_scatter_tensor(two, torch.arange(4).reshape(2, 2))
+    return [x.tolist() for x in (reduced, c, flat, stacked, one, two)]
+
+
+def test_documented_results(on_ranks) -> None:
+    for rank, got in enumerate(on_ranks(documented, 2)):
+        block = [[0, 2], [4, 6]][rank]
+        assert got == [
+            [4, 6],
+            [4 + 4j, 6 + 6j],
+            [1, 2, 3, 4],
+            [[1, 2], [3, 4]],
+            block,
+            block,
+        ]
+
+
+def history() -> str:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    md.all_reduce(y)
+    with pytest.raises(md.GradientError) as caught:
+        y.sum().backward()
+    md.all_reduce(x)  # a leaf is written as in torch
+    z = x.detach() * 2
+    md.all_reduce(z)
+    with torch.no_grad():
+        w = x * 2
+        md.all_reduce(w)
+    assert x.tolist() == [2.0, 2.0]
+    return str(caught.value)
+
+
+def test_overwriting_gradient_history_raises_in_backward(on_ranks) -> None:
+    for text in on_ranks(history, 2):
+        assert text.startswith("all_reduce wrote into a tensor with gradient history")
+        assert "meshdist.lax.psum(x, axis)" in text
+
+
+X = torch.ones(4)
+REFUSED = [
+    (lambda: md.all_reduce([1.0]), TypeError, "all_reduce"),
+    (lambda: md.all_reduce(X, op="sum"), TypeError, "is not a reduction"),
+    (lambda: md.all_reduce(X, op=md.ReduceOp.BAND), ValueError, "cannot reduce float32 with BAND"),
+    (
+        lambda: md.all_reduce(torch.ones(2, dtype=torch.int64), op=md.ReduceOp.AVG),
+        ValueError,
+        "cannot reduce int64 with AVG",
+    ),
+    (
+        lambda: md.all_reduce(torch.ones(2, dtype=torch.complex64), op=md.ReduceOp.MAX),
+        ValueError,
+        "cannot reduce complex64 with MAX",
+    ),
+    (lambda: md.all_reduce(X, group="tp"), TypeError, "'tp' is not a group"),
+    (lambda: md.broadcast(X), ValueError, "broadcast needs src or group_src"),
+    (lambda: md.broadcast(X, src=0, group_src=0), ValueError, "both src and group_src"),
+    (lambda: md.broadcast(X, src=5), ValueError, "src=5 is not a member"),
+    (lambda: md.broadcast(X, group_src=2), ValueError, "group_src=2 is outside the group"),
+    (
+        lambda: md.all_gather_into_tensor(torch.empty(9), X),
+        md.ShapeError,
+        "does not hold one input_tensor per member",
+    ),
+    (
+        lambda: md.all_gather_into_tensor(torch.empty(8, dtype=torch.float64), X),
+        md.DtypeError,
+        "output_tensor float64, input_tensor float32",
+    ),
+    (
+        lambda: md.reduce_scatter_tensor(torch.empty(3), X),
+        md.ShapeError,
+        "does not hold one output per member",
+    ),
+    (lambda: md.send(X), ValueError, "send needs dst or group_dst"),
+    (lambda: md.send(X, dst=md.get_rank()), ValueError, "use isend"),
+    (lambda: md.recv(X, src=md.get_rank()), ValueError, "use irecv"),
+    (lambda: md.barrier(timeout=3), TypeError, "datetime.timedelta"),
+    (lambda: md.all_reduce(torch.ones(2, device="meta")), md.BackendError, "meta"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refused_before_anything_is_sent(case: int) -> None:
+    call, kind, text = REFUSED[case]
+
+    def program():
+        with pytest.raises(kind) as caught:
+            call()
+        assert isinstance(caught.value, md.MeshdistError)
+        return str(caught.value)
+
+    for message in md.simulate(program, 2):
+        assert text in message
+
+
+def test_without_a_world() -> None:
+    with pytest.raises(md.NotInitializedError, match=r"there is no world") as caught:
+        md.all_reduce(torch.ones(1))
+    assert "meshdist run -n 4 script.py" in str(caught.value)
