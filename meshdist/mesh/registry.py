@@ -110,10 +110,10 @@ class Registry:
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Free whoever waits in the named communicators, on every rank of the world."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
+        store = store_of_thread(self.world)
+        for label in labels:
+            store.set(f"{label}/abort", json.dumps(message))
         if self._sentinel is not None:
-            store = store_of_thread(self.world)
-            for label in labels:
-                store.set(f"{label}/abort", json.dumps(message))
             post(store, message)
         self._abort_here(message)
 
@@ -125,7 +125,7 @@ class Registry:
     def find_abort(self, label: str) -> dict[str, Any] | None:
         """Who aborted a communicator and why, if somebody did; asks the store."""
         known = self.aborts.get(label)
-        if known is None and self._sentinel is not None:
+        if known is None:
             store = store_of_thread(self.world)
             if store.check([f"{label}/abort"]):
                 known = json.loads(store.get(f"{label}/abort"))
