@@ -20,7 +20,7 @@ from torch.distributed import QueueEmptyError, Store
 from ..errors import AgreementError, ArgumentError, BackendError, WorldError
 from ..reduce_op import ReduceOp, get_reduce_op, op_name
 from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
-from .turns import Rank, Scheduler, Site, call_site, find_rank_here, show_ranks, show_site
+from .turns import Rank, Site, call_site, find_rank_here, show_ranks, show_site
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedStore", "SimulatedWire"]
 
@@ -37,7 +37,6 @@ class _Step:
         self.site = site
         self.is_settled = False
         self.failure: Exception | None = None
-        self.done_event: torch.cuda.Event | None = None
 
     def is_ready(self) -> bool:
         return self.is_settled
@@ -74,7 +73,6 @@ class _Call(_Step):
         self.root = root
         self.dtype = None if tensor is None else tensor.dtype
         self.count = 0 if tensor is None else tensor.numel()
-        self.ready_event = _record_event(tensor)
 
     def agrees_with(self, other: _Call) -> bool:
         """Whether both can be parts of one collective."""
@@ -82,7 +80,7 @@ class _Call(_Step):
             self.verb == other.verb
             and self.dtype is other.dtype
             and self.count == other.count
-            and self.op is other.op
+            and self.op == other.op
             and self.root == other.root
         )
 
@@ -151,7 +149,6 @@ class _Receive(_Step):
             )
         else:
             failure = _attempt(lambda: _write(tensor, data))
-            self.done_event = _record_event(tensor)
         self.settle(failure)
 
     def describe(self) -> str:
@@ -168,9 +165,7 @@ class _Receive(_Step):
 
 
 class _Sent(_Step):
-    """A send: finished as soon as it has started, since messages are buffered."""
-
-    is_finished = True
+    """A send: done as soon as it has started, since messages are buffered."""
 
 
 @dataclass
@@ -207,7 +202,6 @@ class _Exchange:
             in_order = [calls[member] for member in range(self.size)]
             failure_or_none = _attempt(lambda: _perform(in_order))
             for each in in_order:
-                each.done_event = _record_event(each.tensor)
                 each.settle(failure_or_none)
         if len(calls) == self.size:
             del self.rounds[call.number]
@@ -236,6 +230,7 @@ class _Exchange:
                 receive.accept(message.source, message.data, message.site)
                 return
         message.data = message.data.clone()
+        _synchronize(message.data)
         self.messages[to].append(message)
 
     def receive(self, receive: _Receive) -> None:
@@ -278,36 +273,40 @@ class SimulatedCommunicator(Communicator):
         self._is_closed = False
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta) -> Pending:
+        """Start reducing ``tensor`` in place, in group order."""
         return self._start("all_reduce", tensor, op=_check_op(op, tensor.dtype))
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
+        """Start giving every member the tensor of member ``root``."""
         return self._start("broadcast", tensor, root=root)
 
-    def all_gather(
-        self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta
-    ) -> Pending:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
+        """Start laying the members' tensors one after the other into ``output``."""
         return self._start("all_gather", tensor, output)
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta
     ) -> Pending:
+        """Start reducing the members' tensors block by block; ``output`` is my block."""
         return self._start("reduce_scatter", tensor, output, op=_check_op(op, tensor.dtype))
 
     def barrier(self, timeout: timedelta) -> Pending:
+        """Start a barrier."""
         return self._start("barrier")
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         """Send to member ``peer``: delivered or copied at once, so never waits."""
         self._check_usable()
+        _synchronize(tensor)
         sent = _Sent(self._exchange, self.rank, call_site())
         self._exchange.send(_Message(self.rank, tag, tensor.detach(), sent.site), peer)
         sent.settle()
         return sent
 
-    def recv(
-        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta
-    ) -> Pending:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
+        """Start receiving from member ``peer``, or from any: the message that was sent first."""
         self._check_usable()
+        _synchronize(tensor)
         receive = _Receive(self._exchange, self.rank, tensor, peer, tag)
         self._exchange.receive(receive)
         return receive
@@ -319,28 +318,30 @@ class SimulatedCommunicator(Communicator):
             self._rank.wait(pending)
         if pending.failure is not None:
             raise copy.copy(pending.failure)
-        if pending.done_event is not None:
-            pending.done_event.wait()
 
     def is_finished(self, pending: Pending) -> bool:
         """Whether ``pending`` is done; if not, the other ranks have had their turn before."""
         if not pending.is_settled and find_rank_here() is self._rank:
-            self._rank.poll()
+            self._rank.poll(pending)
         return bool(pending.is_settled)
 
     def source(self, pending: Pending) -> int:
+        """The member that a finished receive came from."""
         if not isinstance(pending, _Receive) or pending.source is None:
             return super().source(pending)
         return pending.source
 
     def abort(self) -> None:
+        """Fail everything that is not done, on all members, and free whoever waits for it."""
         self._exchange.abort()
 
     def close(self) -> None:
+        """End this member's part; a later call by it is refused."""
         self._is_closed = True
 
     def _check_usable(self) -> None:
         self._rank.check_here()
+        self._rank.num_vain_polls = 0
         if self._exchange.is_aborted:
             raise WireAborted("the communicator was aborted")
         if self._is_closed:
@@ -355,6 +356,8 @@ class SimulatedCommunicator(Communicator):
         root: int | None = None,
     ) -> _Call:
         self._check_usable()
+        _synchronize(tensor)
+        _synchronize(output)
         self._started += 1
         call = _Call(
             self._exchange, self.rank, self._started, verb, tensor, output, op=op, root=root
@@ -370,6 +373,7 @@ class SimulatedWire(Wire):
     device_types = frozenset(DEVICE_TYPES)
 
     def is_available(self) -> bool:
+        """True: it needs nothing but torch."""
         return True
 
     def open(self, opening: Opening) -> Communicator:
@@ -437,7 +441,13 @@ class SimulatedStore(Store):
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``, 0 at first, and return the sum."""
+        """Add to the number under ``key``, 0 at first, and return the sum.
+
+        Adding 0 asks for it: the other ranks have had their turn before.
+        """
+        if amount == 0:
+            before = self._values.get(key)
+            self._poll(lambda: self._values.get(key) != before, f"store.add({key!r}, 0)")
         present = self._values.get(key, b"0")
         try:
             total = int(present) + amount
@@ -458,7 +468,7 @@ class SimulatedStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are set; if not, the other ranks have had their turn before."""
         if not self._has(keys):
-            self._poll()
+            self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
         return self._has(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -471,13 +481,15 @@ class SimulatedStore(Store):
         Returns:  what the key holds afterwards; ``expected`` where it is absent still.
         """
         wanted = _to_bytes(expected)
-        present = self._values.get(key)
-        if present is not None and present != wanted:
-            self._poll()
-            present = self._values.get(key)
-        if present == wanted or (present is None and not wanted):
-            present = self._values[key] = _to_bytes(desired)
-        return wanted if present is None else present
+
+        def matches() -> bool:
+            return self._values.get(key, b"") == wanted
+
+        if not matches():
+            self._poll(matches, f"store.compare_set({key!r})")
+        if matches():
+            self._values[key] = _to_bytes(desired)
+        return self._values.get(key, wanted)
 
     def delete_key(self, key: str) -> bool:
         """Forget ``key``; whether it was there."""
@@ -514,7 +526,7 @@ class SimulatedStore(Store):
         """Take the first value of the queue ``key``; wait for one if ``block``."""
         if not self._queues.get(key):
             if not block:
-                self._poll()
+                self._poll(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
                 if not self._queues.get(key):
                     raise QueueEmptyError(f"queue {key!r} is empty")
             self._wait(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
@@ -554,10 +566,10 @@ class SimulatedStore(Store):
             )
         rank.wait(_KeyWait(call, call_site(), is_ready))
 
-    def _poll(self) -> None:
+    def _poll(self, is_ready: Callable[[], bool], call: str) -> None:
         rank = find_rank_here()
         if rank is not None:
-            rank.poll()
+            rank.poll(_KeyWait(call, call_site(), is_ready))
 
 
 def _to_bytes(value: str | bytes) -> bytes:
@@ -657,9 +669,6 @@ def _perform(calls: Sequence[_Call]) -> None:
     verb = calls[0].verb
     if verb == "barrier":
         return
-    for call in calls:
-        if call.ready_event is not None:
-            call.ready_event.wait()
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with torch.inference_mode():
         tensors = [_tensor_of(call) for call in calls]
@@ -693,6 +702,7 @@ def _write(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Copy ``data`` into ``tensor``, of any shape with as many elements."""
     with torch.inference_mode():
         tensor.copy_(data.reshape(tensor.shape))
+    _synchronize(tensor)
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
@@ -706,13 +716,10 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _record_event(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
-    """Mark this point on the current stream of a CUDA tensor, for members on other streams."""
-    if tensor is None or not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
+def _synchronize(tensor: torch.Tensor | None) -> None:
+    """Wait for the caller's stream, since the member that moves the data may use another."""
+    if tensor is not None and tensor.device.type in ("cuda", "xpu"):
+        torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 def _show_dtype(dtype: torch.dtype) -> str:

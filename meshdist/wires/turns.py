@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from ..errors import DeadlockError, RankFailedError, WorldError
 
@@ -97,6 +98,9 @@ class Waiting(Protocol):
         """What it waits for, with what, and where: completes the sentence "rank 0 waits in"."""
 
 
+_WORDS: Any = vars(np.random.MT19937)["state"]
+
+
 class _NumpyGenerator(np.random.MT19937):
     """NumPy's global bit generator for one rank, exchanged as a whole.
 
@@ -112,12 +116,15 @@ class _NumpyGenerator(np.random.MT19937):
     def state(self) -> Any:
         if self.is_exchanged:
             return {"bit_generator": "MT19937", "state": None}
-        return np.random.MT19937.state.__get__(self)
+        return _WORDS.__get__(self)
 
     @state.setter
     def state(self, value: Any) -> None:
         if not self.is_exchanged:
-            np.random.MT19937.state.__set__(self, value)
+            _WORDS.__set__(self, value)
+
+
+_NumpyGenerator.__name__ = "MT19937"  # NumPy writes it into a state, and compares it there
 
 
 class _ProcessState:
@@ -129,14 +136,12 @@ class _ProcessState:
         self.dtype = torch.get_default_dtype()
         self.torch = torch.default_generator.get_state()
         self.random_state = random.getstate()
-        generator = self.numpy_generator = np.random.get_bit_generator()
+        generator = self.numpy_generator = get_bit_generator()
         if isinstance(generator, _NumpyGenerator):
             generator.is_exchanged = True
         self.numpy_rest = np.random.get_state(legacy=False)
         self.cuda_states = (
-            [g.get_state() for g in torch.cuda.default_generators]
-            if torch.cuda.is_initialized()
-            else None
+            [g.get_state() for g in torch.cuda.default_generators] if _is_cuda_up() else None
         )
 
     def restore(self) -> None:
@@ -146,8 +151,8 @@ class _ProcessState:
             torch.set_default_dtype(self.dtype)
         torch.default_generator.set_state(self.torch)
         random.setstate(self.random_state)
-        np.random.set_bit_generator(self.numpy_generator)
-        np.random.set_state(self.numpy_rest)  # type: ignore[arg-type]
+        set_bit_generator(self.numpy_generator)
+        np.random.set_state(self.numpy_rest)
         if isinstance(self.numpy_generator, _NumpyGenerator):
             self.numpy_generator.is_exchanged = False
         if self.cuda_states is not None:
@@ -164,6 +169,10 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _is_cuda_up() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _seed_cuda(noted_seed: int) -> None:
     """Seed the CUDA generators as this rank's CPU generator was seeded.
 
@@ -171,7 +180,7 @@ def _seed_cuda(noted_seed: int) -> None:
     the note would be that of the rank that seeded last, which left ``noted_seed``.
     """
     seed = torch.initial_seed()
-    if _has_cuda() and (torch.cuda.is_initialized() or seed != noted_seed):
+    if _has_cuda() and (_is_cuda_up() or seed != noted_seed):
         torch.cuda.manual_seed_all(seed)
 
 
@@ -181,8 +190,11 @@ def _seed(rank: int) -> None:
     torch.default_generator.manual_seed(rank)
     _seed_cuda(seed_before)
     random.seed(rank)
-    np.random.set_bit_generator(_NumpyGenerator(0))
+    set_bit_generator(_NumpyGenerator(0))
     np.random.seed(rank)
+
+
+_MOST_VAIN_POLLS = 100_000
 
 
 class Rank:
@@ -194,6 +206,7 @@ class Rank:
         self.thread_id: int | None = None
         self.is_over = False
         self.is_released = False
+        self.num_vain_polls = 0
         self.ending = ""
         self.waiting: Waiting | None = None
         self.interruption: BaseException | None = None
@@ -227,6 +240,7 @@ class Rank:
     def wait(self, waiting: Waiting) -> None:
         """Hand the turn on until ``waiting`` is ready; raises DeadlockError if it cannot be."""
         self.check_here()
+        self.num_vain_polls = 0
         if waiting.is_ready():
             return
         self.waiting = waiting
@@ -235,10 +249,18 @@ class Rank:
         finally:
             self.waiting = None
 
-    def poll(self) -> None:
-        """Let every other rank that can go on have the turn once: this one asked in vain."""
-        self.check_here()
-        self.scheduler.hand_on(self)
+    def poll(self, awaited: Waiting) -> None:
+        """Hand the turn on, keeping a claim to it: this rank asked for ``awaited`` in vain.
+
+        A rank that asks in vain without end waits in truth: then this waits, too, so that a
+        deadlock is found.
+        """
+        self.num_vain_polls += 1
+        if self.num_vain_polls > _MOST_VAIN_POLLS:
+            self.wait(awaited)
+        else:
+            self.check_here()
+            self.scheduler.hand_on(self)
 
     def take_interruption(self) -> None:
         """Raise what the scheduler left for this rank, once."""
@@ -439,7 +461,10 @@ def _let_pending_exceptions_out() -> None:
 
 def _raise_in_thread(thread_id: int | None, kind: type[BaseException]) -> None:
     """Raise ``kind`` in another thread at its next line of Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(kind))
+    if thread_id is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread_id), ctypes.py_object(kind)
+        )
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
