@@ -32,6 +32,8 @@ DEFAULT_PORT = 29500
 
 _KEPT_BYTES = 32 * 1024
 _DRAIN_S = 0.5
+# How long a line may wait for its end; unnoticed by a human who reads a prompt.
+_LINE_S = 0.05
 
 
 # -- what the ranks write -----------------------------------------------------------------------
@@ -40,7 +42,10 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n|\Z))")
 
 
 class _Stream:
-    """Shows what one rank writes into a pipe, and keeps the end of it."""
+    """Shows what one rank writes into a pipe, and keeps the end of it.
+
+    Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
+    """
 
     def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
         self._kept = bytearray()
@@ -48,6 +53,7 @@ class _Stream:
         self._screen = screen
         self._prefix = prefix
         self._partial = b""
+        self._latest = 0.0
         self._is_whole = True
         self.has_ended = False
         os.set_blocking(pipe.fileno(), False)
@@ -65,21 +71,28 @@ class _Stream:
         if len(self._kept) > _KEPT_BYTES:
             del self._kept[: len(self._kept) - _KEPT_BYTES]
             self._is_whole = False
-        if self._prefix:
-            data = self._prefixed(data)
-        _show(self._screen, data)
-        return True
-
-    def _prefixed(self, data: bytes) -> bytes:
         data = self._partial + data
         lines = _LINE.findall(data)
         self._partial = data[sum(map(len, lines)) :]
-        return b"".join(self._prefix + line for line in lines)
+        self._latest = time.monotonic()
+        if lines:
+            _show(self._screen, b"".join(self._prefix + line for line in lines))
+        return True
+
+    def is_holding(self) -> bool:
+        """Return whether a line without an end waits to be shown."""
+        return bool(self._partial) and not self._prefix
+
+    def show_late_part(self) -> None:
+        """Show a line without an end, as in a prompt, if its end is long in coming."""
+        if self.is_holding() and time.monotonic() - self._latest >= _LINE_S:
+            _show(self._screen, self._partial)
+            self._partial = b""
 
     def flush(self) -> None:
-        """Show a last line that has no end."""
+        """Show what is held at the end of the output."""
         if self._partial:
-            _show(self._screen, self._prefix + self._partial + b"\n")
+            _show(self._screen, self._prefix + self._partial + (b"\n" if self._prefix else b""))
             self._partial = b""
 
     def close(self) -> None:
@@ -367,7 +380,9 @@ class _Job:
         """Wait until the ranks have ended, stop all at the first failure; return the exit code."""
         watch = self._watch
         while watch.running and watch.failed is None and self._signals.received is None:
-            watch.step()
+            watch.step(_LINE_S if any(s.is_holding() for s in self._streams) else None)
+            for stream in self._streams:
+                stream.show_late_part()
         failed, received = watch.failed, self._signals.received
         others = len(watch.running)
         if failed is None and received == signal.SIGINT:

@@ -62,19 +62,21 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         "except SystemExit as leaving:\n"
         "    assert leaving.code == 0\n"
         "heavy = {'torch', 'numpy', 'meshdist.errors'} & set(sys.modules)\n"
+        "import time\n"
+        "print(time.process_time(), file=sys.stderr)\n"
         "sys.exit(str(heavy) if heavy else 0)\n"
     )
-    times = []
+    seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60
         )
-        times.append(time.perf_counter() - begin)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
+        # Processor time from the start of the process: what else this machine does does not count.
+        seconds.append(float(done.stderr))
         for flag in ("-n", "--nproc-per-node", "--node-rank", "--prefix", "--no-python", "-m"):
             assert f"{flag} " in done.stdout or f"{flag}," in done.stdout
-    assert min(times) < 0.3
+    assert min(seconds) < 0.3
 
 
 def test_every_rank_is_told_its_place_and_the_same_job(script: Script) -> None:
@@ -348,6 +350,28 @@ def test_rank_0_inherits_the_socket_of_the_master_port(script: Script) -> None:
         "        time.sleep(0.01)\n"
     )
     assert said(run("-n", 2, path)) == [["hello"]]
+
+
+def test_the_port_refuses_connections_when_rank_0_has_gone(script: Script) -> None:
+    path = script(
+        "import socket\n"
+        "def is_open():\n"
+        "    with socket.socket() as client:\n"
+        "        return client.connect_ex(('127.0.0.1', int(os.environ['MASTER_PORT']))) == 0\n"
+        "def wait_until(state):\n"
+        "    deadline = time.monotonic() + 10\n"
+        "    while is_open() != state and time.monotonic() < deadline:\n"
+        "        time.sleep(0.01)\n"
+        "    say(is_open() == state)\n"
+        "if rank == 0:\n"
+        "    server = socket.socket(fileno=int(os.environ['MESHDIST_LISTEN_FD']))\n"
+        "    server.listen()\n"
+        "    time.sleep(0.5)\n"
+        "    os._exit(0)\n"
+        "wait_until(True)\n"
+        "wait_until(False)\n"
+    )
+    assert said(run("-n", 2, path)) == [[True], [True]]
 
 
 TORCH = """

@@ -51,12 +51,12 @@ def start() -> Iterator[Start]:
 
     start.found = found  # type: ignore[attr-defined]
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
     for pid in found:
         if is_alive(pid):
             os.kill(pid, 9)
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def child_of(process: subprocess.Popen[str], start: Start) -> int:
@@ -89,6 +89,25 @@ def test_a_started_process_counts_with_its_children_even_without_the_mark(start:
     assert family.members() == sorted([parent.pid, child])
     family.kill()
     assert (parent.wait(10), is_alive(child), is_alive(stranger.pid)) == (-9, False, True)
+
+
+def test_the_session_of_a_started_process_counts_when_parents_have_gone(start: Start) -> None:
+    # A leader that hides its mark starts a parent, which leaves a child without any environment.
+    code = (
+        "import subprocess, sys, time\n"
+        "quiet = [sys.executable, '-S', '-c', 'import time; time.sleep(60)']\n"
+        "code = f'import subprocess; print(subprocess.Popen({quiet!r}, env={{}}).pid)'\n"
+        "subprocess.run([sys.executable, '-c', code])\n"
+        "time.sleep(60)\n"
+    )
+    leader = start([sys.executable, "-c", f"import os; os.setsid()\n{code}"])
+    orphan = child_of(leader, start)
+    family = Family("ours")
+    family.add(leader.pid)
+    deadline = time.monotonic() + 5
+    while len(family.members()) > 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert family.members() == sorted([leader.pid, orphan])
 
 
 def test_a_number_that_now_belongs_to_somebody_else_does_not_count(start: Start) -> None:

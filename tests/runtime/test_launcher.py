@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,40 @@ def test_of_long_output_whole_lines_are_kept(capfd: pytest.CaptureFixture[str]) 
     again = lines[10000:]
     assert again == [f"line {i}" for i in range(9999 - len(again), 9999)]
     assert 1000 < len(again) < 9999
+
+
+def test_lines_of_different_ranks_are_not_mixed(capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys\n"
+        "for _ in range(200):\n"
+        "    for letter in 'abcdefgh\\n': sys.stderr.write(letter); sys.stderr.flush()\n"
+    )
+    assert run_processes([*PYTHON, code], 3) == 0
+    lines = capfd.readouterr().err.splitlines()
+    # A line that was held up for long is shown in part: on a busy machine one may be.
+    assert sum(line == "abcdefgh" for line in lines) > 590
+
+
+def test_a_line_without_an_end_is_shown_while_the_rank_waits(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = "import sys, time; sys.stderr.write('prompt> '); sys.stderr.flush(); time.sleep(60)"
+    shown: list[str] = []
+
+    def command(local_rank: int) -> list[str]:
+        return [*PYTHON, code if local_rank == 0 else "import time; time.sleep(0.7); 1 / 0"]
+
+    def look() -> None:
+        deadline = time.monotonic() + 5
+        while not shown and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown.extend(filter(None, [capfd.readouterr().err]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert run_processes(command, 2) == 1
+    thread.join()
+    assert shown[0] == "prompt> "
 
 
 def test_prefixed_lines_stay_whole(capfd: pytest.CaptureFixture[str]) -> None:
