@@ -11,9 +11,11 @@ What the reducer guarantees:
   is averaged already changes nothing, so sums of several backwards are right too.
 * No rank waits for a gradient that another rank does not have: zeros stand in for it, and the next
   forward raises. A backward that raised midway is completed in the same way.
-* The last bucket carries two numbers more: how many ranks lacked a gradient, and how many were
-  interrupted. So on the CPU all ranks know and raise the same error. (On an accelerator reading them
-  would make the CPU wait for the device: there only the rank concerned raises.)
+* The last bucket carries three numbers more: how many ranks lacked a gradient, were interrupted,
+  and went on. So on the CPU all ranks know, and raise the same error. (On an accelerator reading
+  them would make the CPU wait for the device: there only the rank concerned raises.)
+
+A rank whose backward reaches no parameter at all is not seen, and is missed by the others.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -43,8 +44,10 @@ __all__ = ["Bucket", "Reducer", "tensors_in"]
 # cache, and its memory is free again; smaller ones wait for the bucket and go by one call together.
 _AT_ONCE_BYTES = 64 * 1024
 
-_LACKING, _INTERRUPTED = 0, 1
-_NUM_FLAGS = 2
+# Places of the flags; each is 1 on a rank for which it holds, and their sums are compared with 0
+# alone, since sums of many ones are inexact in half precision.
+_LACKING, _INTERRUPTED, _WENT_ON = 0, 1, 2
+_NUM_FLAGS = 3
 _SHOWN_PARAMETERS = 20
 
 
@@ -127,9 +130,17 @@ class Reducer:
         self._came = bytearray(len(self._parameters))  # in this backward
         self._came_since_forward = bytearray(len(self._parameters))
         self._someone_lacks = False
+        self._num_rounds = 0  # equal on every rank
         self._failure: Exception | None = None
         self._arrivals: list[int] | None = []  # of the first backward; None once rebuilt
         self._build(range(len(self._parameters) - 1, -1, -1))
+        self._flags_of = {
+            (lacks, is_interrupted): torch.tensor(
+                [lacks, is_interrupted, not is_interrupted], device=self._buckets[-1].wire.device
+            )
+            for lacks in (False, True)
+            for is_interrupted in (False, True)
+        }
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -167,18 +178,23 @@ class Reducer:
         if self._someone_lacks:
             self._someone_lacks = False
             raise self._lacking_error()
-        if self._arrivals:
+        if self._arrivals is not None and self._num_rounds:
             self._rebuild(self._arrivals)
         self._came_since_forward = bytearray(len(self._parameters))
 
-    def after_forward(self, outputs: object) -> None:
+    def after_forward(self, outputs: object, owner: object) -> None:
         """Learn from the module's outputs when a backward begins.
 
-        The outermost backward must be known where checkpoints run inner ones.
+        The outermost backward must be known where checkpoints run inner ones. ``owner`` is kept
+        alive as long as a backward may come.
         """
+
+        def backward_begins(_: torch.Tensor, owner: object = owner) -> None:
+            self._enter()
+
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._enter)
+                tensor.register_hook(backward_begins)
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
@@ -215,12 +231,13 @@ class Reducer:
                     bucket.views[slot].copy_(old_view)
                     parameter.grad = bucket.views[slot]
                 hook = self._make_hook(index, bucket, slot)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                handle = parameter.register_post_accumulate_grad_hook(hook)
+                self._handles.append(handle)
 
     def _rebuild(self, arrivals: list[int]) -> None:
         """Rebuild the buckets once, in the order in which gradients came on group rank 0."""
-        came = set(arrivals)
-        order = arrivals + [i for i in range(len(self._parameters)) if i not in came]
+        expected = [index for bucket in self._buckets for index in bucket.indices]
+        order = list(dict.fromkeys(arrivals + expected))
         device = self._buckets[-1].wire.device
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
         broadcast(agreed, group=self._group, group_src=0)
@@ -240,7 +257,7 @@ class Reducer:
 
         def gradient_came(parameter: torch.Tensor) -> None:
             if came[index]:
-                raise self._twice_error(index)
+                raise self._overlap_error(f"{self._describe(index)} got its gradient twice")
             if not self._is_open:
                 self._open()
             came[index] = 1
@@ -256,13 +273,13 @@ class Reducer:
 
     # -- one backward -----------------------------------------------------------------------------
 
-    def _enter(self, _: torch.Tensor) -> None:
+    def _enter(self) -> None:
         """A gradient reached an output of the module: a backward has begun."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         if self._is_open:
-            self._complete_interrupted()
+            raise self._overlap_error("a backward began before another had ended")
         self._task = task
         Variable._execution_engine.queue_callback(self._finish)
 
@@ -333,10 +350,9 @@ class Reducer:
 
     def _start(self, bucket: Bucket, *, lacks: bool, is_interrupted: bool) -> None:
         if bucket is self._buckets[-1]:
-            bucket.flags[_LACKING] = float(lacks)
-            bucket.flags[_INTERRUPTED] = float(is_interrupted)
-        self._next += 1
+            bucket.flags.copy_(self._flags_of[lacks, is_interrupted])
         bucket.work = all_reduce(bucket.wire, ReduceOp.SUM, self._group, async_op=True)
+        self._next += 1
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -344,10 +360,14 @@ class Reducer:
         self._task = None
         if not self._is_open:  # no parameter took part, for example in autograd.grad of inputs
             return
-        lacks = False
-        if self._next < len(self._buckets):
+        if self._next == len(self._buckets):
+            self._came_since_forward[:] = self._came
+            lacks = False
+        else:
             lacks = self._fill_in()
-        self._wait(lacks)
+        self._someone_lacks = lacks
+        self._wait()
+        self._read_flags(was_interrupted=False)
 
     def _fill_in(self) -> bool:
         """Start the buckets that are not full; returns whether a parameter still lacks a gradient.
@@ -371,38 +391,147 @@ class Reducer:
         """Keep in step with ranks whose backward went on, after this rank's raised midway.
 
         Zeros stand in for what this rank did not send. Where every rank was interrupted nothing is
-        lost, since each has seen its own error; otherwise all raise.
+        lost, since each has seen its own error; otherwise all raise. No rank keeps the gradients.
         """
+        is_cut = self._next < len(self._buckets)
         for bucket in self._buckets[self._next :]:
             bucket.flat.zero_()
             self._start(bucket, lacks=False, is_interrupted=True)
-        if self._next == len(self._buckets) and not self._reads_flags():
-            self._wait(lacks=False)
-            raise self._interrupted_error([self._group.rank()])
-        self._wait(lacks=False)
+        self._wait()
+        self._read_flags(was_interrupted=is_cut)
 
-    def _reads_flags(self) -> bool:
-        return self._buckets[-1].wire.device.type == "cpu"
-
-    def _wait(self, lacks: bool) -> None:
+    def _wait(self) -> None:
         """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
         try:
             for bucket in self._buckets:
-                if bucket.work is not None:
-                    bucket.work.wait()
+                assert bucket.work is not None
+                bucket.work.wait()
         except Exception as failure:
             self._failure = failure
             raise
-        self._hand_out()
+        is_complete = all(self._came)
         for bucket in self._buckets:
+            if not is_complete:
+                self._hand_out_to_the_lacking(bucket)
+            if not self._as_views:
+                self._hand_out_copies(bucket)
             bucket.work = None
             bucket.num_pending = len(bucket.indices)
         self._came[:] = bytes(len(self._came))
         self._next = 0
         self._is_open = False
+        self._num_rounds += 1
 
-    def _hand_out(self) -> None:
-        ...
+    def _hand_out_to_the_lacking(self, bucket: Bucket) -> None:
+        """Give a parameter without a gradient here what other ranks had; None if none had any."""
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            parameter = self._parameters[index]
+            if parameter.grad is None and bool(view.any()):
+                parameter.grad = view if self._as_views else torch.empty_like(view)
+
+    def _hand_out_copies(self, bucket: Bucket) -> None:
+        pairs = [
+            (grad, view)
+            for index, view in zip(bucket.indices, bucket.views, strict=True)
+            if (grad := self._parameters[index].grad) is not None
+        ]
+        if pairs:
+            torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _read_flags(self, *, was_interrupted: bool) -> None:
+        """Learn how the backward went on the other ranks; all of them raise where one must."""
+        if not self._all_ranks_know:
+            if was_interrupted:
+                self._drop_gradients()
+                raise self._interrupted_error([self._group.ranks[self._group.rank()]])
+            return
+        flags = self._buckets[-1].flags
+        counts = (flags.real if flags.is_complex() else flags).tolist()
+        self._someone_lacks = counts[_LACKING] > 0
+        if counts[_INTERRUPTED] == 0:
+            return
+        self._drop_gradients()
+        if counts[_WENT_ON] > 0:
+            texts = gather_texts(str(int(was_interrupted)), self._group, device=flags.device)
+            ranks = [r for r, text in zip(self._group.ranks, texts, strict=True) if text == "1"]
+            raise self._interrupted_error(ranks)
+
+    # -- errors -----------------------------------------------------------------------------------
+
+    @property
+    def _all_ranks_know(self) -> bool:
+        """Whether the flags are read: not where that would make the CPU wait for a device."""
+        return self._buckets[-1].wire.device.type == "cpu"
+
+    def _where(self) -> str:
+        rank = self._group.ranks[self._group.rank()]
+        return f"rank {rank}, in {self._group.group_name}"
+
+    def _describe(self, index: int) -> str:
+        return f"{self._names[index]} (index {index})"
+
+    def _lacking_error(self) -> GradientError:
+        """Which parameters got no gradient, on which ranks; collective on the CPU."""
+        mine = [index for index, came in enumerate(self._came_since_forward) if not came]
+        held = {self._group.ranks[self._group.rank()]: mine}
+        if self._all_ranks_know:
+            device = self._buckets[-1].wire.device
+            texts = gather_texts(json.dumps(mine), self._group, device=device)
+            held = dict(zip(self._group.ranks, map(json.loads, texts), strict=True))
+        self._came_since_forward[:] = bytes(len(self._came_since_forward))
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        for rank, indices in held.items():
+            if indices:
+                ranks_of.setdefault(tuple(indices), []).append(rank)
+        lines = []
+        for lacking, ranks in ranks_of.items():
+            line = ", ".join(self._describe(index) for index in lacking[:_SHOWN_PARAMETERS])
+            if len(lacking) > _SHOWN_PARAMETERS:
+                line += f" and {len(lacking) - _SHOWN_PARAMETERS} more"
+            lines.append(f"{ranks_text(ranks)}: {line}")
+        return GradientError(
+            "parameters got no gradient in the backward since the last forward",
+            where=self._where(),
+            expected="every parameter that requires a gradient takes part in every rank's loss",
+            found="\n".join(lines),
+            fix="let the loss depend on all of the module's outputs, or call "
+            "requires_grad_(False) on unused parameters before the model is wrapped",
+        )
+
+    def _interrupted_error(self, ranks: list[int]) -> GradientError:
+        return GradientError(
+            "the gradients of this step are wrong: a backward was interrupted",
+            where=self._where(),
+            expected="a backward that ends on every rank, or raises on every rank",
+            found=f"{ranks_text(ranks)}: an exception was raised inside backward()",
+            fix="look at the exception there; after zero_grad() a new step may begin",
+        )
+
+    def _overlap_error(self, summary: str) -> GradientError:
+        return GradientError(
+            summary,
+            where=self._where(),
+            expected="one gradient for each parameter in each backward, and one backward at a time",
+            found="an earlier backward that was interrupted, with no forward since; or a reentrant "
+            "checkpoint that reaches a parameter, or the model, twice",
+            fix="run the forward again, or use checkpoint(..., use_reentrant=False)",
+        )
+
+    def _check_dense(self, grad: torch.Tensor, parameter: torch.Tensor) -> None:
+        if grad.layout is torch.strided:
+            return
+        index = next(i for i, mine in enumerate(self._parameters) if mine is parameter)
+        raise GradientError(
+            f"{self._describe(index)} has a sparse gradient",
+            where=self._where(),
+            expected="dense gradients",
+            found=f"layout {str(grad.layout).removeprefix('torch.')}",
+            fix="make the embedding with sparse=False",
+        )
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

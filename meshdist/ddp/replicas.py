@@ -57,7 +57,9 @@ def check_equal_lines(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences([json.loads(t) for t in gather_texts(text, group, device=device)], group),
+        found=_differences(
+            [json.loads(t) for t in gather_texts(text, group, device=device)], group
+        ),
         fix=fix,
     )
 
@@ -93,9 +95,7 @@ def gather_texts(text: str, group: ProcessGroup, *, device: torch.device) -> lis
     gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
     all_gather_into_tensor(gathered, mine, group)
     rows = gathered.view(group.size(), longest).tolist()
-    return [
-        bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)
-    ]
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 @torch.no_grad()

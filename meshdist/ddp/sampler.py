@@ -1,0 +1,103 @@
+"""Which samples a rank reads: torch's sampler, told by a mesh axis."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from torch.utils import data
+
+from ..errors import ArgumentError, KindError, NotInGroupError
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.groups import ProcessGroup
+from ..runtime.world import get_world
+
+__all__ = ["DistributedSampler"]
+
+T = TypeVar("T", covariant=True)
+
+
+class DistributedSampler(data.DistributedSampler[T]):
+    """Each rank of an axis reads its own share of a data set; other axes read the same.
+
+    Call ``set_epoch(epoch)`` before each epoch, so that the order changes. Nothing is sent.
+
+    Args:
+        dataset: what is sampled; of equal length on every rank.
+        num_replicas: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken as one; a
+            ProcessGroup; a number, as torch; or None for the world.
+        rank: with a number: which share; None for this rank in the world.
+        shuffle: whether samples come in random order.
+        seed: of the order, equal on every rank.
+        drop_last: whether to drop the tail that does not divide; else some samples come twice.
+
+    Raises:
+        NotInGroupError: this rank is not on the axis or in the group.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ...     return list(DistributedSampler(range(6), mesh["dp"], shuffle=False))
+        >>> md.simulate(program, (2, 2))
+        [[0, 2, 4], [0, 2, 4], [1, 3, 5], [1, 3, 5]]
+    """
+
+    def __init__(
+        self,
+        dataset: data.Dataset[Any],
+        num_replicas: int | DeviceMesh | ProcessGroup | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        size, place = _size_and_place(num_replicas, rank)
+        super().__init__(dataset, size, place, shuffle, seed, drop_last)
+
+
+def _size_and_place(
+    num_replicas: int | DeviceMesh | ProcessGroup | None, rank: int | None
+) -> tuple[int, int]:
+    """How many shares there are, and which is ours."""
+    if isinstance(num_replicas, (DeviceMesh, ProcessGroup)):
+        if rank is not None:
+            raise ArgumentError(
+                f"rank={rank} was given beside {num_replicas!r}, which tells it",
+                expected="rank only with a number of replicas",
+                fix="drop rank",
+            )
+        if isinstance(num_replicas, ProcessGroup):
+            return num_replicas.size(), num_replicas.rank()
+        return _size_and_place_on(num_replicas)
+    if num_replicas is not None and (
+        isinstance(num_replicas, bool) or not isinstance(num_replicas, int)
+    ):
+        raise KindError(
+            f"num_replicas is of type {type(num_replicas).__name__}",
+            expected="a number, a mesh such as mesh['dp'], a ProcessGroup, or None for the world",
+        )
+    size = get_world().size if num_replicas is None else num_replicas
+    place = get_world().rank if rank is None else rank
+    if not 0 <= place < size:
+        raise ArgumentError(
+            f"rank {place} has no share among {size} replicas",
+            expected=f"a rank from 0 to {size - 1}" if size > 0 else "at least one replica",
+            fix="pass the mesh axis over which the data is split: DistributedSampler(data, "
+            "mesh['dp'])",
+        )
+    return size, place
+
+
+def _size_and_place_on(mesh: DeviceMesh) -> tuple[int, int]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise NotInGroupError(
+            "this rank has no share: it is not on the mesh",
+            where=f"rank {mesh.world.rank}, {mesh!r}",
+            fix="make the sampler only where mesh.get_coordinate() is not None",
+        )
+    place = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        place = place * size + index
+    return math.prod(mesh.shape), place

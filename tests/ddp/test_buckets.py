@@ -1,0 +1,131 @@
+"""Laws of the assignment of parameters to buckets."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshdist.ddp.buckets import Item, assign_buckets, bucket_caps, dense_stride, items_of
+from meshdist.errors import ArgumentError, KindError
+
+items_and_orders = st.lists(
+    st.builds(Item, st.integers(0, 40), st.sampled_from(["f32", "f16", "other device"])),
+    max_size=30,
+).flatmap(lambda items: st.tuples(st.just(items), st.permutations(range(len(items)))))
+caps = st.integers(1, 60)
+
+
+@given(items_and_orders, caps, caps)
+def test_every_item_lies_in_one_bucket_of_its_kind_in_order(
+    case: tuple[list[Item], list[int]], first: int, cap: int
+) -> None:
+    items, order = case
+    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(items)))
+    assert all(len({items[i].kind for i in bucket}) == 1 for bucket in buckets)
+    for kind in {item.kind for item in items}:
+        laid = [i for bucket in buckets for i in bucket if items[i].kind == kind]
+        assert laid == [i for i in order if items[i].kind == kind]
+
+
+@given(items_and_orders, caps, caps)
+def test_caps_hold_but_for_single_large_items(
+    case: tuple[list[Item], list[int]], first: int, cap: int
+) -> None:
+    items, order = case
+    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    seen = set()
+    for bucket in buckets:
+        kind = items[bucket[0]].kind
+        limit = cap if kind in seen else first
+        seen.add(kind)
+        assert len(bucket) == 1 or sum(items[i].num_bytes for i in bucket) <= limit
+
+
+@given(items_and_orders, caps, caps)
+def test_no_bucket_could_have_taken_the_next_item(
+    case: tuple[list[Item], list[int]], first: int, cap: int
+) -> None:
+    items, order = case
+    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    for kind in {item.kind for item in items}:
+        chain = [bucket for bucket in buckets if items[bucket[0]].kind == kind]
+        for place, (bucket, following) in enumerate(itertools.pairwise(chain)):
+            limit = cap if place else first
+            held = sum(items[i].num_bytes for i in bucket)
+            assert held + items[following[0]].num_bytes > limit
+
+
+@given(items_and_orders, caps, caps)
+def test_buckets_come_in_the_order_in_which_they_are_complete(
+    case: tuple[list[Item], list[int]], first: int, cap: int
+) -> None:
+    items, order = case
+    place = {index: n for n, index in enumerate(order)}
+    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    completed = [max(place[i] for i in bucket) for bucket in buckets]
+    assert completed == sorted(completed)
+
+
+def test_default_caps_are_1_and_25_mib_and_a_given_cap_holds_for_the_first_too() -> None:
+    assert bucket_caps(None) == (1 << 20, 25 << 20)
+    assert bucket_caps(2.5) == (5 << 19, 5 << 19)
+    assert bucket_caps(1e-9) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("cap", "kind", "text"),
+    [
+        (0, ArgumentError, "bucket_cap_mb is 0\n  expected: a number of MiB above zero"),
+        (-1.5, ArgumentError, "bucket_cap_mb is -1.5"),
+        (float("inf"), ArgumentError, "bucket_cap_mb is inf"),
+        (float("nan"), ArgumentError, "bucket_cap_mb is nan"),
+        ("25", KindError, "bucket_cap_mb is of type str\n  expected: a number of MiB, or None"),
+        (True, KindError, "bucket_cap_mb is of type bool"),
+    ],
+)
+def test_bad_caps_are_refused(cap: object, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as error:
+        bucket_caps(cap)  # type: ignore[arg-type]
+    assert text in str(error.value)
+
+
+def test_an_item_tells_size_dtype_and_device() -> None:
+    items = items_of([torch.zeros(2, 3), torch.zeros(5, dtype=torch.complex128)])
+    assert [item.num_bytes for item in items] == [24, 80]
+    assert items[0].kind == (torch.float32, torch.device("cpu"))
+    assert items[0].kind != items[1].kind
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.randoms(use_true_random=False), st.booleans())
+def test_a_view_has_the_parameters_strides_where_they_are_dense(
+    shape: list[int], random: object, has_gaps: bool
+) -> None:
+    dims = list(range(len(shape)))
+    random.shuffle(dims)  # type: ignore[attr-defined]
+    tensor = torch.zeros([shape[d] for d in dims]).permute(
+        [dims.index(d) for d in range(len(dims))]
+    )
+    assert list(tensor.shape) == shape
+    if has_gaps:
+        tensor = torch.zeros([*shape, 2])[..., 0]
+    stride = dense_stride(tensor.shape, tensor.stride())
+    view = torch.zeros(tensor.numel()).as_strided(tensor.shape, stride)
+    addresses = torch.arange(tensor.numel()).as_strided(view.shape, view.stride()).flatten()
+    assert sorted(addresses.tolist()) == list(range(tensor.numel()))
+    if not has_gaps:
+        assert stride == tensor.stride()
+    elif tensor.numel() > 1:
+        assert stride == torch.zeros(shape).stride()
+
+
+def test_an_empty_parameter_has_a_view_too() -> None:
+    empty = torch.zeros(3, 0, 2)
+    assert (
+        torch.zeros(0).as_strided(empty.shape, dense_stride(empty.shape, empty.stride())).numel()
+        == 0
+    )

@@ -1,0 +1,234 @@
+"""Buckets at work: order, overlap, rebuilding, and what happens when a reduction fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshdist as md
+from meshdist.ddp import reducer
+from meshdist.ddp.reducer import Reducer, tensors_in
+from meshdist.errors import BackendError, GradientError
+
+ONE_EACH = {"first_cap_bytes": 1, "cap_bytes": 1}
+ALL_IN_ONE = {"first_cap_bytes": 1 << 30, "cap_bytes": 1 << 30}
+
+
+class Scaled(torch.autograd.Function):
+    """Tells when the backward passes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, events: list[str], name: str) -> torch.Tensor:
+        ctx.events, ctx.name = events, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.events.append(ctx.name)
+        return grad, None, None
+
+
+class Chain(nn.Module):
+    """Multiplies by its weights in a given order, telling the backward's steps."""
+
+    def __init__(self, order: list[int], events: list[str]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((1,), 2.0) for _ in order)
+        self.order = order
+        self.events = events
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = Scaled.apply(x * self.weights[index], self.events, f"backward of {index}")
+        return x
+
+
+def reducer_of(module: nn.Module, caps: dict[str, int], **options: Any) -> Reducer:
+    named = dict(module.named_parameters())
+    return Reducer(list(named.values()), list(named), md.group.WORLD, **caps, **options)
+
+
+def step(module: nn.Module, mine: Reducer, x: torch.Tensor) -> None:
+    mine.before_forward()
+    out = module(x)
+    mine.after_forward(out, module)
+    out.sum().backward()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens on rank 0: reductions started, reductions waited for, the backward's steps."""
+    told: list[str] = []
+    all_reduce = reducer.all_reduce
+
+    def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        if md.get_rank() != 0:
+            return work
+        told.append(f"start of {tensor.numel()}")
+
+        class Telling:
+            def wait(self) -> bool:
+                told.append("wait")
+                return work.wait()
+
+        return Telling()
+
+    monkeypatch.setattr(reducer, "all_reduce", telling)
+    return told
+
+
+def test_a_buckets_reduction_starts_while_the_backward_goes_on(events: list[str]) -> None:
+    def program() -> list[float]:
+        module = Chain([0, 1, 2], events if md.get_rank() == 0 else [])
+        step(module, reducer_of(module, ONE_EACH), torch.ones(1) + md.get_rank())
+        return [p.grad.item() for p in module.parameters()]
+
+    assert md.simulate(program, 2) == [[6.0, 6.0, 6.0]] * 2
+    assert events == [
+        *("backward of 2", "start of 1", "backward of 1", "start of 1"),
+        *("backward of 0", "start of 4", "wait", "wait", "wait"),
+    ]
+
+
+def test_buckets_start_strictly_in_order_whatever_comes_first(events: list[str]) -> None:
+    def program() -> list[tuple[int, ...]]:
+        module = Chain([2, 1, 0], events if md.get_rank() == 0 else [])  # against expectation
+        mine = reducer_of(module, ONE_EACH)
+        step(module, mine, torch.ones(1))
+        return [bucket.indices for bucket in mine.buckets]
+
+    assert md.simulate(program, 2) == [[(2,), (1,), (0,)]] * 2
+    assert events == [
+        *("backward of 0", "backward of 1", "backward of 2"),
+        *("start of 1", "start of 1", "start of 4", "wait", "wait", "wait"),
+    ]
+
+
+def test_buckets_are_rebuilt_once_in_the_order_of_rank_0(events: list[str]) -> None:
+    def program() -> list[Any]:
+        order = [2, 0, 1] if md.get_rank() == 0 else [0, 1, 2]
+        module = Chain(order, [])
+        mine = reducer_of(module, ONE_EACH)
+        seen: list[Any] = [mine.has_rebuilt_buckets]
+        for _ in range(3):
+            for p in module.parameters():
+                p.grad = None
+            step(module, mine, torch.ones(1) + md.get_rank())
+            seen.append([bucket.indices for bucket in mine.buckets])
+        return [*seen, mine.has_rebuilt_buckets, [p.grad.item() for p in module.parameters()]]
+
+    made, rebuilt = [(2,), (1,), (0,)], [(1,), (0,), (2,)]
+    assert md.simulate(program, 3) == [[False, made, rebuilt, rebuilt, True, [8.0, 8.0, 8.0]]] * 3
+
+
+def test_gradients_keep_their_values_and_become_views_when_buckets_are_rebuilt() -> None:
+    def program() -> bool:
+        module = Chain([1, 0], [])
+        mine = reducer_of(module, ALL_IN_ONE)
+        step(module, mine, torch.ones(1) + md.get_rank())
+        before = [p.grad.item() for p in module.parameters()]
+        mine.before_forward()
+        (bucket,) = mine.buckets
+        assert bucket.indices == (0, 1)
+        assert [p.grad.item() for p in module.parameters()] == before == [3.0, 3.0]
+        return all(
+            p.grad is bucket.views[bucket.indices.index(i)]
+            for i, p in enumerate(module.parameters())
+        )
+
+    assert md.simulate(program, 2) == [True, True]
+
+
+def test_kept_views_are_added_to_in_place() -> None:
+    def program() -> list[bool]:
+        module = nn.Linear(300, 300)  # its weight goes at once, its bias with the bucket
+        mine = reducer_of(module, ALL_IN_ONE)
+        same = []
+        for _ in range(3):
+            module.zero_grad(set_to_none=False)
+            step(module, mine, torch.ones(2, 300))
+            (bucket,) = mine.buckets
+            views = dict(zip(bucket.indices, bucket.views, strict=True))
+            same.append(all(p.grad is views[i] for i, p in enumerate(module.parameters())))
+            same.append(bool((module.bias.grad == 2).all() and (module.weight.grad == 2).all()))
+        return same
+
+    assert md.simulate(program, 3) == [[True] * 6] * 3
+
+
+def test_a_missing_large_gradient_counts_as_zero_and_a_kept_one_stays() -> None:
+    def program() -> list[float]:
+        module = nn.ParameterList([torch.ones(40_000), torch.ones(1)])
+        mine = reducer_of(module, ALL_IN_ONE)
+        seen = []
+        for _ in range(2):
+            if not seen:
+                mine.before_forward()
+            used = list(module) if md.get_rank() == 0 else [module[1]]
+            sum(p.sum() for p in used).backward()
+            seen += [p.grad[0].item() for p in module]
+        return seen
+
+    # half of 1, then that half kept and half of another 1 added
+    assert md.simulate(program, 2) == [[0.5, 1.0, 1.0, 2.0]] * 2
+
+
+def test_a_closed_reducer_leaves_gradients_alone() -> None:
+    def program() -> float:
+        module = Chain([0], [])
+        mine = reducer_of(module, ALL_IN_ONE)
+        mine.close()
+        module(torch.ones(1) + md.get_rank()).backward()
+        return module.weights[0].grad.item()
+
+    assert md.simulate(program, 2) == [1.0, 2.0]
+
+
+def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def wait(self) -> bool:
+            raise BackendError("all_reduce on the world failed on wire 'none'")
+
+    def program() -> str:
+        module = Chain([0], [])
+        mine = reducer_of(module, ALL_IN_ONE)
+        monkeypatch.setattr(reducer, "all_reduce", lambda *_, **__: Failing())
+        with pytest.raises(BackendError, match="failed on wire"):
+            step(module, mine, torch.ones(1))
+        for _ in range(2):
+            with pytest.raises(GradientError) as error:
+                mine.before_forward()
+        assert isinstance(error.value.__cause__, BackendError)
+        return str(error.value)
+
+    (text,) = md.simulate(program, 1)
+    assert text == (
+        "the gradients cannot be reduced any more: an earlier all-reduce failed\n"
+        "  where:    rank 0, in the world\n"
+        "  found:    all_reduce on the world failed on wire 'none'\n"
+        "  fix:      end this job, or make the mesh and the model's wrapper anew"
+    )
+
+
+def test_many_lacking_parameters_are_counted_not_listed() -> None:
+    def program() -> str:
+        module = nn.ParameterList([torch.ones(1) for _ in range(30)])
+        mine = reducer_of(module, ALL_IN_ONE)
+        module[0].sum().backward()
+        with pytest.raises(GradientError) as error:
+            mine.before_forward()
+        return str(error.value)
+
+    text = md.simulate(program, 1)[0]
+    assert "rank 0: 1 (index 1), 2 (index 2)" in text
+    assert "20 (index 20) and 9 more\n" in text
+
+
+def test_tensors_are_found_in_nested_outputs() -> None:
+    x, y = torch.ones(1), torch.zeros(1)
+    assert list(tensors_in({"a": [x, (None, "text")], "b": {"c": y}})) == [x, y]
+    assert list(tensors_in(object())) == []
