@@ -44,6 +44,8 @@ _REFUSED = _refusals()
 
 def check_reducible(op: ReduceKind, tensor: torch.Tensor, verb: str) -> None:
     """Raise DtypeError where ``op`` has no meaning for the tensor's dtype."""
+    if op is ReduceOp.SUM:
+        return
     served = _REFUSED.get((op, tensor.dtype))
     if served is not None:
         raise DtypeError(
@@ -99,6 +101,9 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
 
     They are one where ``x`` is contiguous; else the verb copies back what it wrote.
     """
+    is_plain = type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad
+    if is_plain and x.is_contiguous():  # the common case, decided fast
+        return x, x
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
     plain = tensor.detach() if tensor.requires_grad else tensor
     return tensor, plain if plain.is_contiguous() else plain.contiguous()

@@ -70,10 +70,14 @@ def all_reduce(
     data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
     kind = op if type(op) is ReduceKind else get_reduce_op(op)
     check_reducible(kind, buffer, "all_reduce")
-    channel = target.channel(buffer.device.type)
+    channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
     target.recorder.note("all_reduce", buffer)
+    communicator = channel.communicator
     try:
-        pending = channel.communicator.all_reduce(buffer, kind, channel.timeout)
+        pending = communicator.all_reduce(buffer, kind, channel.timeout)
+        if buffer is tensor and not async_op:  # nothing to bring home
+            communicator.finish(pending, channel.timeout)
+            return None
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
     return conclude(target, channel, pending, "all_reduce", tensor, data, buffer, async_op)

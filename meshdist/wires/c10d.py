@@ -102,15 +102,15 @@ class C10dCommunicator(Communicator):
         self._group = process_group
         self._aborted = False
         self._mailbox = Mailbox()
-        self._reduce_options: dict[tuple[Any, timedelta], AllreduceOptions] = {}
+        self._reduce_options: tuple[Any, Any, AllreduceOptions] = (None, None, AllreduceOptions())
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
-        options = self._reduce_options.get((op, timeout))
-        if options is None:
+        last_op, last_timeout, options = self._reduce_options  # made once for calls that repeat
+        if last_op is not op or last_timeout is not timeout:
             options = AllreduceOptions()
             options.reduceOp = op  # type: ignore[assignment]
             options.timeout = timeout
-            self._reduce_options[op, timeout] = options
+            self._reduce_options = (op, timeout, options)
         try:
             return self._group.allreduce([tensor], options)
         except RuntimeError as error:
