@@ -235,8 +235,8 @@ def _on_leaves(
 ) -> Any:
     """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it."""
     if isinstance(x, torch.Tensor):  # by far the most frequent, and needs no tree
-        tensor = as_tensor(x, argument="x", verb=verb, writable=False)
-        return on_tensor(tensor, resolve_group(mesh[names]))
+        plain = as_tensor(x, argument="x", verb=verb, writable=False)
+        return on_tensor(plain, resolve_group(mesh[names]))
     paths, leaves, tree = optree.tree_flatten_with_accessor(x)
     tensors = [
         None

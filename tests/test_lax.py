@@ -1,0 +1,403 @@
+"""JAX's names: axes, pytrees, libraries, numbers; and a tensor-parallel model against the whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import meshdist as md
+from meshdist import lax
+from meshdist.errors import AxisError, KindError, MeshError, NotInGroupError
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def in_mesh(body: Callable[..., Any], shape: tuple[int, ...] = (2, 2), *args: Any) -> list[Any]:
+    """Call ``body(rank, *args)`` on simulated ranks with a mesh in force; the results by rank."""
+
+    def program(*args: Any) -> Any:
+        names = ("pp", "dp", "tp")[3 - len(shape) :]
+        with md.init_device_mesh("cpu", shape, mesh_dim_names=names):
+            return body(md.get_rank(), *args)
+
+    return md.simulate(program, int(np.prod(shape)), args=args)
+
+
+def refusal(kind: type[Exception], body: Callable[[int], Any]) -> str:
+    """The text with which every rank refuses, nothing having been sent."""
+
+    def refused(rank: int) -> str:
+        with pytest.raises(kind) as caught:
+            body(rank)
+        assert type(caught.value) is kind
+        return str(caught.value)
+
+    (text,) = set(in_mesh(refused))
+    return text
+
+
+# -- axes ---------------------------------------------------------------------------------------
+
+
+def test_axes_alone_and_together() -> None:
+    def body(rank: int) -> Any:
+        x = torch.tensor(float(10**rank))
+        names = ["pp", "dp", "tp", ("dp", "tp"), ("tp", "pp"), ("pp", "dp", "tp"), ("tp",)]
+        return [f"{lax.psum(x, name).item():.0f}".rjust(8, "0") for name in names]
+
+    assert in_mesh(body, (2, 2, 2))[6] == [
+        "01000100",
+        "01010000",
+        "11000000",
+        "11110000",
+        "11001100",
+        "11111111",
+        "11000000",
+    ]
+
+
+def test_index_and_size() -> None:
+    def body(rank: int) -> Any:
+        places = [lax.axis_index(name) for name in ("dp", "tp", ("dp", "tp"), ("tp", "dp"))]
+        return [*places, lax.axis_size("tp"), lax.axis_size(("tp", "dp"))]
+
+    for rank, found in enumerate(in_mesh(body, (2, 3))):
+        dp, tp = divmod(rank, 3)
+        assert found == [dp, tp, rank, tp * 2 + dp, 3, 6]
+
+
+def test_index_agrees_with_the_rank_in_the_group_on_a_permuted_mesh() -> None:
+    def program() -> Any:
+        mesh = md.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
+        names = ["dp", "tp", ("dp", "tp"), ("tp", "dp")]
+        places = [lax.axis_index(name, mesh=mesh) for name in names]
+        # A sum cannot tell order; the ranks of the very group that it uses can.
+        ranks = [mesh[name].communication_group().rank() for name in names]
+        sums = [lax.psum(torch.tensor(10 ** md.get_rank()), name, mesh=mesh) for name in names]
+        return places, ranks, [int(s) for s in sums]
+
+    results = md.simulate(program, 4)
+    assert [places for places, _, _ in results] == [
+        [1, 0, 2, 1],
+        [0, 1, 1, 2],
+        [1, 1, 3, 3],
+        [0, 0, 0, 0],
+    ]
+    assert all(places == ranks for places, ranks, _ in results)
+    assert results[3][2] == [1001, 1010, 1111, 1111]
+
+
+def test_a_given_mesh_wins_and_the_innermost_is_in_force() -> None:
+    def program() -> Any:
+        line = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        square = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with line:
+            with square:
+                inner = lax.axis_size("tp"), lax.axis_size("tp", mesh=line)
+            return *inner, lax.axis_size("tp"), lax.psum(torch.ones(()), "dp", mesh=square).item()
+
+    assert md.simulate(program, 4) == [(2, 4, 4, 2.0)] * 4
+
+
+def test_an_axis_of_size_one_is_an_ordinary_axis() -> None:
+    def body(rank: int) -> Any:
+        x = torch.ones(2, requires_grad=True)
+        y = lax.psum(lax.pvary(x, "dp") * 3, "dp")
+        y.sum().backward()
+        return y.tolist(), x.grad.tolist(), lax.axis_index("dp"), lax.axis_size("dp")
+
+    assert in_mesh(body, (1, 2)) == [([3, 3], [3, 3], 0, 1)] * 2
+
+
+VERBS = {
+    "psum": lambda **o: lax.psum(1, o.pop("axis", "tp"), **o),
+    "pmean": lambda **o: lax.pmean(1, o.pop("axis", "tp"), **o),
+    "pvary": lambda **o: lax.pvary(1, o.pop("axis", "tp"), **o),
+    "axis_index": lambda **o: lax.axis_index(o.pop("axis", "tp"), **o),
+    "axis_size": lambda **o: lax.axis_size(o.pop("axis", "tp"), **o),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_without_a_mesh_both_ways_to_name_one_are_told(verb: str) -> None:
+    with pytest.raises(MeshError) as caught:
+        VERBS[verb]()
+    assert str(caught.value) == (
+        f"{verb} over axis 'tp': no mesh is in force\n"
+        "  expected: a mesh whose axes include it\n"
+        f"  fix:      call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)"
+    )
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("axis", "summary"),
+    [
+        ("mp", "no axis 'mp' in the mesh"),
+        (("dp", "mp"), "no axis 'mp' in the mesh"),
+        (("tp", "tp"), "an axis is named twice"),
+        ((), "no axes named"),
+    ],
+)
+def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
+    text = refusal(AxisError, lambda rank: VERBS[verb](axis=axis))
+    assert text.startswith(summary + "\n  where:    mesh (dp=2, tp=2)\n")
+    if "no axis" in summary:
+        assert "\n  expected: one of 'dp', 'tp'" in text
+
+
+@pytest.mark.parametrize("axis", [0, None, ["dp"], ("dp", 1)])
+def test_an_axis_is_named(axis: Any) -> None:
+    assert refusal(KindError, lambda rank: lax.psum(torch.ones(1), axis)) == (
+        f"psum cannot take {axis!r} as axis_name\n"
+        "  expected: the name of an axis, or a tuple of names\n"
+        f"  found:    {type(axis).__name__}"
+    )
+
+
+def test_a_rank_outside_the_mesh_is_told_so() -> None:
+    def program() -> Any:
+        with md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)):
+            if md.get_rank() < 2:
+                return lax.psum(torch.ones(()), "tp").item()
+            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+                lax.axis_index("tp")
+            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+                lax.psum(torch.ones(()), "tp")
+            return lax.axis_size("tp")
+
+    assert md.simulate(program, 3) == [2.0, 2.0, 2]
+
+
+# -- leaves -------------------------------------------------------------------------------------
+
+
+def test_pytrees_keep_their_form() -> None:
+    def body(rank: int) -> Any:
+        x = {
+            "b": [torch.tensor(rank), (np.array([rank, 1]), None)],
+            "a": OrderedDict(z=Pair(torch.ones(2), 5), y=[]),
+        }
+        return lax.psum(x, "tp"), x
+
+    for rank, (total, x) in enumerate(in_mesh(body)):
+        both = [1, 5][rank // 2]
+        assert list(total) == ["b", "a"]
+        assert int(total["b"][0]) == both
+        assert isinstance(total["b"][1][0], np.ndarray)
+        assert total["b"][1][0].tolist() == [both, 2]
+        assert total["b"][1][1] is None
+        assert type(total["a"]) is OrderedDict
+        assert type(total["a"]["z"]) is Pair
+        assert total["a"]["z"].first.tolist() == [2, 2]
+        assert total["a"]["z"].second == 10
+        assert total["a"]["y"] == []
+        assert (int(x["b"][0]), x["b"][1][0].tolist()) == (rank, [rank, 1])
+
+
+@pytest.mark.parametrize("verb", [lax.psum, lax.pmean, lax.pvary])
+def test_trees_carry_gradients(verb: Any) -> None:
+    def body(rank: int) -> Any:
+        x = {name: torch.ones(2, requires_grad=True) for name in "ab"}
+        y = verb(x, "tp")
+        (y["a"] * 2 + y["b"] * 3).sum().backward()
+        return x["a"].grad.tolist(), x["b"].grad.tolist()
+
+    factor = {lax.psum: 1.0, lax.pmean: 0.5, lax.pvary: 2.0}[verb]
+    assert in_mesh(body) == [([2 * factor] * 2, [3 * factor] * 2)] * 4
+
+
+@pytest.mark.parametrize(
+    ("number", "total", "mean"),
+    [
+        (1, 2, 1.0),
+        (3, 6, 3.0),
+        (0.1, 0.2, 0.1),
+        (1j, 2j, 1j),
+        (True, 2, 1.0),
+    ],
+)
+def test_a_python_number_is_a_constant(number: Any, total: Any, mean: Any) -> None:
+    def body(rank: int) -> Any:
+        # On one rank alone: nothing may be sent.
+        verbs = (lax.psum, lax.pmean, lax.pvary)
+        return [verb(number, "tp") for verb in verbs] if rank == 1 else None
+
+    found = in_mesh(body)[1]
+    assert found == [total, mean, number]
+    assert [type(f) for f in found] == [type(total), type(mean), type(number)]
+
+
+def test_the_sum_of_one_is_the_size() -> None:
+    assert in_mesh(lambda rank: lax.psum(1, ("dp", "tp")), (2, 3)) == [6] * 6
+
+
+def test_numpy_arrays_come_back_as_numpy_and_stay_as_they_were() -> None:
+    def body(rank: int) -> Any:
+        x = np.arange(3, dtype=np.float32) + rank
+        x.flags.writeable = False
+        before = x.copy()
+        results = [verb(x, "tp") for verb in (lax.psum, lax.pmean, lax.pvary)]
+        assert (x == before).all()
+        assert not any(np.shares_memory(result, x) for result in results)
+        results[2][0] = 100  # writable, whatever x was
+        return results
+
+    total, mean, own = in_mesh(body, (2,))[1]
+    assert (type(total), total.dtype, total.tolist()) == (np.ndarray, np.float32, [1, 3, 5])
+    assert (mean.dtype, mean.tolist()) == (np.float32, [0.5, 1.5, 2.5])
+    assert own.tolist() == [100, 2, 3]
+
+
+def test_a_numpy_scalar_is_an_array_not_a_constant() -> None:
+    def body(rank: int) -> Any:
+        return lax.psum(np.float64(rank), "tp"), lax.psum(np.array(rank), "tp")
+
+    scalar, array = in_mesh(body, (3,))[0]
+    assert (type(scalar), scalar) == (np.float64, 3.0)
+    assert (type(array), array.shape, int(array)) == (np.ndarray, (), 3)
+
+
+def test_bool_is_counted() -> None:
+    def body(rank: int) -> Any:
+        return lax.psum({"t": torch.tensor(rank > 0), "n": np.array([True])}, "tp")
+
+    found = in_mesh(body, (3,))[0]
+    assert (found["t"].dtype, int(found["t"])) == (torch.int32, 2)
+    assert (found["n"].dtype, found["n"].tolist()) == (np.int32, [3])
+
+
+def test_integers_have_a_mean() -> None:
+    mean = in_mesh(lambda rank: lax.pmean(torch.tensor([rank, 3]), "tp"), (2,))[0]
+    assert (mean.dtype, mean.tolist()) == (torch.float32, [0.5, 3.0])
+
+
+def test_a_leaf_that_is_no_array_is_named_by_its_path_before_anything_is_sent() -> None:
+    def body(rank: int) -> Any:
+        return lax.psum({"a": torch.ones(1), "b": [1, {"c": "text"}]}, "tp")
+
+    assert refusal(KindError, body) == (
+        "psum cannot take a str as x['b'][1]['c']\n"
+        "  expected: a torch tensor, or an array of NumPy or CuPy"
+    )
+    # On one rank alone, with a good leaf before the bad one: nobody is waited for.
+
+    def alone(rank: int) -> None:
+        if rank == 1:
+            with pytest.raises(KindError):
+                body(rank)
+
+    in_mesh(alone)
+
+
+@pytest.mark.parametrize("verb", [lax.psum, lax.pmean, lax.pvary])
+def test_signatures(verb: Any) -> None:
+    parameters = inspect.signature(verb).parameters
+    assert list(parameters) == ["x", "axis_name", "mesh"]
+    assert parameters["mesh"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+# -- a model split over tp ----------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """Two layers with biases and a norm before each, on one device."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=torch.float64)
+        self.up = nn.Linear(width, hidden, dtype=torch.float64)
+        self.down = nn.Linear(hidden, width, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Split(nn.Module):
+    """The same block: ``up`` split by columns over tp, ``down`` by rows."""
+
+    def __init__(self, whole: Whole, axis: Any) -> None:
+        super().__init__()
+        index, size = lax.axis_index(axis), lax.axis_size(axis)
+        self.axis = axis
+        self.norm = whole.norm
+        self.up = nn.Parameter(whole.up.weight.detach().chunk(size, dim=0)[index].clone())
+        self.up_bias = nn.Parameter(whole.up.bias.detach().chunk(size)[index].clone())
+        self.down = nn.Parameter(whole.down.weight.detach().chunk(size, dim=1)[index].clone())
+        self.down_bias = nn.Parameter(whole.down.bias.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = lax.pvary(self.norm(x), self.axis)  # enters the split part: I -> V
+        h = torch.nn.functional.gelu(h @ self.up.T + self.up_bias)
+        return x + lax.psum(h @ self.down.T, self.axis) + self.down_bias  # leaves it: V -> I
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axis"),
+    [
+        ([[0, 1, 2, 3]], "tp"),
+        ([[0]], "tp"),
+        ([[2, 0], [3, 1]], "tp"),
+        ([[2, 0], [3, 1]], ("tp", "dp")),
+    ],
+)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_column_then_row_parallel_equals_the_whole(
+    ranks: Any, axis: Any, is_checkpointed: bool
+) -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Whole(4, 8) for _ in range(2))
+    x, target = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def run(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False) if is_checkpointed else block(x)
+        return x
+
+    def program(blocks: Any) -> Any:
+        with md.DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")):
+            split = nn.ModuleList(Split(block, axis) for block in blocks)
+            mine = x.clone().requires_grad_()
+            output = run(split, mine)
+            ((output - target) ** 2).sum().backward()
+            grads = {name: parameter.grad for name, parameter in split.named_parameters()}
+            return lax.axis_index(axis), lax.axis_size(axis), output.detach(), mine.grad, grads
+
+    results = md.simulate(program, np.size(ranks), args=(blocks,))
+    mine = x.clone().requires_grad_()
+    output = run(blocks, mine)
+    ((output - target) ** 2).sum().backward()
+    for index, size, found, grad_x, grads in results:
+        torch.testing.assert_close(found, output.detach())
+        torch.testing.assert_close(grad_x, mine.grad)
+        for i, block in enumerate(blocks):
+            wanted = {
+                "norm.weight": block.norm.weight.grad,
+                "norm.bias": block.norm.bias.grad,
+                "up": block.up.weight.grad.chunk(size, dim=0)[index],
+                "up_bias": block.up.bias.grad.chunk(size)[index],
+                "down": block.down.weight.grad.chunk(size, dim=1)[index],
+                "down_bias": block.down.bias.grad,
+            }
+            assert {f"{i}.{name}" for name in wanted} == {n for n in grads if n[0] == str(i)}
+            for name, grad in wanted.items():
+                torch.testing.assert_close(grads[f"{i}.{name}"], grad, msg=name)
+
+
+def test_without_pvary_a_rank_has_its_own_part_of_the_gradient_alone() -> None:
+    def body(rank: int, verb: Any) -> Any:
+        x = torch.ones(2, requires_grad=True)
+        lax.psum(verb(x) * (rank + 1), "tp").sum().backward()
+        return x.grad.tolist()
+
+    # The derivative of (1 + 2) * sum(x) is 3.
+    assert in_mesh(lambda rank: body(rank, lambda x: lax.pvary(x, "tp")), (2,)) == [[3, 3], [3, 3]]
+    assert in_mesh(lambda rank: body(rank, lambda x: x), (2,)) == [[1, 1], [2, 2]]
