@@ -18,7 +18,7 @@ import torch
 from torch.distributed import QueueEmptyError, Store
 
 from ..errors import AgreementError, ArgumentError, BackendError, WorldError
-from ..reduce_op import ReduceOp, get_reduce_op, op_name
+from ..reduce_op import ReduceKind, ReduceOp, op_name
 from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
 from .turns import Rank, Site, call_site, find_rank_here, show_ranks, show_site
 
@@ -61,7 +61,7 @@ class _Call(_Step):
         verb: str,
         tensor: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
-        op: ReduceOp.RedOpType | None = None,
+        op: ReduceKind | None = None,
         root: int | None = None,
     ) -> None:
         super().__init__(exchange, member, call_site())
@@ -272,7 +272,7 @@ class SimulatedCommunicator(Communicator):
         self._started = 0
         self._is_closed = False
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
         """Start reducing ``tensor`` in place, in group order."""
         return self._start("all_reduce", tensor, op=_check_op(op, tensor.dtype))
 
@@ -285,7 +285,7 @@ class SimulatedCommunicator(Communicator):
         return self._start("all_gather", tensor, output)
 
     def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
     ) -> Pending:
         """Start reducing the members' tensors block by block; ``output`` is my block."""
         return self._start("reduce_scatter", tensor, output, op=_check_op(op, tensor.dtype))
@@ -352,7 +352,7 @@ class SimulatedCommunicator(Communicator):
         verb: str,
         tensor: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
-        op: ReduceOp.RedOpType | None = None,
+        op: ReduceKind | None = None,
         root: int | None = None,
     ) -> _Call:
         self._check_usable()
@@ -588,7 +588,7 @@ _SIGNED = {
 }
 """torch adds and orders these only as signed numbers of the same width."""
 
-_IN_PLACE: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+_IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.SUM: torch.Tensor.add_,
     ReduceOp.AVG: torch.Tensor.add_,
     ReduceOp.PRODUCT: torch.Tensor.mul_,
@@ -598,7 +598,7 @@ _IN_PLACE: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], Any]]
     ReduceOp.BOR: torch.Tensor.bitwise_or_,
     ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
 }
-_OF_BOOL: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+_OF_BOOL: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.SUM: torch.Tensor.logical_or_,
     ReduceOp.MAX: torch.Tensor.logical_or_,
     ReduceOp.BOR: torch.Tensor.logical_or_,
@@ -609,29 +609,28 @@ _OF_BOOL: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], Any]] 
 }
 
 
-def _check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp.RedOpType:
-    """Return the plain op; raises BackendError where ``dtype`` has no such reduction."""
-    plain = get_reduce_op(op)
+def _check_op(op: ReduceKind, dtype: torch.dtype) -> ReduceKind:
+    """Return ``op``; raises BackendError where ``dtype`` has no such reduction."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    if plain == ReduceOp.AVG and is_whole:
+    if op == ReduceOp.AVG and is_whole:
         reason = "an average of whole numbers or truth values"
         fix = "convert to a floating dtype first, or use ReduceOp.SUM"
-    elif plain in _BITWISE and not is_whole:
+    elif op in _BITWISE and not is_whole:
         reason = "bits of a floating dtype"
         fix = "use an integer or bool tensor"
-    elif dtype.is_complex and plain not in (ReduceOp.SUM, ReduceOp.AVG):
+    elif dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG):
         reason = "complex numbers by any op but SUM and AVG"
         fix = "reduce torch.view_as_real(x), or use ReduceOp.SUM"
     else:
-        return plain
+        return op
     raise BackendError(
         f"the wire 'simulated' does not reduce {reason}",
-        found=f"ReduceOp.{op_name(plain)} of {_show_dtype(dtype)}",
+        found=f"ReduceOp.{op_name(op)} of {_show_dtype(dtype)}",
         fix=fix,
     )
 
 
-def _reduce(parts: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
+def _reduce(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
     """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
     dtype = parts[0].dtype
     device = parts[0].device
@@ -655,7 +654,7 @@ def _reduce(parts: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tens
     return total.to(dtype)
 
 
-def _reduce_unsigned(parts: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
+def _reduce_unsigned(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
     """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
     dtype = parts[0].dtype
     signed = _SIGNED[dtype]

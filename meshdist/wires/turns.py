@@ -170,7 +170,7 @@ def _has_cuda() -> bool:
 
 
 def _is_cuda_up() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 def _seed_cuda(noted_seed: int) -> None:
