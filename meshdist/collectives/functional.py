@@ -119,8 +119,8 @@ def _check_invariant(grad: torch.Tensor, group: ProcessGroup) -> None:
             f"the gradient that reaches psum over {group.name} is not the same on every rank",
             where=f"backward of psum, gradient of {describe(grad)}",
             expected="equal gradients, since the result of psum is equal on every rank",
-            found=f"{ranks_text(tuple(far))} differ from rank {group.ranks[0]}, by up to "
-            f"{max(far.values()):.2g} of its largest value",
+            found=f"{ranks_text(tuple(far))} differ{'s' if len(far) == 1 else ''} from rank "
+            f"{group.ranks[0]}, by up to {max(far.values()):.2g} of its largest value",
             fix="where a result of psum meets values that vary along the axis, as a shard of "
             "weights does, mark it first: y = lax.pvary(y, axis)",
         )

@@ -505,6 +505,8 @@ def test_a_gradient_that_differs_is_refused_on_every_rank_alike() -> None:
         "weights does, mark it first: y = lax.pvary(y, axis)"
     )
     assert texts[3:] == [text] * 3
+    both = line(lambda rank, group: run_backward(group, 1.0 + rank), size=2)
+    assert "found:    rank 1 differs from rank 0, by up to 1 of its largest value" in both[0]
 
 
 @pytest.mark.usefixtures("detail")
