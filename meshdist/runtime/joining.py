@@ -16,15 +16,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
-
 from ..errors import RendezvousError
 from .hosts import ProcessCard, is_alive, my_card
+from .stores import LEAST_STORE_TIMEOUT, PrefixStore, Store
 
 __all__ = ["Joined", "join", "names_of_ranks"]
 
@@ -42,7 +42,9 @@ class Joined:
         rank: this process's rank.
         size: how many ranks there are.
         generation: how many generations the store had before.
-        store: a store for this world alone, on a handle of its own.
+        store: a store for this world alone, on the handle that ``join`` was given.
+        handle: that handle. Keep it as long as the store: a PrefixStore does not keep alive a
+            store that is written in Python.
         hosts: for each rank the number of its host, numbered as they first appear; None if all
             ranks are on one host.
         local_ranks: for each rank its number on its host.
@@ -52,6 +54,7 @@ class Joined:
     size: int
     generation: int
     store: Store
+    handle: Store
     hosts: tuple[int, ...] | None
     local_ranks: tuple[int, ...] | None
 
@@ -79,7 +82,7 @@ def join(
     """Return the world of ``size`` ranks that meets in ``store``, once every rank has joined.
 
     Args:
-        store: what all ranks share; it is used through a clone.
+        store: what all ranks share, on a handle that nobody else uses as long as the world lives.
         rank: this process's rank, or None to be given one in the order of arrival.
         size: how many ranks there are.
         timeout: how long to wait for the others.
@@ -91,10 +94,9 @@ def join(
         RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks disagree
             about the size. Every rank that waits raises the same text.
     """
-    handle = cloned(store)
-    attempt = _Attempt(handle, size, timeout, origin, local_rank, is_unique)
+    attempt = _Attempt(store, size, timeout, origin, local_rank, is_unique)
     try:
-        generation = handle.add("resolved", 0)
+        generation = store.add("resolved", 0)
         while True:
             joined = attempt.try_generation(generation, rank)
             if joined is not None:
@@ -109,14 +111,6 @@ def join(
             expected="the process that serves the store (rank 0, as a rule) to live",
             fix="look at the output of rank 0, and start the job again",
         ) from error
-
-
-def cloned(store: Store) -> Store:
-    """Return a handle of its own on what ``store`` holds, where its kind has one."""
-    try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError, AttributeError):  # a store written in Python
-        return store
 
 
 def names_of_ranks(ranks: Sequence[int], limit: int = 6) -> str:
@@ -251,13 +245,14 @@ class _Attempt:
             return None
         self._raise(state)
         store = PrefixStore(f"{generation}/world", self._handle)
-        store.set_timeout(self._timeout)
+        store.set_timeout(max(self._timeout, LEAST_STORE_TIMEOUT))
         hosts, local_ranks = state["hosts"], state["local_ranks"]
         return Joined(
             rank,
             self._size,
             generation,
             store,
+            self._handle,
             None if hosts is None else tuple(hosts),
             None if local_ranks is None else tuple(local_ranks),
         )
@@ -291,7 +286,11 @@ class _Attempt:
         places = set(zip(hosts, told, strict=True))
         if None in told or len(places) < self._size:
             # Not told by every launcher, or told by launchers that do not know of each other.
-            told = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+            seen: Counter[int] = Counter()
+            told = []
+            for host in hosts:
+                told.append(seen[host])
+                seen[host] += 1
         is_plain = len(numbers) == 1
         return {
             "kind": "complete",

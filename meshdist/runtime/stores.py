@@ -21,6 +21,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from ..errors import RendezvousError
 
 __all__ = [
+    "LEAST_STORE_TIMEOUT",
     "FileStore",
     "HashStore",
     "PrefixStore",
@@ -36,10 +37,14 @@ __all__ = [
     "unknown_address",
 ]
 
+LEAST_STORE_TIMEOUT = timedelta(seconds=60)
+"""Of a store's own waits and connections. Torch asks the name server for the name of every peer,
+which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
+
 _BACKLOG = 4096
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.2
-_ANSWER_S = 10.0
+_ANSWER_S = 30.0
 """How long a server that has accepted a connection may take to answer as a store does."""
 
 
@@ -142,12 +147,13 @@ def serve_store(
 
     Takes the socket over. Without one the server listens on every interface, at ``port``.
     """
+    timeout = max(timeout, LEAST_STORE_TIMEOUT)
     if listener is None:
         return TCPStore(address, port, None, True, timeout, wait_for_workers=False)
-    bound_address, bound_port = listener.getsockname()[:2]
+    bound = listener.getsockname()[0]
     return TCPStore(
-        bound_address,
-        bound_port,
+        address if bound in ("0.0.0.0", "::") else bound,
+        listener.getsockname()[1],
         None,
         True,
         timeout,
@@ -168,7 +174,8 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
     def connect() -> None:
         try:
-            outcome.append(TCPStore(host, port, None, False, timeout, wait_for_workers=False))
+            patience = max(timeout, LEAST_STORE_TIMEOUT)
+            outcome.append(TCPStore(host, port, None, False, patience, wait_for_workers=False))
         except RuntimeError as error:
             outcome.append(error)
 

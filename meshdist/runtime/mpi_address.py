@@ -1,0 +1,181 @@
+"""Where rank 0's store listens, told among the processes of one ``mpiexec``.
+
+On one host the address goes through a directory that only this user can enter, named by the user,
+the launching process and its start time. Across hosts it goes by mpi4py: that starts MPI in every
+rank, and a rank that then raises would wait in MPI_Finalize for the others without end, so an
+uncaught error aborts the job. On one host MPI is left alone for this reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from ..errors import RendezvousError
+from .environments import Surroundings
+from .hosts import ProcessCard, is_alive, my_card, process_start
+from .stores import TCPStore, bind_listener, connect_store, serve_store
+
+__all__ = ["remove_directory", "store_by_directory", "store_by_mpi"]
+
+_LAUNCHERS = ("prterun", "prted", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy")
+_FILE = "address"
+_PAUSE_S = 0.01
+
+
+def store_by_directory(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
+    """Return the store of the processes that one mpiexec has started on this host."""
+    folder = _folder(surroundings)
+    if surroundings.rank == 0:
+        return _serve_in(folder, surroundings, timeout)
+    started = time.monotonic()
+    while (port := _find_port(folder)) is None:
+        if time.monotonic() - started > timeout.total_seconds():
+            raise RendezvousError(
+                f"rank 0 has not joined: it wrote no address within {timeout.total_seconds():g} s",
+                where=f"rank {surroundings.rank} of {surroundings.size}, started by "
+                f"{surroundings.launcher}; directory {folder}",
+                expected="all ranks on this host, started by one mpiexec with the same TMPDIR",
+                fix="look at the output of rank 0; for ranks on several hosts install mpi4py, or "
+                "set MASTER_ADDR and MASTER_PORT",
+            )
+        time.sleep(_PAUSE_S)
+    return connect_store("127.0.0.1", port, timeout)
+
+
+def remove_directory(surroundings: Surroundings) -> None:
+    """Remove what ``store_by_directory`` made; rank 0 calls it once all ranks have joined."""
+    shutil.rmtree(_folder(surroundings), ignore_errors=True)
+
+
+def _folder(surroundings: Surroundings) -> str:
+    pid = os.getppid()
+    ancestor = pid
+    while ancestor > 1:  # a wrapper script may stand between mpiexec and this process
+        name, parent = _name_and_parent(ancestor)
+        if name.startswith(_LAUNCHERS):
+            pid = ancestor
+            break
+        ancestor = parent
+    start = (process_start(pid) or "").replace(" ", "-")
+    job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
+    return os.path.join(tempfile.gettempdir(), f"meshdist-{os.getuid()}-{pid}-{start}-{job}")
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            head, _, tail = file.read().rpartition(")")
+        return head.partition("(")[2], int(tail.split()[1])
+    except OSError:
+        return "", 0
+
+
+def _serve_in(folder: str, surroundings: Surroundings, timeout: timedelta) -> TCPStore:
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        _check_private(folder)
+    listener = bind_listener("127.0.0.1", 0)
+    assert listener is not None  # loopback is an address of every host
+    port = listener.getsockname()[1]
+    store = serve_store(listener, "127.0.0.1", port, timeout)
+    text = json.dumps({"port": port, **my_card().to_json()})
+    draft = os.path.join(folder, f".{_FILE}.{os.getpid()}")
+    with open(draft, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(draft, os.path.join(folder, _FILE))
+    pid = os.getpid()
+    atexit.register(_if_process_is, pid, remove_directory, surroundings)
+    return store
+
+
+def _find_port(folder: str) -> int | None:
+    try:
+        _check_private(folder)
+        with open(os.path.join(folder, _FILE), encoding="utf-8") as file:
+            values: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return None
+    # What a crashed program of the same mpiexec has left does not count.
+    return int(values["port"]) if is_alive(ProcessCard.from_json(values)) else None
+
+
+def _check_private(folder: str) -> None:
+    status = os.lstat(folder)
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not is_private or status.st_uid != os.getuid():
+        raise RendezvousError(
+            f"{folder} is not this user's own directory",
+            where=f"process {os.getpid()}",
+            expected=f"a directory of user {os.getuid()} with mode 0700",
+            found=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}",
+            fix="remove it, or set TMPDIR to a directory of your own",
+        )
+
+
+def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
+    """Return the store of all processes of one mpiexec; collective, by mpi4py."""
+    try:
+        import mpi4py.MPI as MPI  # starts MPI, hence not before it is needed
+    except (ImportError, RuntimeError) as error:
+        raise RendezvousError(
+            f"the ranks of this job run on several hosts, and mpi4py cannot be used: {error}",
+            where=f"rank {surroundings.rank} of {surroundings.size}, started by "
+            f"{surroundings.launcher}",
+            expected="mpi4py, to tell every rank where rank 0 listens",
+            fix="pip install mpi4py; or set MASTER_ADDR and MASTER_PORT for all ranks: "
+            "mpiexec -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
+        ) from error
+    everyone = MPI.COMM_WORLD
+    if everyone.Get_size() != surroundings.size:
+        raise RendezvousError(
+            "mpi4py loads another MPI than the one whose mpiexec started this job",
+            where=f"rank {surroundings.rank} of {surroundings.size}, started by "
+            f"{surroundings.launcher}",
+            expected=f"a communicator of {surroundings.size} processes",
+            found=f"{everyone.Get_size()} in {MPI.Get_library_version().splitlines()[0]}",
+            fix="use the mpiexec of that MPI, or install mpi4py for this one",
+        )
+    pid = os.getpid()
+    atexit.register(_if_process_is, pid, _abort_after_error, MPI)
+    if surroundings.rank > 0:
+        host, port = everyone.bcast(None, root=0)
+        return connect_store(host, port, timeout)
+    listener = bind_listener("0.0.0.0", 0)
+    assert listener is not None
+    host, port = _reachable_address(), listener.getsockname()[1]
+    store = serve_store(listener, host, port, timeout)
+    everyone.bcast((host, port), root=0)
+    return store
+
+
+def _if_process_is(pid: int, action: Callable[[Any], None], argument: Any) -> None:
+    if pid == os.getpid():  # and not a forked child
+        action(argument)
+
+
+def _reachable_address() -> str:
+    """Return the address of this host's interface that leads to other hosts."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def _abort_after_error(MPI: Any) -> None:
+    if getattr(sys, "last_type", None) is not None and not MPI.Is_finalized():
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

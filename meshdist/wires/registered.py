@@ -1,0 +1,67 @@
+"""Wires made from backends that were written for torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from .base import Communicator, Opening, Wire, WireFailure, register_wire
+from .c10d import C10dCommunicator
+
+__all__ = ["RegisteredWire", "register_torch_backend"]
+
+
+class RegisteredWire(Wire):
+    """A wire whose communicators a function makes, in one of the two forms that torch calls.
+
+    Args:
+        name: the wire's name.
+        make: called as ``make(store, rank, size, timeout)``, or with extended_api as
+            ``make(options, backend_options)``; returns torch's kind of process group.
+        device_types: the device types it serves.
+        extended_api: which of the two forms.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        device_types: frozenset[str],
+        *,
+        extended_api: bool,
+    ) -> None:
+        self.name = name
+        self.device_types = device_types
+        self._make = make
+        self._extended_api = extended_api
+
+    def is_available(self) -> bool:
+        """Whoever registers a backend vouches for it."""
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        """Call the registered function for this group."""
+        size = len(opening.ranks)
+        try:
+            if self._extended_api:
+                options: Any = distributed_c10d._DistributedBackendOptions()
+                options.store = opening.store
+                options.group_rank = opening.rank
+                options.group_size = size
+                options.timeout = opening.timeout
+                options.global_ranks_in_group = list(opening.ranks)
+                group = self._make(options, opening.options)
+            else:
+                group = self._make(opening.store, opening.rank, size, opening.timeout)
+        except RuntimeError as error:
+            raise WireFailure(str(error).splitlines()[0]) from error
+        return C10dCommunicator(self.name, opening.rank, size, group)
+
+
+def register_torch_backend(
+    name: str, make: Callable[..., Any], device_types: frozenset[str], *, extended_api: bool
+) -> None:
+    """Register a ``RegisteredWire`` of these arguments."""
+    register_wire(RegisteredWire(name, make, device_types, extended_api=extended_api))
