@@ -8,16 +8,19 @@ timeout can tell who is missing and where.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
-__all__ = ["Sentinel"]
+__all__ = ["Sentinel", "ask", "post"]
 
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
@@ -45,19 +48,36 @@ class Sentinel:
         self._last_calls = last_calls
         self._abort = abort
         self._seen = int(store.add("signal/count", 0))
-        self._stop = threading.Event()
+        self._lifeline = find_lifeline(store)
+        self._stopping, self._stop = os.pipe()
         self._process_id = os.getpid()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="meshdist-sentinel", daemon=True)
         self._thread.start()
+        # A thread that Python ends inside torch's C++ would take the process down with it.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the thread; in a forked child, where it does not run, do nothing."""
-        self._stop.set()
-        if self._process_id == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join()
+        atexit.unregister(self.stop)
+        if self._process_id != os.getpid() or self._is_stopped:
+            return
+        self._is_stopped = True
+        os.close(self._stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_ANSWER_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(_PERIOD_S):
+        ends = [self._stopping] if self._lifeline is None else [self._stopping, self._lifeline]
+        try:
+            self._watch(ends)
+        finally:
+            os.close(self._stopping)
+            if self._lifeline is not None:
+                self._lifeline.close()
+
+    def _watch(self, ends: list[Any]) -> None:
+        while not select.select(ends, [], [], _PERIOD_S)[0]:
             try:
                 count = int(self._store.add("signal/count", 0))
                 while self._seen < count:
@@ -73,6 +93,22 @@ class Sentinel:
             self._store.set(f"signal/{number}/answer/{self._rank}", answer)
         else:
             self._abort(message)
+
+
+def find_lifeline(store: Any) -> socket.socket | None:
+    """Return an idle connection to the process that serves ``store``; it ends with it.
+
+    torch reports a lost server on stderr whenever a client asks it something, so the sentinel
+    does not ask a server that is gone.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    try:
+        return socket.create_connection((store.host, store.port), timeout=5.0)
+    except OSError:
+        return None
 
 
 def post(store: Store, message: dict[str, Any]) -> int:
