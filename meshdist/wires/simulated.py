@@ -41,9 +41,6 @@ class _Step:
     def is_ready(self) -> bool:
         return self.is_settled
 
-    def describe(self) -> str:
-        raise NotImplementedError
-
     def settle(self, failure: Exception | None = None) -> None:
         """The operation is done, or has failed; forget its tensors."""
         self.failure = failure
