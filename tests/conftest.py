@@ -1,0 +1,23 @@
+"""What tests of several rooms share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.pool import QUICK_NAMES, Pool
+
+os.environ.update({**QUICK_NAMES, **os.environ})
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes: ``pool.run(fn, 4, *args)`` gives the results by rank."""
+    with Pool() as workers:
+        yield workers

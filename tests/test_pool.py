@@ -1,0 +1,168 @@
+"""The pool of worker processes: what the tests of every other room stand on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshdist as md
+from tests.pool import TESTS, Failure, Pool, WorkerLost
+
+
+def who() -> tuple[int, int, int]:
+    return md.get_rank(), md.get_world_size(), os.getpid()
+
+
+def test_results_come_back_by_rank(pool: Pool) -> None:
+    offset = 10
+    results = pool.run(lambda x: md.get_rank() * x + offset, 4, 3)
+    assert results == [10, 13, 16, 19]
+
+
+def test_workers_are_reused_and_worlds_are_not(pool: Pool) -> None:
+    first = pool.run(who, 2)
+    second = pool.run(who, 3)
+    assert [size for _, size, _ in first] == [2, 2]
+    assert [size for _, size, _ in second] == [3, 3, 3]
+    assert [pid for _, _, pid in second[:2]] == [pid for _, _, pid in first]
+
+
+def test_the_world_communicates(pool: Pool) -> None:
+    def program() -> float:
+        x = torch.full((3,), float(md.get_rank() + 1))
+        md.all_reduce(x)
+        return x[0].item()
+
+    assert pool.run(program, 3) == [6.0, 6.0, 6.0]
+
+
+def test_five_ranks(pool: Pool) -> None:
+    assert [rank for rank, _, _ in pool.run(who, 5)] == [0, 1, 2, 3, 4]
+
+
+def test_an_exception_comes_back_with_its_rank_and_traceback(pool: Pool) -> None:
+    def program() -> None:
+        if md.get_rank() == 1:
+            raise ZeroDivisionError("by rank one")
+
+    with pytest.raises(ZeroDivisionError, match="by rank one") as caught:
+        pool.run(program, 2)
+    assert caught.value.rank == 1
+    assert "in program" in str(caught.value.__cause__)
+
+
+def test_outcomes_of_all_ranks(pool: Pool) -> None:
+    def program() -> str:
+        if md.get_rank() == 0:
+            raise ValueError("no")
+        return "yes"
+
+    failure, result = pool.outcomes(program, 2)
+    assert isinstance(failure, Failure)
+    assert failure.rank == 0
+    assert str(failure.exception) == "no"
+    assert result == "yes"
+
+
+def test_a_worker_that_dies_is_replaced(pool: Pool) -> None:
+    before = pool.run(who, 2)
+
+    def program() -> None:
+        if md.get_rank() == 1:
+            os._exit(3)
+
+    with pytest.raises(WorkerLost, match="rank 1's process ended"):
+        pool.run(program, 2)
+    after = pool.run(who, 2)
+    assert after[1][2] != before[1][2]
+
+
+def test_a_worker_that_hangs_is_shown_and_replaced(pool: Pool) -> None:
+    def program() -> None:
+        if md.get_rank() == 0:
+            time.sleep(600)
+
+    with pytest.raises(WorkerLost, match="rank 0 did not finish") as caught:
+        pool.run(program, 2, timeout_s=1.0)
+    assert "in program" in str(caught.value)
+    assert [rank for rank, _, _ in pool.run(who, 2)] == [0, 1]
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match="cannot be sent back"):
+        pool.run(lambda: sys._getframe(), 1)
+
+
+def test_calls_without_a_world(pool: Pool) -> None:
+    assert pool.call(lambda rank, x: (rank, x, md.is_initialized()), 2, "a") == [
+        (0, "a", False),
+        (1, "a", False),
+    ]
+
+
+def test_the_environment_is_restored(pool: Pool) -> None:
+    def program(rank: int) -> str | None:
+        os.environ["LEFT_BEHIND"] = "yes"
+        return os.environ.get("FOR_THIS_CALL")
+
+    assert pool.call(program, 1, env={"FOR_THIS_CALL": "1"}) == ["1"]
+    assert pool.call(lambda rank: os.environ.get("LEFT_BEHIND"), 1) == [None]
+
+
+def test_warnings_are_errors_in_workers(pool: Pool) -> None:
+    def program() -> None:
+        import warnings
+
+        warnings.warn("careful", stacklevel=1)
+
+    with pytest.raises(UserWarning, match="careful"):
+        pool.run(program, 1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_workers_end_with_a_killed_test_session(tmp_path: Path) -> None:
+    script = tmp_path / "session.py"
+    script.write_text(
+        "import os, time\n"
+        "from tests.pool import Pool\n"
+        "pool = Pool()\n"
+        "pids = pool.call(lambda rank: (os.getpid(), os.getppid()), 2)\n"
+        "print(*(pid for pair in pids for pid in pair), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    session = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)},
+    )
+    try:
+        assert session.stdout is not None
+        pids = [int(word) for word in session.stdout.readline().split()]
+        assert len(pids) == 4
+        assert all(map(is_running, pids))
+        session.send_signal(signal.SIGKILL)
+        session.wait()
+        end = time.monotonic() + 10
+        while any(map(is_running, pids)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not any(map(is_running, pids))
+    finally:
+        session.kill()
+        session.wait()
+        session.stdout.close()
