@@ -1,9 +1,12 @@
 """The one shape of every message: what happened, where, what was expected, how to mend it.
 
-Imports nothing, so that the launcher and the command line can use it without loading torch.
+Imports the standard library alone, so that the launcher and the command line can use it without
+loading torch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
@@ -34,3 +37,21 @@ def explain(
         lines.append(f"  {label + ':':<{_WIDTH}}{first}")
         lines.extend(" " * (2 + _WIDTH) + line for line in rest)
     return "\n".join(lines)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks shortly, in the order given, runs joined.
+
+    Example:
+        >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
+        ('ranks 0-2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    alone = len(runs) == 1 and len(runs[0]) == 1
+    return ("rank " if alone else "ranks ") + ", ".join(shown)

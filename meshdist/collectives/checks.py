@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..arrays import as_tensor, dtype_name, shape_text
+from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError, NotInGroupError, ShapeError
-from ..mesh.agreement import ranks_text
 from ..mesh.groups import ProcessGroup
 from ..reduce_op import ReduceKind, ReduceOp, op_name
 
@@ -102,10 +102,10 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
     They are one where ``x`` is contiguous; else the verb copies back what it wrote.
     """
     is_plain = type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad
-    if is_plain and x.is_contiguous():  # the common case, decided fast
-        return x, x
+    if is_plain and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
-    plain = tensor.detach() if tensor.requires_grad else tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
     return tensor, plain if plain.is_contiguous() else plain.contiguous()
 
 

@@ -26,8 +26,8 @@ import torch
 from torch.autograd import Function
 
 from ..arrays import describe
+from ..error_text import ranks_text
 from ..errors import GradientError
-from ..mesh.agreement import ranks_text
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..runtime.recorder import DebugLevel, debug_level
 from .verbs import all_gather_into_tensor, all_reduce, broadcast

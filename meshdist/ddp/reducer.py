@@ -30,8 +30,8 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives.verbs import all_reduce, broadcast
+from ..error_text import ranks_text
 from ..errors import GradientError
-from ..mesh.agreement import ranks_text
 from ..mesh.groups import ProcessGroup
 from ..reduce_op import ReduceOp
 from ..wires.work import Work
@@ -323,13 +323,16 @@ class Reducer:
             if grad is None:
                 view.zero_()
                 continue
-            if grad.layout is not torch.strided:
-                self._check_dense(grad, parameter)
             views.append(view)
             grads.append(grad)
             owners.append(parameter)
         if views:
-            torch._foreach_copy_(views, grads)
+            try:
+                torch._foreach_copy_(views, grads)
+            except RuntimeError:  # looked into only now, since looking costs as much as copying
+                for parameter, grad in zip(owners, grads, strict=True):
+                    self._check_dense(grad, parameter)
+                raise
             if self._as_views:
                 for parameter, view in zip(owners, views, strict=True):
                     parameter.grad = view

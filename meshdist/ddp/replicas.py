@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..collectives.verbs import all_gather_into_tensor, broadcast
+from ..error_text import ranks_text
 from ..errors import AgreementError
-from ..mesh.agreement import ranks_text
 from ..mesh.groups import ProcessGroup
 
 __all__ = ["broadcast_from_first", "check_equal_lines", "gather_texts", "tensor_line"]

@@ -17,12 +17,13 @@ from typing import Any
 
 from torch.distributed import Store
 
+from ..error_text import ranks_text
 from ..errors import AgreementError, CollectiveTimeoutError, StoreError
 from ..runtime.handles import store_of_thread
 from ..runtime.world import World
 from .signals import ask
 
-__all__ = ["agree", "digest_of_ranks", "ranks_text"]
+__all__ = ["agree", "call_text", "digest_of_ranks"]
 
 _SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
@@ -31,19 +32,6 @@ _SURE_AFTER_SLICES = 3
 def digest_of_ranks(ranks: Sequence[int]) -> str:
     """A short name for a list of ranks, equal on all of them."""
     return hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``"rank 3"`` or ``"ranks 0-3, 7"``: sorted, runs folded."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(parts)
 
 
 def agree(

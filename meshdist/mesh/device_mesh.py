@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from ..error_text import ranks_text
 from ..errors import ArgumentError, AxisError, BackendError, KindError, MeshError, NotInGroupError
 from ..runtime.world import World, find_world, get_usable_world
-from .agreement import agree, ranks_text
+from .agreement import agree
 from .axis_options import AxisOptions, options_of_axes
 from .drawing import draw
 from .groups import ProcessGroup, resolve_group
@@ -412,7 +413,11 @@ class DeviceMesh:
         self._open()
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:
-        """Free every rank that waits in a group of this mesh; its groups are unusable then."""
+        """Free every rank that waits in a group of this mesh; its groups are unusable then.
+
+        A communicator that another mesh shares (the world's, where an axis holds every rank) is
+        unusable for it too; ``AxisOptions(private=True)`` keeps an axis apart.
+        """
         for group in [*self._groups, *([self._flat_group] if self._flat_group else [])]:
             group.abort(reason)
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..runtime.world import World, get_usable_world
 from ..wires.base import get_wire
 from ..wires.names import parse_backends
-from .agreement import agree, ranks_text
+from .agreement import agree
 from .groups import GroupMember, ProcessGroup, resolve_group, world_group
 
 __all__ = [
@@ -83,18 +84,8 @@ def new_group(
         is_private=True,
         desc=group_desc or "undefined",
     )
-    open_all(made)
+    made.open_all()
     return made
-
-
-def open_all(group: ProcessGroup) -> None:
-    """Open every wire of ``group`` that this machine can serve, together with its members."""
-    for device_type, name in group.backends.items():
-        wire = get_wire(name)
-        if device_type in wire.device_types and (
-            device_type != "cuda" or torch.cuda.is_available()
-        ):
-            group.open(device_type)
 
 
 def new_subgroups(

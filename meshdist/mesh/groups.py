@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..error_text import ranks_text
 from ..errors import (
     AbortedError,
     BackendError,
@@ -23,9 +24,17 @@ from ..reduce_op import ReduceKind, ReduceOp
 from ..runtime.handles import store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World, find_world, get_usable_world, get_world
-from ..wires.base import Communicator, Wire, WireAborted, WireFailure, WireTimeout, get_wire
+from ..wires.base import (
+    Communicator,
+    Wire,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    find_wire,
+    get_wire,
+)
 from ..wires.work import Work
-from .agreement import call_text, ranks_text
+from .agreement import call_text
 from .registry import OpenCommunicator, get_registry
 from .signals import ask
 
@@ -137,6 +146,18 @@ class ProcessGroup:
     def open(self, device_type: str) -> None:
         """Open the wire for ``device_type``, together with all other members."""
         self.channel(device_type)
+
+    def open_all(self) -> None:
+        """Open every wire of the group that this machine can serve, with all other members.
+
+        NCCL does not communicate yet, unless a device is bound.
+        """
+        for device_type, name in self.backends.items():
+            wire = find_wire(name)
+            if wire is None or not wire.is_available():
+                continue
+            if device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available()):
+                self.open(device_type)
 
     def channel(self, device_type: str) -> Channel:
         """Return the open way for ``device_type``, opened now if it was not yet."""
@@ -300,6 +321,7 @@ class ProcessGroup:
                 device_type,
                 timeout,
                 self.options,
+                name=self.name,
                 is_private=self.is_private,
             )
         except WireFailure as failure:

@@ -57,6 +57,7 @@ class Registry:
         timeout: timedelta,
         options: Any,
         *,
+        name: str,
         is_private: bool,
     ) -> OpenCommunicator:
         """Return an open communicator for ``ranks``; opening one waits for all members.
@@ -83,6 +84,7 @@ class Registry:
             is_one_host=world.is_one_host,
             options=options,
             device=world.device,
+            name=name,
         )
         opened = OpenCommunicator(label, wire.open(opening))
         with self._lock:

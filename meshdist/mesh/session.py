@@ -118,8 +118,12 @@ def init_process_group(
     world = _make_world(meeting, backends, timeout, pg_options, device)
     world.rooms[_ROOM] = {"backend": backend, "store": store, "handle": meeting.joined.handle}
     install_world(world)
-    if device is not None and device.type in backends and device.type != "cpu":
-        world_group(world).open(device.type)
+    try:
+        world_group(world).open_all()
+    except Exception:
+        world.close()
+        remove_world(world)
+        raise
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:

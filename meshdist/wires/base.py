@@ -62,6 +62,7 @@ class Opening:
         is_one_host: whether all members run on one host.
         options: the wire's own options, or None.
         device: the device bound to this rank, or None.
+        name: what messages call the group that opens it.
     """
 
     store: Store
@@ -72,6 +73,7 @@ class Opening:
     is_one_host: bool = True
     options: Any = None
     device: torch.device | None = None
+    name: str = ""
 
 
 class Communicator(ABC):

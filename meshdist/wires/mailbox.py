@@ -52,9 +52,7 @@ class Mailbox:
             mine.setdefault(tag, deque()).append(transfer)
             return transfer
         counterpart = waiting.popleft()
-        source, target = (
-            (tensor, counterpart.tensor) if is_send else (counterpart.tensor, tensor)
-        )
+        source, target = (tensor, counterpart.tensor) if is_send else (counterpart.tensor, tensor)
         with torch.no_grad():
             target.copy_(source.reshape(target.shape))
         transfer.done = counterpart.done = True

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import QueueEmptyError, Store
 
+from ..error_text import ranks_text
 from ..errors import AgreementError, ArgumentError, BackendError, WorldError
 from ..reduce_op import ReduceKind, ReduceOp, op_name
 from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
-from .turns import Rank, Site, call_site, find_rank_here, show_ranks, show_site
+from .turns import Rank, Site, call_site, find_rank_here, show_site
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedStore", "SimulatedWire"]
 
@@ -87,7 +88,7 @@ class _Call(_Step):
         if self.op is not None:
             how.append(op_name(self.op))
         if self.root is not None:
-            how.append(f"from {show_ranks([self.exchange.ranks[self.root]])}")
+            how.append(f"from {ranks_text([self.exchange.ranks[self.root]])}")
         text = self.verb + (f"({', '.join(how)})" if how else "")
         return text if self.dtype is None else f"{text} of {_show_data(self.count, self.dtype)}"
 
@@ -95,8 +96,8 @@ class _Call(_Step):
         calls = self.exchange.rounds[self.number]
         missing = [rank for m, rank in enumerate(self.exchange.ranks) if m not in calls]
         return (
-            f"{self.show()} for {show_ranks(missing)}; collective {self.number} over "
-            f"{show_ranks(self.exchange.ranks)}, called at {show_site(self.site)}"
+            f"{self.show()} for {ranks_text(missing)}; collective {self.number} over "
+            f"{self.exchange.title}, called at {show_site(self.site)}"
         )
 
     def settle(self, failure: Exception | None = None) -> None:
@@ -137,7 +138,7 @@ class _Receive(_Step):
             wanted = _show_data(tensor.numel(), tensor.dtype)
             failure = AgreementError(
                 "a message does not fit the tensor that receives it",
-                where=f"tag {self.tag} over {show_ranks(ranks)}",
+                where=f"tag {self.tag} over {self.exchange.title}",
                 expected="equal dtype and number of elements on both sides",
                 found=f"rank {ranks[source]}: send of {sent} at {show_site(site)}\n"
                 f"rank {ranks[self.member]}: recv of {wanted} at {show_site(self.site)}",
@@ -152,7 +153,7 @@ class _Receive(_Step):
         ranks = self.exchange.ranks
         source = "any rank" if self.peer is None else f"rank {ranks[self.peer]}"
         return (
-            f"recv from {source}, tag {self.tag}, over {show_ranks(ranks)}, "
+            f"recv from {source}, tag {self.tag}, over {self.exchange.title}, "
             f"called at {show_site(self.site)}"
         )
 
@@ -176,8 +177,9 @@ class _Message:
 class _Exchange:
     """What the members of one communicator share."""
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks = ranks
+        self.title = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
         self.size = len(ranks)
         self.rounds: dict[int, dict[int, _Call]] = {}
         self.messages: list[list[_Message]] = [[] for _ in ranks]
@@ -212,9 +214,9 @@ class _Exchange:
         number = next(iter(calls.values())).number
         return AgreementError(
             f"the members of a group disagree about their collective {number}",
-            where=f"the group of {show_ranks(self.ranks)}; no data was moved",
+            where=f"{self.title}; no data was moved",
             expected="the same verb, dtype, number of elements, op and root on every member",
-            found="\n".join(f"{show_ranks(ranks)}: {text}" for text, ranks in by_text.items()),
+            found="\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items()),
             fix="make every member call the same verbs in the same order, on equal tensors",
         )
 
@@ -384,7 +386,7 @@ class SimulatedWire(Wire):
         # The store's keys are this communicator's alone, so the first member to come names it.
         if opening.store.add("simulated/members", 1) == 1:
             name = f"exchange {len(rank.scheduler.tables)}"
-            rank.scheduler.tables[name] = _Exchange(opening.ranks)
+            rank.scheduler.tables[name] = _Exchange(opening.ranks, opening.name)
             opening.store.set("simulated/name", name)
         exchange = rank.scheduler.tables[opening.store.get("simulated/name").decode()]
         if exchange.ranks != opening.ranks:
@@ -392,7 +394,7 @@ class SimulatedWire(Wire):
                 "the members of a group disagree about who they are",
                 where=f"rank {rank.index}, opening a group on the wire 'simulated'",
                 expected="the same ranks in the same order on every member",
-                found=f"{show_ranks(exchange.ranks)} elsewhere; {show_ranks(opening.ranks)} here",
+                found=f"{ranks_text(exchange.ranks)} elsewhere; {ranks_text(opening.ranks)} here",
                 fix="give every member the same list of ranks",
             )
         return SimulatedCommunicator(exchange, opening, rank)

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from ..error_text import ranks_text
 from ..errors import DeadlockError, RankFailedError, WorldError
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "Waiting",
     "call_site",
     "find_rank_here",
-    "show_ranks",
     "show_site",
 ]
 
@@ -61,24 +61,6 @@ def call_site() -> Site:
 def show_site(site: Site) -> str:
     """``file:line``, as editors and terminals link it."""
     return "an unknown place" if site is None else f"{site[0]}:{site[1]}"
-
-
-def show_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks shortly, runs joined.
-
-    Example:
-        >>> show_ranks([0, 1, 2, 5]), show_ranks([3])
-        ('ranks 0-2, 5', 'rank 3')
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    alone = len(runs) == 1 and len(runs[0]) == 1
-    return ("rank " if alone else "ranks ") + ", ".join(shown)
 
 
 class RankReleased(BaseException):
@@ -444,7 +426,7 @@ class Scheduler(Generic[T]):
         for rank in self.ranks:
             text = rank.ending if rank.waiting is None else f"waits in {rank.waiting.describe()}"
             by_text.setdefault(text, []).append(rank.index)
-        return "\n".join(f"{show_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+        return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items())
 
     def _release_all(self) -> None:
         """Let every rank end at its next wait; one that is told of a deadlock hears that first."""

@@ -178,6 +178,17 @@ def test_non_contiguous_tensors_are_written_where_they_lie(on_ranks) -> None:
         assert rows == [[3.0, 3.0], mine, [3.0, 3.0], mine]
 
 
+def conjugated() -> list[complex]:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    lazy = x.conj() if md.get_rank() else x  # one rank's tensor is conjugate by a bit alone
+    md.all_reduce(lazy)
+    return lazy.resolve_conj().tolist()
+
+
+def test_lazily_conjugated_tensors(on_ranks) -> None:
+    assert on_ranks(conjugated, 2) == [[2 + 0j, 6 + 0j]] * 2
+
+
 def random_floats(length: int) -> bytes:
     torch.manual_seed(md.get_rank())
     x = torch.randn(length)

@@ -469,7 +469,7 @@ def test_members_that_disagree_all_raise_the_same() -> None:
     assert texts == [texts[0]] * 4
     assert texts[0] == (
         "the members of a group disagree about their collective 1\n"
-        "  where:    the group of ranks 0-3; no data was moved\n"
+        "  where:    ranks 0-3; no data was moved\n"
         "  expected: the same verb, dtype, number of elements, op and root on every member\n"
         f"  found:    ranks 0-1: all_reduce(SUM) of 4 float32 at {line_of(program, 6)}\n"
         f"            rank 2: broadcast(from rank 0) of 4 float32 at {line_of(program, 4)}\n"

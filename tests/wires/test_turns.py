@@ -16,7 +16,7 @@ import torch
 
 from meshdist.errors import DeadlockError, WorldError
 from meshdist.wires import turns
-from meshdist.wires.turns import Rank, RankReleased, Scheduler, find_rank_here, show_ranks
+from meshdist.wires.turns import Rank, RankReleased, Scheduler, find_rank_here
 
 
 @dataclass
@@ -404,12 +404,6 @@ def test_another_thread_is_refused() -> None:
         assert lines[3].endswith("run the program as processes (meshdist run, meshdist.spawn)")
 
 
-def test_ranks_are_shown_shortly() -> None:
-    assert show_ranks([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
-    assert show_ranks([1, 0]) == "ranks 1, 0"
-    assert repr(Rank(1, Scheduler(2))) == "<simulated rank 1 of 2>"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_cuda_generators_belong_to_the_rank() -> None:
@@ -438,3 +432,7 @@ def test_the_version_of_python_has_notes_or_the_chain() -> None:
         assert caught.value.__notes__ == ["raised on simulated rank 0 of 1"]
     else:
         assert "raised on simulated rank 0 of 1" in str(caught.value.__cause__)
+
+
+def test_a_rank_shows_its_place() -> None:
+    assert repr(Rank(1, Scheduler(2))) == "<simulated rank 1 of 2>"
