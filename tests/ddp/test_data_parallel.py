@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,23 @@ from meshdist.errors import (
     KindError,
     MeshError,
 )
+from tests.pool import Pool
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["simulated", "gloo"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """``run(fn, num_ranks, *args)`` on simulated ranks, and on processes over Gloo."""
+    if request.param == "gloo":
+        pool: Pool = request.getfixturevalue("pool")
+        return pool.run
+
+    def simulate(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        return md.simulate(fn, num_ranks, args)
+
+    return simulate
 
 
 class Net(nn.Module):
@@ -129,6 +145,36 @@ def test_training_equals_one_device_with_the_whole_batch(
         assert all(torch.equal(state[name], states[0][name]) for name in state)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_training_over_gloo_equals_one_device(pool: Pool, num_ranks: int) -> None:
+    whole = made(Net)
+    train(whole, batches(4), part=slice(None), set_to_none=True, num_backwards=2)
+    for state in pool.run(train_replicas, num_ranks, Net, True, True, 2, 3e-4):
+        assert_equal_states(state, state_of(whole))
+
+
+def test_torchs_own_wrapper_gives_the_same_gradients(pool: Pool, tmp_path: Path) -> None:
+    def program() -> None:
+        rank, size = md.get_rank(), md.get_world_size()
+        torch.distributed.init_process_group(
+            "gloo", f"file://{tmp_path}/meeting", rank=rank, world_size=size
+        )
+        try:
+            ours = md.DDP(made(Net), bucket_cap_mb=3e-4)
+            theirs = torch.nn.parallel.DistributedDataParallel(made(Net), bucket_cap_mb=3e-4)
+            assert ours.state_dict().keys() == theirs.state_dict().keys()
+            for x, y in batches(3):
+                for model in (ours, theirs):
+                    F.mse_loss(model(x[rank::size]), y[rank::size]).backward()
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
+            del theirs
+        finally:
+            torch.distributed.destroy_process_group()
+
+    pool.run(program, 3)
+
+
 def test_large_gradients_go_another_way_and_agree_too() -> None:
     def wide() -> nn.Module:  # its first weight is 120 KiB, its biases are small
         return nn.Sequential(nn.Linear(5, 3000), nn.Tanh(), nn.Linear(3000, 2))
@@ -140,17 +186,17 @@ def test_large_gradients_go_another_way_and_agree_too() -> None:
             assert_equal_states(state, state_of(whole))
 
 
-def test_replicas_stay_bitwise_equal_in_float32() -> None:
+def test_replicas_stay_bitwise_equal_in_float32(run: Run) -> None:
     def program() -> list[torch.Tensor]:
         model = md.DDP(Net(), bucket_cap_mb=1e-4)
         optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
         for _ in range(5):
             optimizer.zero_grad()
-            model(torch.randn(3, 5)).square().mean().backward()
+            model(torch.randn(3, 5) + md.get_rank()).square().mean().backward()
             optimizer.step()
         return [p.detach() for p in model.parameters()]
 
-    first, *others = md.simulate(program, 3)
+    first, *others = run(program, 3)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -176,7 +222,7 @@ def test_a_summed_loss_gives_gradients_smaller_by_the_number_of_ranks() -> None:
     assert md.simulate(program, 2, ("sum",)) == [6.0, 6.0]  # one device: sum 12
 
 
-def test_every_backward_averages_also_on_a_retained_graph() -> None:
+def test_every_backward_averages_also_on_a_retained_graph(run: Run) -> None:
     def program() -> list[float]:
         model = md.DDP(one_weight())
         weight = model.module.weight
@@ -197,7 +243,7 @@ def test_every_backward_averages_also_on_a_retained_graph() -> None:
         return [*seen, weight.grad.item()]
 
     # 1 and 2 average to 1.5; 10 and 11 to 10.5; d(w * 2 w) = 4 and d(w * 3 w) = 6
-    assert md.simulate(program, 2) == [[1.5, 3.0, 1.5, 12.0, 5.0]] * 2
+    assert run(program, 2) == [[1.5, 3.0, 1.5, 12.0, 5.0]] * 2
 
 
 def test_gradients_are_views_into_the_buckets_unless_asked_otherwise() -> None:
@@ -228,7 +274,7 @@ def test_gradients_given_by_hand_are_averaged_with_the_next_backward() -> None:
     assert md.simulate(program, 2) == [7.0, 7.0]
 
 
-def test_dtypes_may_be_mixed_and_complex() -> None:
+def test_dtypes_may_be_mixed_and_complex(run: Run) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,7 +293,7 @@ def test_dtypes_may_be_mixed_and_complex() -> None:
 
     expected = [1.5] * 3
     names = ["of_float16", "of_float32", "of_bfloat16", "of_complex64"]
-    assert md.simulate(program, 2) == [dict.fromkeys(names, expected)] * 2
+    assert run(program, 2) == [dict.fromkeys(names, expected)] * 2
 
 
 def test_views_keep_a_channels_last_layout() -> None:
@@ -339,7 +385,7 @@ def test_checkpoints_reduce_once(use_reentrant: bool, monkeypatch: pytest.Monkey
 # -- when a rank lacks a gradient, or fails --------------------------------------------------------
 
 
-def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raises() -> None:
+def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raises(run: Run) -> None:
     def program() -> tuple[list[Any], str, list[float]]:
         model = md.DDP(Two())
         x = torch.full((1, 1), 4.0)
@@ -352,7 +398,7 @@ def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raise
         model(x)
         return grads, str(error.value), [p.grad.item() for p in model.parameters()]
 
-    for rank, (grads, text, later) in enumerate(md.simulate(program, 4)):
+    for rank, (grads, text, later) in enumerate(run(program, 4)):
         assert grads == [4.0, 3.0]
         assert later == [4.0, 4.0]
         assert text == (
@@ -366,7 +412,7 @@ def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raise
 
 
 @pytest.mark.parametrize("as_views", [True, False])
-def test_a_parameter_unused_everywhere_keeps_no_gradient(as_views: bool) -> None:
+def test_a_parameter_unused_everywhere_keeps_no_gradient(run: Run, as_views: bool) -> None:
     def program() -> tuple[list[Any], str]:
         model = md.DDP(Two(), gradient_as_bucket_view=as_views)
         model(torch.ones(1, 1), use="right").backward()
@@ -377,7 +423,7 @@ def test_a_parameter_unused_everywhere_keeps_no_gradient(as_views: bool) -> None
             model(torch.ones(1, 1))
         return grads, str(error.value)
 
-    for grads, text in md.simulate(program, 3):
+    for grads, text in run(program, 3):
         assert grads == [None, 1.0]
         assert "found:    ranks 0-2: left.weight (index 0)\n" in text
 
@@ -417,7 +463,9 @@ class Fragile(nn.Module):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_backward_that_raises_on_every_rank_leaves_all_usable(set_to_none: bool) -> None:
+def test_a_backward_that_raises_on_every_rank_leaves_all_usable(
+    run: Run, set_to_none: bool
+) -> None:
     def program() -> list[float]:
         model = md.DDP(Fragile(), bucket_cap_mb=1e-6)
         x = torch.full((1, 1), 1.0 + md.get_rank())
@@ -431,10 +479,10 @@ def test_a_backward_that_raises_on_every_rank_leaves_all_usable(set_to_none: boo
             seen += [p.grad.item() for p in model.parameters()]
         return seen
 
-    assert md.simulate(program, 2) == [[1.5] * 6] * 2
+    assert run(program, 2) == [[1.5] * 6] * 2
 
 
-def test_a_backward_that_raises_on_one_rank_raises_on_all_and_leaves_them_usable() -> None:
+def test_a_backward_that_raises_on_one_rank_raises_on_all_and_leaves_them_usable(run: Run) -> None:
     def program() -> tuple[str, list[float]]:
         model = md.DDP(Fragile(), bucket_cap_mb=1e-6)
         x = torch.full((1, 1), 1.0 + md.get_rank())
@@ -450,7 +498,7 @@ def test_a_backward_that_raises_on_one_rank_raises_on_all_and_leaves_them_usable
         model(x)
         return str(error.value), [p.grad.item() for p in model.parameters()]
 
-    for rank, (text, grads) in enumerate(md.simulate(program, 3)):
+    for rank, (text, grads) in enumerate(run(program, 3)):
         assert grads == [2.0, 2.0]
         assert text == (
             "the gradients of this step are wrong: a backward was interrupted\n"
@@ -521,7 +569,7 @@ class Sharded(nn.Module):
         return (x @ self.weight).square().mean()
 
 
-def test_only_the_named_axis_is_reduced() -> None:
+def test_only_the_named_axis_is_reduced(run: Run) -> None:
     x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
 
     def program() -> torch.Tensor:
@@ -530,7 +578,7 @@ def test_only_the_named_axis_is_reduced() -> None:
         model(x[mesh.get_local_rank("dp")]).backward()
         return model.module.weight.grad
 
-    grads = md.simulate(program, (2, 2))
+    grads = run(program, 4)
     whole = torch.arange(8, dtype=torch.float64).view(2, 4)
     for rank, grad in enumerate(grads):
         shard = whole.chunk(2, dim=1)[rank % 2].clone().requires_grad_()
@@ -587,13 +635,13 @@ def differing(what: str, is_other: bool) -> nn.Module:
         ("buffer", "2: ranks 0, 2: nothing; rank 1: scale (1,) float32\n"),
     ],
 )
-def test_models_that_differ_are_shown_on_every_rank(what: str, found: str) -> None:
+def test_models_that_differ_are_shown_on_every_rank(run: Run, what: str, found: str) -> None:
     def program() -> str:
         with pytest.raises(AgreementError) as error:
             md.DDP(differing(what, md.get_rank() == 1))
         return str(error.value)
 
-    for text in md.simulate(program, 3):
+    for text in run(program, 3):
         assert text.startswith(
             "DistributedDataParallel: the ranks hold different Linear modules\n"
             "  where:    group of ranks 0-2\n"
@@ -622,7 +670,7 @@ class Counting(nn.Module):
         return [self.weight.item(), *(b.flatten()[0].item() for b in self.buffers())]
 
 
-def test_parameters_and_buffers_come_from_the_groups_first_rank() -> None:
+def test_parameters_and_buffers_come_from_the_groups_first_rank(run: Run) -> None:
     def program() -> list[list[Any]]:
         model = md.DDP(Counting(5.0 + md.get_rank()))
         seen = [model.module.values()]
@@ -635,7 +683,7 @@ def test_parameters_and_buffers_come_from_the_groups_first_rank() -> None:
         return seen
 
     assert (
-        md.simulate(program, 3)
+        run(program, 3)
         == [[[5.0, 5, 5.0, True, 5j], [5.0, 6, 10.0, True, 5j], [5.0, 7, 20.0, True, 5j]]] * 3
     )
 
@@ -860,3 +908,45 @@ def test_wrapper_subclasses_are_refused() -> None:
     with pytest.raises(KindError) as error:
         md.simulate(program, 1)
     assert "weight is a TwoTensor\n  expected: plain parameters" in str(error.value)
+
+
+@pytest.mark.gpu
+def test_a_cuda_module_trains_and_moves_inputs_and_outputs(tmp_path: Path) -> None:
+    md.init_process_group("nccl", f"file://{tmp_path}/meeting", world_size=1, rank=0)
+    try:
+        whole = made(Net)
+        train(whole, batches(4), part=slice(None), set_to_none=True, num_backwards=2)
+        model = md.DDP(made(Net).cuda(), device_ids=[0], output_device=torch.device("cpu"))
+        train(model, batches(4), part=slice(None), set_to_none=True, num_backwards=2)
+        assert model.device == torch.device("cuda", 0)
+        assert_equal_states(
+            {name: tensor.cpu() for name, tensor in model.module.state_dict().items()},
+            state_of(whole),
+        )
+        with pytest.raises(ArgumentError) as error:
+            md.DDP(nn.Linear(1, 1).cuda(), device_ids=[0, 1])
+        assert "device_ids=[0, 1] does not fit the module" in str(error.value)
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_rank_concerned_raises(tmp_path: Path) -> None:
+    md.init_process_group("nccl", f"file://{tmp_path}/meeting", world_size=1, rank=0)
+    try:
+        model = md.DDP(Two().cuda())
+        x = torch.ones(1, 1, device="cuda")
+        model(x, use="left").backward()
+        with pytest.raises(GradientError) as error:
+            model(x)
+        assert "found:    rank 0: right.weight (index 1)\n" in str(error.value)
+        fragile = md.DDP(Fragile().cuda(), bucket_cap_mb=1e-6)
+        with pytest.raises(ArithmeticError):
+            fragile(x, fails=True).sum().backward()
+        with pytest.raises(GradientError) as error:
+            fragile(x)
+        assert "found:    rank 0: an exception was raised inside backward()" in str(error.value)
+        fragile(x).sum().backward()
+        assert [p.grad.item() for p in fragile.parameters()] == [1.0, 1.0]
+    finally:
+        md.destroy_process_group()
