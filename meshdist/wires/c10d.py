@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import (
     _DistributedBackendOptions,
 )
 
-from ..reduce_op import ReduceKind
+from ..reduce_op import ReduceKind, ReduceOp
 from .base import (
     Communicator,
     Opening,
@@ -66,10 +66,11 @@ _GLOO_DTYPES = frozenset(
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a dtype that every wire moves: itself, or its bytes."""
+    """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
+    flat = tensor.view(-1)
     if tensor.dtype in _GLOO_DTYPES:
-        return tensor
-    return tensor.detach().reshape(-1).view(torch.uint8)
+        return flat
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def plain_text(error: Exception) -> str:
@@ -127,6 +128,8 @@ class C10dCommunicator(Communicator):
             raise self._failure(error) from error
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
+        if output.numel() == 0:  # c10d refuses to cut nothing into blocks; wait for all the same
+            return self.all_reduce(_movable(output), ReduceOp.SUM, timeout)
         options = AllgatherOptions()
         options.timeout = timeout
         try:
@@ -141,11 +144,13 @@ class C10dCommunicator(Communicator):
         op: ReduceKind,
         timeout: timedelta,
     ) -> Pending:
+        if tensor.numel() == 0:
+            return self.all_reduce(tensor, op, timeout)
         options = ReduceScatterOptions()
         options.reduceOp = op  # type: ignore[assignment]
         options.timeout = timeout
         try:
-            return self._group._reduce_scatter_base(output, tensor, options)
+            return self._group._reduce_scatter_base(output.view(-1), tensor.view(-1), options)
         except RuntimeError as error:
             raise self._failure(error) from error
 
