@@ -15,7 +15,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -29,7 +28,6 @@ from torch.distributed.distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     ReduceScatterOptions,
-    _DistributedBackendOptions,
 )
 
 from ..reduce_op import ReduceKind, ReduceOp
@@ -45,7 +43,7 @@ from .base import (
 )
 from .mailbox import Mailbox, SelfTransfer
 
-__all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire", "register_torch_backend"]
+__all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire"]
 
 _SLICE = timedelta(milliseconds=500)
 _EXPIRED_SLICE = "Operation timed out!"
@@ -387,46 +385,6 @@ def _gloo_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ..
     if interfaces == ("127.0.0.1",):
         return (ProcessGroupGloo.create_device(hostname="127.0.0.1"),)
     return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces)
-
-
-class RegisteredWire(Wire):
-    """A backend that somebody wrote for torch.distributed: a function that makes one group."""
-
-    def __init__(
-        self, name: str, make: Callable[..., Any], device_types: frozenset[str], extended: bool
-    ) -> None:
-        self.name = name
-        self.device_types = device_types
-        self._make = make
-        self._extended = extended
-
-    def is_available(self) -> bool:
-        return True
-
-    def open(self, opening: Opening) -> Communicator:
-        size = len(opening.ranks)
-        if self._extended:
-            described = _DistributedBackendOptions()
-            described.store = opening.store
-            described.group_rank = opening.rank
-            described.group_size = size
-            described.timeout = opening.timeout
-            described.global_ranks_in_group = list(opening.ranks)
-            group = self._make(described, opening.options)
-        else:
-            group = self._make(opening.store, opening.rank, size, opening.timeout)
-        return C10dCommunicator(self.name, opening.rank, size, group)
-
-
-def register_torch_backend(
-    name: str,
-    make: Callable[..., Any],
-    device_types: frozenset[str],
-    *,
-    extended_api: bool,
-) -> None:
-    """Make a backend written for torch.distributed a wire; see ``Backend.register_backend``."""
-    register_wire(RegisteredWire(name, make, device_types, extended_api))
 
 
 register_wire(GlooWire())
