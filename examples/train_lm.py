@@ -134,7 +134,9 @@ def batches(dp: md.DeviceMesh, args: argparse.Namespace) -> Iterator[Tensor]:
 # -- training --------------------------------------------------------------------------------------
 
 
-def train(mesh: md.DeviceMesh, args: argparse.Namespace, title: str) -> tuple[nn.Module, list]:
+def train(
+    mesh: md.DeviceMesh, args: argparse.Namespace, title: str
+) -> tuple[nn.Module, list[float]]:
     """Train on `mesh`; return this rank's part of the model, and the loss of each step."""
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, mesh["tp"]).to(args.device)
