@@ -17,16 +17,16 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ..error_text import ranks_text
 from ..errors import RendezvousError
 from .hosts import ProcessCard, is_alive, my_card
 from .stores import LEAST_STORE_TIMEOUT, PrefixStore, Store
 
-__all__ = ["Joined", "join", "names_of_ranks"]
+__all__ = ["Joined", "join"]
 
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
@@ -111,24 +111,6 @@ def join(
             expected="the process that serves the store (rank 0, as a rule) to live",
             fix="look at the output of rank 0, and start the job again",
         ) from error
-
-
-def names_of_ranks(ranks: Sequence[int], limit: int = 6) -> str:
-    """Return the ranks in words.
-
-    Example:
-        >>> names_of_ranks([0, 1, 2, 5]), names_of_ranks([3])
-        ('ranks 0-2, 5', 'rank 3')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:limit])
-    more = ", ..." if len(runs) > limit else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 class _Attempt:
@@ -272,7 +254,7 @@ class _Attempt:
     def _layout(self, keys: Store) -> dict[str, Any]:
         """Return the outcome of a generation in which every rank has left its card."""
         names = [f"card/{rank}" for rank in range(self._size)]
-        if keys.has_extended_api():
+        if keys.has_extended_api():  # type: ignore[attr-defined] # not in torch's annotations
             texts = keys.multi_get(names)
         else:
             texts = [keys.get(name) for name in names]
@@ -301,7 +283,7 @@ class _Attempt:
     def _missing(self, keys: Store) -> dict[str, Any]:
         present = [rank for rank in range(self._size) if keys.check([f"card/{rank}"])]
         absent = sorted(set(range(self._size)) - set(present))
-        who = names_of_ranks(absent)
+        who = ranks_text(absent)
         verb = "has" if len(absent) == 1 else "have"
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in present[:8]]
         more = ["..."] if len(present) > 8 else []
@@ -310,7 +292,7 @@ class _Attempt:
             f"{self._timeout.total_seconds():g} s",
             where=self._origin,
             expected=f"{self._size} ranks, all at the same address",
-            found="\n".join([f"joined: {names_of_ranks(present)}", *cards, *more]),
+            found="\n".join([f"joined: {ranks_text(present)}", *cards, *more]),
             fix=f"look at the output of {who}: it may have failed before it came here; or give "
             "more time: init_process_group(timeout=timedelta(minutes=30))",
         )
