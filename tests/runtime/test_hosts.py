@@ -1,0 +1,61 @@
+"""Which host, which process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshdist.runtime.hosts import ProcessCard, host_identity, is_alive, my_card, process_start
+
+
+def test_this_process_lives() -> None:
+    card = my_card()
+    assert card.pid == os.getpid()
+    assert is_alive(card) is True
+    assert str(card) == f"process {os.getpid()} on {card.hostname}"
+
+
+def test_a_card_goes_through_json() -> None:
+    card = my_card()
+    assert ProcessCard.from_json({**card.to_json(), "more": 1}) == card
+
+
+def test_a_process_that_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        start = process_start(child.pid)
+        assert start is not None
+        card = dataclasses.replace(my_card(), pid=child.pid, start=start)
+        assert is_alive(card) is True
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_alive(card) is False  # ended, and not waited for yet
+    finally:
+        child.communicate()
+    assert is_alive(card) is False
+    assert process_start(child.pid) is None
+
+
+def test_a_number_that_was_given_again() -> None:
+    card = dataclasses.replace(my_card(), start="1")
+    assert is_alive(card) is False
+
+
+def test_what_cannot_be_seen_from_here() -> None:
+    assert is_alive(dataclasses.replace(my_card(), host="other/1", hostname="elsewhere")) is None
+
+
+def test_a_machine_that_has_started_anew() -> None:
+    assert is_alive(dataclasses.replace(my_card(), host="other/1")) is False
+
+
+def test_a_host_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = host_identity()
+    monkeypatch.setenv("MESHDIST_HOST_ID", "second")
+    assert host_identity() == "second"
+    monkeypatch.delenv("MESHDIST_HOST_ID")
+    assert host_identity() == usual
