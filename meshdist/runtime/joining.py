@@ -1,14 +1,17 @@
 """How the ranks of one world find each other in a store that may have served worlds before.
 
-A store counts generations. In each, every rank claims its number, leaves its card and is counted;
-the last one closes the generation as complete, and says on which hosts the ranks are. A generation
-that cannot become complete (a rank is missing at the timeout, two processes claim one rank, ranks
-disagree about the size) is closed as failed, and every rank in it raises the same error. What comes
-later begins the next generation, so that a world can be made again and again at one address, and
-nothing of an earlier one is mistaken for news.
+A store counts generations. In each, every rank claims its number, leaves its card and is counted.
+When all have come, each confirms that it is still there; the last one closes the generation as
+complete, and says on which hosts the ranks are. (Without the second step a world could begin with
+the claim of a process that has died.) A generation that cannot become complete (a rank is missing
+at the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed,
+and every rank in it raises the same error. What comes later begins the next generation, so that a
+world can be made again and again at one address, and nothing of an earlier one is mistaken for
+news.
 
 Keys of a generation, below its number: ``size``, ``arrived``, ``claim/RANK``, ``card/RANK``,
-``joined``, ``state``; the world's own keys lie below ``world``.
+``joined``, ``full``, ``here/RANK``, ``confirmed``, ``state``; the world's own keys lie below
+``world``.
 """
 
 from __future__ import annotations
@@ -148,13 +151,17 @@ class _Attempt:
         try:
             card = {**self._card.to_json(), "local_rank": self._local_rank}
             keys.set(f"card/{mine}", json.dumps(card))
-            outcome = None
             if keys.add("joined", 1) == self._size:
-                outcome = self._layout(keys)
-            else:
-                self._wait_for_state(keys)
-                if not keys.check(["state"]):
-                    outcome = self._missing(keys)
+                keys.set("full", "1")
+            outcome = None
+            if not self._wait_for(keys, "full"):
+                outcome = self._missing(keys)
+            elif not keys.check(["state"]):
+                keys.set(f"here/{mine}", "1")
+                if keys.add("confirmed", 1) == self._size:
+                    outcome = self._layout(keys)
+                elif not self._wait_for(keys, "state"):
+                    outcome = self._silent(keys)
             return self._conclude(keys, generation, mine, outcome)
         except KeyboardInterrupt:
             self._resolve(keys, _failure(f"rank {mine} was interrupted", where=str(self._card)))
@@ -166,7 +173,7 @@ class _Attempt:
         other = self._card_of(keys, rank)
         if keys.check(["state"]):
             return None
-        if other is not None and (self._is_unique or is_alive(other) is False):
+        if self._is_unique or (other is not None and is_alive(other) is False):
             # Left by a process that has gone: nobody can complete this generation.
             self._resolve(keys, {"kind": "stale"})
             return None
@@ -189,23 +196,24 @@ class _Attempt:
         while True:
             rank = keys.add("arrived", 1) - 1
             if rank >= self._size:
-                self._wait_for_state(keys)
-                if not keys.check(["state"]):
+                if not self._wait_for(keys, "state"):
                     self._raise(self._missing(keys))
                 return None
             if keys.add(f"claim/{rank}", 1) == 1:
                 return rank
 
-    def _wait_for_state(self, keys: Store) -> None:
+    def _wait_for(self, keys: Store, key: str) -> bool:
+        """Wait until the key is there; return whether it came in time."""
         # Asking again and again is quieter than Store.wait, whose expiry writes to stderr, and
         # lets Ctrl-C through.
         pause_s = _FIRST_PAUSE_S
-        while not keys.check(["state"]):
+        while not keys.check([key]):
             remaining_s = self._deadline - time.monotonic()
             if remaining_s <= 0:
-                return
+                return False
             time.sleep(min(pause_s, remaining_s))
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return True
 
     def _state(self, keys: Store) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(keys.get("state"))
@@ -216,6 +224,7 @@ class _Attempt:
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
         if keys.compare_set("state", "", text).decode() == text:
             self._handle.add("resolved", 1)
+            keys.set("full", "1")  # whoever waits for the others looks at the state now
 
     def _conclude(
         self, keys: Store, generation: int, rank: int, outcome: dict[str, Any] | None
@@ -281,8 +290,7 @@ class _Attempt:
         }
 
     def _missing(self, keys: Store) -> dict[str, Any]:
-        present = [rank for rank in range(self._size) if keys.check([f"card/{rank}"])]
-        absent = sorted(set(range(self._size)) - set(present))
+        present, absent = self._with_and_without(keys, "card")
         who = ranks_text(absent)
         verb = "has" if len(absent) == 1 else "have"
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in present[:8]]
@@ -296,6 +304,24 @@ class _Attempt:
             fix=f"look at the output of {who}: it may have failed before it came here; or give "
             "more time: init_process_group(timeout=timedelta(minutes=30))",
         )
+
+    def _silent(self, keys: Store) -> dict[str, Any]:
+        _, absent = self._with_and_without(keys, "here")
+        who = ranks_text(absent)
+        cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
+        return _failure(
+            f"{who} came to the world of {self._size}, and then fell silent",
+            where=self._origin,
+            expected=f"{self._size} ranks that live",
+            found="\n".join(cards),
+            fix=f"look at the output of {who}, and start the job again at a new address",
+        )
+
+    def _with_and_without(self, keys: Store, kind: str) -> tuple[list[int], list[int]]:
+        there: tuple[list[int], list[int]] = ([], [])
+        for rank in range(self._size):
+            there[not keys.check([f"{kind}/{rank}"])].append(rank)
+        return there
 
     def _disagreement(self, agreed: int, rank: int | None) -> dict[str, Any]:
         who = "a process" if rank is None else f"rank {rank}"

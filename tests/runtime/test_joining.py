@@ -179,18 +179,26 @@ def test_a_claim_from_another_host_is_believed_unless_a_launcher_vouches() -> No
     assert [one.generation for one in found] == [1, 1]
 
 
+def test_a_dead_process_of_another_host_does_not_complete_a_world() -> None:
+    store = md.HashStore()
+    leave_claim(store, 0, host="other", hostname="elsewhere")
+    (outcome,) = join_all(store, [as_rank(1, 2, SHORT)])
+    assert "rank 0 came to the world of 2, and then fell silent" in str(outcome)
+    assert f"rank 0: process {my_card().pid} on elsewhere" in str(outcome)
+
+
 def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = md.HashStore()
 
     def interrupted(store: md.Store) -> Joined:
         with monkeypatch.context() as patch:
-            patch.setattr(joining._Attempt, "_wait_for_state", raise_interrupt)
+            patch.setattr(joining._Attempt, "_wait_for", raise_interrupt)
             try:
                 return join(store, 0, 2, LONG, origin="a test")
             except KeyboardInterrupt:
                 raise md.WorldError("interrupted") from None
 
-    def raise_interrupt(attempt: Any, keys: Any) -> None:
+    def raise_interrupt(attempt: Any, keys: Any, key: str) -> None:
         raise KeyboardInterrupt
 
     join_all(store, [interrupted])
