@@ -359,7 +359,7 @@ class GlooWire(Wire):
         kind: Any = ProcessGroupGloo
         given = isinstance(opening.options, kind._Options)
         options = opening.options if given else kind._Options()
-        options._devices = list(_gloo_devices(_gloo_interfaces(opening.is_one_host), os.getpid()))
+        options._devices = list(gloo_devices(gloo_interfaces(opening.is_one_host), os.getpid()))
         options._timeout = opening.timeout
         try:
             group = kind(opening.store, opening.rank, len(opening.ranks), options)
@@ -369,7 +369,7 @@ class GlooWire(Wire):
         return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 
-def _gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
+def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
     """The network interfaces to use: those that GLOO_SOCKET_IFNAME lists, or loopback, or ()."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
@@ -378,7 +378,7 @@ def _gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
 
 
 @cache
-def _gloo_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
+def gloo_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
     """One Gloo device per interface, shared by all groups of the process."""
     if not interfaces:
         return (ProcessGroupGloo.create_default_device(),)

@@ -1,0 +1,201 @@
+"""torch's wires opened for one group's members. Verbs over them: tests/collectives."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+import meshdist as md
+from meshdist.wires.base import Opening, WireAborted, WireFailure, WireTimeout, get_wire
+from meshdist.wires.c10d import gloo_interfaces, is_timeout, plain_text
+
+SECONDS = timedelta(seconds=20)
+
+
+def opening(rank: int = 0, size: int = 1, **more) -> Opening:
+    return Opening(HashStore(), tuple(range(size)), rank, "cpu", SECONDS, **more)
+
+
+def test_gloo_of_one_member() -> None:
+    communicator = get_wire("gloo").open(opening())
+    x = torch.ones(3)
+    communicator.finish(communicator.all_reduce(x, md.ReduceOp.SUM, SECONDS), SECONDS)
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+    assert x.tolist() == [1.0] * 3
+    communicator.close()
+
+
+def test_gloo_takes_torchs_own_options() -> None:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._threads = 1
+    communicator = get_wire("gloo").open(opening(options=options))
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+    assert options._timeout == SECONDS
+
+
+def pairs(rounds: int):
+    """Two Gloo members in two threads of this process, over one HashStore."""
+    store = HashStore()
+    made = {}
+
+    def make(rank: int) -> None:
+        made[rank] = get_wire("gloo").open(
+            Opening(PrefixStore(f"{rounds}", store), (0, 1), rank, "cpu", timedelta(seconds=30))
+        )
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv", "recv from anyone"])
+def test_abort_frees_a_thread_that_waits(what: str) -> None:
+    one, two = pairs(1)
+    x = torch.ones(1)
+    pending = {
+        "all_reduce": lambda: one.all_reduce(x, md.ReduceOp.SUM, SECONDS),
+        "recv": lambda: one.recv(x, 1, 0, SECONDS),
+        "recv from anyone": lambda: one.recv(x, None, 0, SECONDS),
+    }[what]()
+    timer = threading.Timer(0.3, one.abort)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(WireAborted):
+        one.finish(pending, SECONDS)
+    assert time.monotonic() - start < 5
+    timer.join()
+    two.abort()
+
+
+def test_a_timeout_of_a_collective_and_of_a_receive() -> None:
+    short = timedelta(seconds=0.7)
+    one, _two = pairs(2)
+    with pytest.raises(WireTimeout):
+        one.finish(one.all_reduce(torch.ones(1), md.ReduceOp.SUM, short), short)
+    _one, two = pairs(3)  # an expiry closes a communicator's connections
+    with pytest.raises(WireTimeout):
+        two.finish(two.recv(torch.ones(1), 0, 0, short), short)
+
+
+def test_a_member_that_never_comes_is_a_timeout_of_the_opening() -> None:
+    lonely = Opening(HashStore(), (0, 1), 0, "cpu", timedelta(seconds=1))
+    with pytest.raises(WireFailure):
+        get_wire("gloo").open(lonely)
+
+
+def test_a_message_to_oneself_without_counterpart_times_out() -> None:
+    communicator = get_wire("gloo").open(opening())
+    with pytest.raises(WireTimeout, match="no counterpart"):
+        communicator.finish(
+            communicator.recv(torch.ones(1), 0, 0, SECONDS), timedelta(seconds=0.05)
+        )
+
+
+def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert gloo_interfaces(is_one_host=True) == ("127.0.0.1",)
+    assert gloo_interfaces(is_one_host=False) == ()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0, eth1")
+    assert gloo_interfaces(is_one_host=True) == ("eth0", "eth1")
+
+
+def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    communicator = get_wire("gloo").open(opening())
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+
+
+def test_groups_of_a_process_share_one_device() -> None:
+    def listening() -> int:
+        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()}
+        count = 0
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with open(table) as lines:
+                for line in list(lines)[1:]:
+                    fields = line.split()
+                    count += fields[3] == "0A" and f"socket:[{fields[9]}]" in own
+        return count
+
+    first = get_wire("gloo").open(opening())
+    before = listening()
+    more = [get_wire("gloo").open(opening()) for _ in range(3)]
+    assert listening() == before
+    del first, more
+
+
+def _fds() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        found.append(fd)
+    return found
+
+
+def test_texts_lose_their_source_positions() -> None:
+    gloo = RuntimeError(
+        "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. "
+        "This is typically caused by a remote worker crashing."
+    )
+    assert plain_text(gloo) == "Connection closed by peer [127.0.0.1]:1"
+    assert plain_text(RuntimeError("")) == "RuntimeError('')"
+    assert is_timeout("Timed out waiting 5ms") and not is_timeout("Connection closed")
+
+
+@pytest.mark.gpu
+def test_nccl_with_one_rank(tmp_path) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        x = torch.ones(4, device="cuda")
+        work = md.all_reduce(x, async_op=True)
+        work.wait()
+        md.broadcast(x, src=0)
+        out = torch.empty(1, 4, device="cuda")
+        md.all_gather_into_tensor(out, x)
+        md.barrier()
+        assert out.tolist() == [[1.0] * 4]
+        with pytest.raises(md.ArgumentError, match="NCCL, which has no tags"):
+            md.irecv(x, 0, tag=3)
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_gloo_with_cuda_tensors_on_several_ranks(pool) -> None:
+    def program() -> list:
+        mesh = md.init_device_mesh("cuda", (2,), backend_override={0: "gloo"})
+        x = torch.full((3,), md.get_rank() + 1.0, device="cuda")
+        md.all_reduce(x, group=mesh)
+        return x.tolist()
+
+    assert pool.run(program, 2) == [[3.0] * 3] * 2
+
+
+@pytest.mark.gpu
+def test_two_streams_as_torch_documents_them(tmp_path) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        side = torch.cuda.Stream()
+        x = torch.tensor([1.0], device="cuda")
+        work = md.all_reduce(x, async_op=True)
+        work.wait()
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            x.add_(100)
+        side.synchronize()
+        assert x.item() == 101.0
+    finally:
+        md.destroy_process_group()

@@ -1,0 +1,43 @@
+"""Messages of a rank to itself."""
+
+from __future__ import annotations
+
+import torch
+
+from meshdist.wires.mailbox import Mailbox
+
+
+def test_whichever_comes_first() -> None:
+    box = Mailbox()
+    got = torch.zeros(2)
+    sent = box.send(torch.ones(2), 1)
+    assert not sent.done
+    received = box.recv(got, 1)
+    assert sent.done and received.done and got.tolist() == [1.0, 1.0]
+
+    again = torch.zeros(2)
+    waiting = box.recv(again, 1)
+    assert not waiting.done
+    box.send(torch.full((2,), 5.0), 1)
+    assert waiting.done and again.tolist() == [5.0, 5.0]
+
+
+def test_pairs_by_tag_and_in_order() -> None:
+    box = Mailbox()
+    for number in (1.0, 2.0):
+        box.send(torch.tensor([number]), 7)
+    box.send(torch.tensor([9.0]), 8)
+    got = []
+    for tag in (8, 7, 7):
+        x = torch.zeros(1)
+        box.recv(x, tag)
+        got.append(x.item())
+    assert got == [9.0, 1.0, 2.0]
+
+
+def test_shapes_may_differ_where_the_numbers_agree() -> None:
+    box = Mailbox()
+    x = torch.zeros(2, 2)
+    box.recv(x, 0)
+    box.send(torch.arange(4.0), 0)
+    assert x.tolist() == [[0.0, 1.0], [2.0, 3.0]]
