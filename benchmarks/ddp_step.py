@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from _report import spread, write_report
-from torch import distributed as torch_dist
-from torch import nn
+from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import meshdist as md

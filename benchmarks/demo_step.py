@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from _report import spread, write_report
-from torch import distributed as torch_dist
-from torch import nn
+from torch import distributed as torch_dist, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,

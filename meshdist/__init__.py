@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -112,15 +112,119 @@ _MODULES = ("lax",)
 __all__ = ["__version__", *sorted([*_ROOM_OF, *_MODULES])]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value: Any = import_module(f".{name}", __name__)
-    elif name in _ROOM_OF:
-        value = getattr(import_module(f".{_ROOM_OF[name]}", __name__), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test compares them
+    from . import lax as lax
+    from .collectives.point_to_point import (
+        irecv as irecv,
+        isend as isend,
+        recv as recv,
+        send as send,
+    )
+    from .collectives.verbs import (
+        all_gather_into_tensor as all_gather_into_tensor,
+        all_reduce as all_reduce,
+        barrier as barrier,
+        broadcast as broadcast,
+        reduce_scatter_tensor as reduce_scatter_tensor,
+    )
+    from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
+    from .ddp.sampler import DistributedSampler as DistributedSampler
+    from .errors import (
+        AbortedError as AbortedError,
+        AgreementError as AgreementError,
+        ArgumentError as ArgumentError,
+        AxisError as AxisError,
+        BackendError as BackendError,
+        CollectiveTimeoutError as CollectiveTimeoutError,
+        DeadlockError as DeadlockError,
+        DistBackendError as DistBackendError,
+        DistError as DistError,
+        DistNetworkError as DistNetworkError,
+        DistStoreError as DistStoreError,
+        DtypeError as DtypeError,
+        GradientError as GradientError,
+        GroupClosedError as GroupClosedError,
+        KindError as KindError,
+        MeshdistError as MeshdistError,
+        MeshError as MeshError,
+        NotInGroupError as NotInGroupError,
+        NotInitializedError as NotInitializedError,
+        RankFailedError as RankFailedError,
+        RendezvousError as RendezvousError,
+        ShapeError as ShapeError,
+        StoreError as StoreError,
+        WorldError as WorldError,
+    )
+    from .mesh.device_mesh import (
+        AxisOptions as AxisOptions,
+        DeviceMesh as DeviceMesh,
+        find_current_mesh as find_current_mesh,
+        get_current_mesh as get_current_mesh,
+        init_device_mesh as init_device_mesh,
+        make_mesh as make_mesh,
+    )
+    from .mesh.group_calls import (
+        get_global_rank as get_global_rank,
+        get_group_rank as get_group_rank,
+        get_process_group_ranks as get_process_group_ranks,
+        new_group as new_group,
+        new_subgroups as new_subgroups,
+        new_subgroups_by_enumeration as new_subgroups_by_enumeration,
+        split_group as split_group,
+    )
+    from .mesh.groups import (
+        GroupMember as GroupMember,
+        ProcessGroup as ProcessGroup,
+        group as group,
+    )
+    from .mesh.layout import Layout as Layout
+    from .mesh.session import (
+        destroy_process_group as destroy_process_group,
+        get_backend as get_backend,
+        get_backend_config as get_backend_config,
+        get_default_backend_for_device as get_default_backend_for_device,
+        get_node_local_rank as get_node_local_rank,
+        get_rank as get_rank,
+        get_world_size as get_world_size,
+        init_process_group as init_process_group,
+        is_available as is_available,
+        is_backend_available as is_backend_available,
+        is_gloo_available as is_gloo_available,
+        is_initialized as is_initialized,
+        is_mpi_available as is_mpi_available,
+        is_nccl_available as is_nccl_available,
+        is_torchelastic_launched as is_torchelastic_launched,
+        is_ucc_available as is_ucc_available,
+        is_xccl_available as is_xccl_available,
+    )
+    from .mesh.simulation import simulate as simulate
+    from .mesh.spawning import spawn as spawn
+    from .reduce_op import ReduceOp as ReduceOp
+    from .runtime.rendezvous import (
+        register_rendezvous_handler as register_rendezvous_handler,
+        rendezvous as rendezvous,
+    )
+    from .runtime.stores import (
+        FileStore as FileStore,
+        HashStore as HashStore,
+        PrefixStore as PrefixStore,
+        Store as Store,
+        TCPStore as TCPStore,
+    )
+    from .runtime.world import World as World
+    from .wires.names import Backend as Backend, BackendConfig as BackendConfig
+    from .wires.work import Work as Work
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            value: Any = import_module(f".{name}", __name__)
+        elif name in _ROOM_OF:
+            value = getattr(import_module(f".{_ROOM_OF[name]}", __name__), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

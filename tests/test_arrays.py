@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.arrays import as_tensor, describe, dtype_name, finish_writes, like, shape_text
 from meshdist.errors import ArgumentError, DtypeError, KindError

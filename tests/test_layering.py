@@ -78,6 +78,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "torch_interop",
             "device_mesh",
             "simulation",
+            "spawned",
             "spawning",
         )
     },

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.autograd import forward_ad
 from torch.distributed import DebugLevel, get_debug_level, set_debug_level
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.ddp.buckets import Item, assign_buckets, bucket_caps, dense_stride, items_of
 from meshdist.errors import ArgumentError, KindError

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.data import DistributedSampler as TorchSampler
+from torch.utils.data import DataLoader, DistributedSampler as TorchSampler
 
 import meshdist as md
 from meshdist.errors import ArgumentError, KindError, NotInGroupError

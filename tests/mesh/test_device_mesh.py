@@ -9,8 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshdist as md
 

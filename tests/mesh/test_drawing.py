@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshdist.errors import MeshError, NotInGroupError
 from meshdist.mesh.drawing import draw, draw_svg

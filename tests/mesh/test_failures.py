@@ -144,7 +144,7 @@ def test_abort_frees_every_rank_and_tells_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["md.all_reduce(x)", "md.recv(x, src=1)", "md.barrier()"])
 def test_a_killed_rank_frees_the_others_at_once(tmp_path: Path, verb: str) -> None:
-    code, out, err, _ = run(
+    code, _, err, _ = run(
         tmp_path,
         f"""
         md.init_process_group()
@@ -166,7 +166,7 @@ def test_a_killed_rank_frees_the_others_at_once(tmp_path: Path, verb: str) -> No
 
 
 def test_a_mesh_that_differs_in_size_between_ranks_raises_on_every_rank(tmp_path: Path) -> None:
-    code, out, err, took = run(
+    code, out, err, _ = run(
         tmp_path,
         """
         md.init_process_group()

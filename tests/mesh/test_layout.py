@@ -9,8 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from meshdist.errors import AxisError, KindError, MeshError, NotInGroupError
 from meshdist.mesh.layout import Layout

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
@@ -177,7 +176,8 @@ def test_deadlock_of_verbs() -> None:
     assert caught.value.found == (
         f"ranks 0, 2: waits in barrier for rank 1; collective 1 over the world (ranks 0-2), "
         f"called at {__file__}:{line + 4}\n"
-        f"rank 1: waits in recv from rank 0, tag 0, over the world (ranks 0-2), called at {__file__}:{line + 2}"
+        f"rank 1: waits in recv from rank 0, tag 0, over the world (ranks 0-2), "
+        f"called at {__file__}:{line + 2}"
     )
 
 

@@ -1,0 +1,96 @@
+"""The front door: every public name, found at first touch, and known to type checkers."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshdist
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def eager_names() -> dict[str, str]:
+    """Return the room of each name that the front door imports for type checkers alone."""
+    tree = ast.parse((ROOT / "meshdist" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    found = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.name == alias.asname  # else a strict checker holds it for private
+            found[alias.name] = node.module or ""
+    return found
+
+
+def test_type_checkers_see_the_names_of_the_table() -> None:
+    table = {name: room for room, names in meshdist._ROOMS.items() for name in names}
+    assert len(table) == sum(map(len, meshdist._ROOMS.values()))  # no name in two rooms
+    assert eager_names() == table | dict.fromkeys(meshdist._MODULES, "")
+    assert sorted(meshdist.__all__) == sorted(["__version__", *eager_names()])
+    assert dir(meshdist) == sorted(meshdist.__all__)
+
+
+@pytest.mark.parametrize("name", meshdist.__all__)
+def test_every_name_resolves(name: str) -> None:
+    assert getattr(meshdist, name) is not None
+
+
+@pytest.mark.parametrize(("room", "names"), meshdist._ROOMS.items())
+def test_every_name_is_public_in_its_room(room: str, names: tuple[str, ...]) -> None:
+    module = importlib.import_module(f"meshdist.{room}")
+    assert set(names) <= set(module.__all__)
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^module 'meshdist' has no attribute 'all_reduction'$"
+    ):
+        _ = meshdist.all_reduction
+
+
+def test_the_front_door_imports_no_torch_until_a_name_is_touched() -> None:
+    code = (
+        "import sys, meshdist\n"
+        "light = [m for m in ('torch', 'numpy', 'rich', 'optree') if m in sys.modules]\n"
+        "meshdist.all_reduce\n"
+        "print(light, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[] True\n", "")
+
+
+def test_a_type_checker_knows_the_types(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import meshdist as md\n"
+        "reveal_type(md.init_device_mesh('cpu', (2, 2)))\n"
+        "reveal_type(md.simulate(lambda: 1.5, 2))\n"
+        "reveal_type(md.lax.axis_size('tp'))\n"
+        "md.all_reduction\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", str(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert said[:4] == [
+        'note: Revealed type is "meshdist.mesh.device_mesh.DeviceMesh"',
+        'note: Revealed type is "list[float]"',
+        'note: Revealed type is "int"',
+        'error: Module has no attribute "all_reduction"  [attr-defined]',
+    ], done.stdout + done.stderr
