@@ -96,10 +96,4 @@ def is_alive(card: ProcessCard) -> bool | None:
     """Return whether the process lives; None where that cannot be seen from this host."""
     if card.host == host_identity():
         return process_start(card.pid) == card.start
-    if card.hostname == socket.gethostname() and _boot(card.host) != _boot(host_identity()):
-        return False  # this machine has started anew since
     return None
-
-
-def _boot(host: str) -> str:
-    return host.partition("/")[0]

@@ -335,11 +335,12 @@ def _meet_by_tcp(
     def make() -> Store:
         if rank > 0:
             return connect_store(address, port, timeout)
-        if rank == 0:
+        if rank == 0 and not group_name:
             return serve_store(_listener_at(address, port), address, port, timeout)
+        # Whoever is first serves the others: any rank, or another job at this address.
         try:
             listener = bind_listener(address, port)
-        except RendezvousError:  # another rank was faster
+        except RendezvousError:
             listener = None
         if listener is None:
             return connect_store(address, port, timeout)

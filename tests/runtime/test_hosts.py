@@ -49,10 +49,6 @@ def test_what_cannot_be_seen_from_here() -> None:
     assert is_alive(dataclasses.replace(my_card(), host="other/1", hostname="elsewhere")) is None
 
 
-def test_a_machine_that_has_started_anew() -> None:
-    assert is_alive(dataclasses.replace(my_card(), host="other/1")) is False
-
-
 def test_a_host_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = host_identity()
     monkeypatch.setenv("MESHDIST_HOST_ID", "second")
