@@ -50,6 +50,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mailbox",
             "c10d",
             "turns",
+            "reductions",
+            "simulated_store",
             "simulated",
             "shm",
             "mpi",

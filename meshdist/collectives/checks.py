@@ -10,7 +10,7 @@ from ..arrays import as_tensor, dtype_name, shape_text
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError, NotInGroupError, ShapeError
 from ..mesh.groups import ProcessGroup
-from ..reduce_op import ReduceKind, ReduceOp, op_name
+from ..reduce_op import ReduceKind, ReduceOp, find_refusal, op_name
 
 __all__ = [
     "check_alike",
@@ -24,34 +24,17 @@ __all__ = [
     "member_of",
 ]
 
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_ORDERED = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-
-
-def _refusals() -> dict[tuple[Any, torch.dtype], str]:
-    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    complexes = (torch.complex64, torch.complex128)
-    wholes = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
-    refused = {(op, dtype): "whole numbers and bool" for op in _BITWISE for dtype in floats}
-    refused |= {(op, dtype): "whole numbers and bool" for op in _BITWISE for dtype in complexes}
-    refused |= {(op, dtype): "numbers that have an order" for op in _ORDERED for dtype in complexes}
-    refused |= {(ReduceOp.AVG, dtype): "floating and complex dtypes" for dtype in wholes}
-    return refused
-
-
-_REFUSED = _refusals()
-
 
 def check_reducible(op: ReduceKind, tensor: torch.Tensor, verb: str) -> None:
     """Raise DtypeError where ``op`` has no meaning for the tensor's dtype."""
     if op is ReduceOp.SUM:
         return
-    served = _REFUSED.get((op, tensor.dtype))
-    if served is not None:
+    refusal = find_refusal(op, tensor.dtype)
+    if refusal is not None:
         raise DtypeError(
             f"{verb} cannot reduce {dtype_name(tensor.dtype)} with {op_name(op)}",
             where=f"argument of shape {shape_text(tensor.shape)}",
-            expected=f"{op_name(op)} on {served}",
+            expected=refusal,
             fix="use SUM and divide, or convert the tensor"
             if op == ReduceOp.AVG
             else "use another reduction, or convert the tensor",

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from ..errors import ArgumentError, KindError
 from ..runtime.world import World, world_here
-from ..wires.simulated import DEVICE_TYPES, SimulatedStore
+from ..wires.simulated import DEVICE_TYPES
+from ..wires.simulated_store import SimulatedStore
 from ..wires.turns import Scheduler
 
 __all__ = ["simulate"]

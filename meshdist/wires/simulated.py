@@ -8,22 +8,21 @@ never fire: there is no clock.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch.distributed import QueueEmptyError, Store
 
+from ..arrays import dtype_name
 from ..error_text import ranks_text
-from ..errors import AgreementError, ArgumentError, BackendError, WorldError
-from ..reduce_op import ReduceKind, ReduceOp, op_name
+from ..errors import AgreementError, BackendError
+from ..reduce_op import ReduceKind, find_refusal, op_name
 from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
+from .reductions import reduced
 from .turns import Rank, Site, call_site, find_rank_here, show_site
 
-__all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedStore", "SimulatedWire"]
+__all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
 
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 """The device types that simulated ranks serve; data moves by torch's own copies."""
@@ -273,7 +272,7 @@ class SimulatedCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
         """Start reducing ``tensor`` in place, in group order."""
-        return self._start("all_reduce", tensor, op=_check_op(op, tensor.dtype))
+        return self._start("all_reduce", tensor, op=_checked_op(op, tensor.dtype))
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
         """Start giving every member the tensor of member ``root``."""
@@ -287,7 +286,7 @@ class SimulatedCommunicator(Communicator):
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
     ) -> Pending:
         """Start reducing the members' tensors block by block; ``output`` is my block."""
-        return self._start("reduce_scatter", tensor, output, op=_check_op(op, tensor.dtype))
+        return self._start("reduce_scatter", tensor, output, op=_checked_op(op, tensor.dtype))
 
     def barrier(self, timeout: timedelta) -> Pending:
         """Start a barrier."""
@@ -403,263 +402,19 @@ class SimulatedWire(Wire):
 register_wire(SimulatedWire())
 
 
-@dataclass
-class _KeyWait:
-    """A wait on the store."""
-
-    call: str
-    site: Site
-    is_ready: Callable[[], bool]
-
-    def describe(self) -> str:
-        return f"{self.call}, called at {show_site(self.site)}"
+# -- how it is done -------------------------------------------------------------------------------
 
 
-class SimulatedStore(Store):
-    """The store of simulated ranks: waiting on it hands the turn on.
-
-    Has every method that torch documents for stores, with HashStore's meaning, and serves
-    torch's PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives
-    stores written in Python no place for those). Time-outs never expire; a key that nobody can
-    set any more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds
-    the C++ half only.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[str, bytes] = {}
-        self._queues: dict[str, deque[bytes]] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key``, whatever it held."""
-        self._values[key] = _to_bytes(value)
-
-    def get(self, key: str) -> bytes:
-        """Wait for ``key`` and return its value."""
-        self._wait_for([key], f"store.get({key!r})")
-        return self._values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``, 0 at first, and return the sum.
-
-        Adding 0 asks for it: the other ranks have had their turn before.
-        """
-        if amount == 0:
-            before = self._values.get(key)
-            self._poll(lambda: self._values.get(key) != before, f"store.add({key!r}, 0)")
-        present = self._values.get(key, b"0")
-        try:
-            total = int(present) + amount
-        except ValueError:
-            raise ArgumentError(
-                f"store.add cannot add to key {key!r}",
-                expected="a key that is absent or holds a whole number",
-                found=f"{present!r}",
-                fix="use different keys for texts and for counters",
-            ) from None
-        self._values[key] = str(total).encode()
-        return total
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of ``key``, empty at first."""
-        self._values[key] = self._values.get(key, b"") + _to_bytes(value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` are set; if not, the other ranks have had their turn before."""
-        if not self._has(keys):
-            self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
-        return self._has(keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are set; ``timeout`` never expires."""
-        self._wait_for(keys, f"store.wait({list(keys)!r})")
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
-
-        Returns:  what the key holds afterwards; ``expected`` where it is absent still.
-        """
-        wanted = _to_bytes(expected)
-
-        def matches() -> bool:
-            return self._values.get(key, b"") == wanted
-
-        if not matches():
-            self._poll(matches, f"store.compare_set({key!r})")
-        if matches():
-            self._values[key] = _to_bytes(desired)
-        return self._values.get(key, wanted)
-
-    def delete_key(self, key: str) -> bool:
-        """Forget ``key``; whether it was there."""
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """How many keys are set."""
-        return len(self._values)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all ``keys`` and return their values."""
-        self._wait_for(keys, f"store.multi_get({list(keys)!r})")
-        return [self._values[key] for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set each key to the value in its place."""
-        if len(keys) != len(values):
-            raise ArgumentError(
-                "store.multi_set needs one value for each key",
-                found=f"{len(keys)} keys, {len(values)} values",
-            )
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def list_keys(self) -> list[str]:
-        """All keys that are set, in the order in which they came."""
-        return list(self._values)
-
-    def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put a value at the end of the queue ``key``."""
-        self._queues.setdefault(key, deque()).append(_to_bytes(value))
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of the queue ``key``; wait for one if ``block``."""
-        if not self._queues.get(key):
-            if not block:
-                self._poll(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
-                if not self._queues.get(key):
-                    raise QueueEmptyError(f"queue {key!r} is empty")
-            self._wait(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
-        return self._queues[key].popleft()
-
-    def queue_len(self, key: str) -> int:
-        """How many values the queue ``key`` holds."""
-        return len(self._queues.get(key, ()))
-
-    def has_extended_api(self) -> bool:
-        """True: append, multi_get and multi_set are there."""
-        return True
-
-    def clone(self) -> SimulatedStore:
-        """This store itself: a rank that waits on it blocks no other."""
-        return self
-
-    # The names under which torch's PrefixStore looks for them.
-    deleteKey = delete_key
-    getNumKeys = num_keys
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def _wait_for(self, keys: Sequence[str], call: str) -> None:
-        if not self._has(keys):
-            self._wait(lambda: self._has(keys), call)
-
-    def _wait(self, is_ready: Callable[[], bool], call: str) -> None:
-        rank = find_rank_here()
-        if rank is None:
-            raise WorldError(
-                f"{call} would wait, and this thread is no simulated rank",
-                where=f"called at {show_site(call_site())}",
-                expected="waits on the thread of a simulated rank",
-                fix="set the key first, or ask with store.check",
-            )
-        rank.wait(_KeyWait(call, call_site(), is_ready))
-
-    def _poll(self, is_ready: Callable[[], bool], call: str) -> None:
-        rank = find_rank_here()
-        if rank is not None:
-            rank.poll(_KeyWait(call, call_site(), is_ready))
-
-
-def _to_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
-# ---- the data ----------------------------------------------------------------------------------
-
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
-
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
-"""torch adds and orders these only as signed numbers of the same width."""
-
-_IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    ReduceOp.SUM: torch.Tensor.add_,
-    ReduceOp.AVG: torch.Tensor.add_,
-    ReduceOp.PRODUCT: torch.Tensor.mul_,
-    ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
-    ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
-    ReduceOp.BAND: torch.Tensor.bitwise_and_,
-    ReduceOp.BOR: torch.Tensor.bitwise_or_,
-    ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
-}
-_OF_BOOL: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    ReduceOp.SUM: torch.Tensor.logical_or_,
-    ReduceOp.MAX: torch.Tensor.logical_or_,
-    ReduceOp.BOR: torch.Tensor.logical_or_,
-    ReduceOp.PRODUCT: torch.Tensor.logical_and_,
-    ReduceOp.MIN: torch.Tensor.logical_and_,
-    ReduceOp.BAND: torch.Tensor.logical_and_,
-    ReduceOp.BXOR: torch.Tensor.logical_xor_,
-}
-
-
-def _check_op(op: ReduceKind, dtype: torch.dtype) -> ReduceKind:
+def _checked_op(op: ReduceKind, dtype: torch.dtype) -> ReduceKind:
     """Return ``op``; raises BackendError where ``dtype`` has no such reduction."""
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    if op == ReduceOp.AVG and is_whole:
-        reason = "an average of whole numbers or truth values"
-        fix = "convert to a floating dtype first, or use ReduceOp.SUM"
-    elif op in _BITWISE and not is_whole:
-        reason = "bits of a floating dtype"
-        fix = "use an integer or bool tensor"
-    elif dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG):
-        reason = "complex numbers by any op but SUM and AVG"
-        fix = "reduce torch.view_as_real(x), or use ReduceOp.SUM"
-    else:
-        return op
-    raise BackendError(
-        f"the wire 'simulated' does not reduce {reason}",
-        found=f"ReduceOp.{op_name(op)} of {_show_dtype(dtype)}",
-        fix=fix,
-    )
-
-
-def _reduce(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
-    """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
-    dtype = parts[0].dtype
-    device = parts[0].device
-    if dtype is torch.bool:
-        total = parts[0].clone()
-        for part in parts[1:]:
-            _OF_BOOL[op](total, part.to(device))
-        return total
-    if dtype in _SIGNED:
-        return _reduce_unsigned(parts, op)
-    wide = dtype
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        wide = torch.float32
-    elif dtype is torch.complex32:
-        wide = torch.complex64
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        _IN_PLACE[op](total, part.to(device, wide))
-    if op == ReduceOp.AVG:
-        total.div_(len(parts))
-    return total.to(dtype)
-
-
-def _reduce_unsigned(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
-    """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
-    dtype = parts[0].dtype
-    signed = _SIGNED[dtype]
-    flip = torch.iinfo(signed).min if op in _ORDERED else 0
-    total = _reduce([part.view(signed).bitwise_xor(flip) for part in parts], op)
-    return total.bitwise_xor_(flip).view(dtype)
+    refusal = find_refusal(op, dtype)
+    if refusal is not None:
+        raise BackendError(
+            f"the wire 'simulated' cannot reduce {dtype_name(dtype)} with {op_name(op)}",
+            expected=refusal,
+            fix="use another reduction, or convert the tensor",
+        )
+    return op
 
 
 def _perform(calls: Sequence[_Call]) -> None:
@@ -682,7 +437,7 @@ def _perform(calls: Sequence[_Call]) -> None:
             device = flat[0].device
             whole = torch.cat([part.to(device) for part in flat])
         else:
-            whole = _reduce(flat, op)
+            whole = reduced(flat, op)
         if verb == "reduce_scatter":
             results = list(whole.chunk(len(calls)))
         else:
@@ -720,9 +475,5 @@ def _synchronize(tensor: torch.Tensor | None) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-def _show_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _show_data(count: int, dtype: torch.dtype) -> str:
-    return f"{count} {_show_dtype(dtype)}"
+    return f"{count} {dtype_name(dtype)}"

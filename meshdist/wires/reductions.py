@@ -1,0 +1,74 @@
+"""Tensors of several ranks reduced into one, in this process; the same bits for equal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..reduce_op import ReduceKind, ReduceOp
+
+__all__ = ["reduced"]
+
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+"""torch adds and orders these only as signed numbers of the same width."""
+
+_IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    ReduceOp.SUM: torch.Tensor.add_,
+    ReduceOp.AVG: torch.Tensor.add_,
+    ReduceOp.PRODUCT: torch.Tensor.mul_,
+    ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
+    ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
+    ReduceOp.BAND: torch.Tensor.bitwise_and_,
+    ReduceOp.BOR: torch.Tensor.bitwise_or_,
+    ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
+}
+_OF_BOOL: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    ReduceOp.SUM: torch.Tensor.logical_or_,
+    ReduceOp.MAX: torch.Tensor.logical_or_,
+    ReduceOp.BOR: torch.Tensor.logical_or_,
+    ReduceOp.PRODUCT: torch.Tensor.logical_and_,
+    ReduceOp.MIN: torch.Tensor.logical_and_,
+    ReduceOp.BAND: torch.Tensor.logical_and_,
+    ReduceOp.BXOR: torch.Tensor.logical_xor_,
+}
+
+
+def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
+    """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
+    dtype = parts[0].dtype
+    device = parts[0].device
+    if dtype is torch.bool:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            _OF_BOOL[op](total, part.to(device))
+        return total
+    if dtype in _SIGNED:
+        return _reduced_unsigned(parts, op)
+    wide = dtype
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        wide = torch.float32
+    elif dtype is torch.complex32:
+        wide = torch.complex64
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        _IN_PLACE[op](total, part.to(device, wide))
+    if op == ReduceOp.AVG:
+        total.div_(len(parts))
+    return total.to(dtype)
+
+
+def _reduced_unsigned(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
+    """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
+    dtype = parts[0].dtype
+    signed = _SIGNED[dtype]
+    flip = torch.iinfo(signed).min if op in _ORDERED else 0
+    total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], op)
+    return total.bitwise_xor_(flip).view(dtype)
