@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from ..errors import ArgumentError, KindError
+from ..runtime.timeouts import check_timeout
 from ..wires.base import get_wire
 from .layout import Layout
 
@@ -37,28 +38,28 @@ class AxisOptions:
     private: bool = False
 
     def __post_init__(self) -> None:
-        if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise KindError(
-                f"timeout must be a datetime.timedelta, not {self.timeout!r}",
-                fix="pass for example timedelta(seconds=60)",
-            )
+        check_timeout(self.timeout)
 
 
 def options_of_axes(
     layout: Layout,
     axis_options: Mapping[str | int, AxisOptions] | None,
-    backend_override: Mapping[str | int, Any] | None,
-    timeout: timedelta | None,
+    backend_override: Mapping[str | int, Any] | None = None,
+    timeout: timedelta | None = None,
 ) -> tuple[AxisOptions, ...]:
     """Return one AxisOptions per axis of ``layout``.
 
     Args:
+        layout: the mesh.
         axis_options: by axis name or index.
         backend_override: torch's form: a wire name, wire options, or a pair of both.
         timeout: for the axes that name none.
 
     Raises:
-        AxisError: an unknown axis. ArgumentError: an axis given twice. BackendError: no such wire.
+        AxisError: an unknown axis.
+        ArgumentError: an axis given twice.
+        KindError: not an AxisOptions.
+        BackendError: no such wire.
     """
     chosen: dict[int, AxisOptions] = {}
 
@@ -91,7 +92,7 @@ def options_of_axes(
 def _with_timeout(options: AxisOptions, timeout: timedelta | None) -> AxisOptions:
     if options.timeout is not None or timeout is None:
         return options
-    return AxisOptions(options.backend, timeout, options.options, options.private)
+    return replace(options, timeout=timeout)
 
 
 def _from_torch_form(value: Any) -> AxisOptions:

@@ -19,6 +19,7 @@ from .axis_options import AxisOptions, options_of_axes
 from .drawing import draw
 from .groups import ProcessGroup, resolve_group
 from .layout import Axis, Layout
+from .registry import get_registry
 from .session import init_process_group
 from .torch_interop import make_torch_mesh, parts_of_torch_mesh
 
@@ -149,9 +150,10 @@ class DeviceMesh:
         select_device(self._device_type, self._world)
         members = tuple(self._layout.ranks().ravel().tolist())
         timeout = max(self._timeout_of(options) for options in self._options)
-        agree(self._world, members, "mesh", self._definition(), timeout)
-        for group in self._groups:
-            group.open(self._device_type)
+        with get_registry(self._world).opening():
+            agree(self._world, members, "mesh", self._definition(), timeout)
+            for group in self._groups:
+                group.open(self._device_type)
 
     def _timeout_of(self, options: AxisOptions) -> timedelta:
         return options.timeout or self._world.timeout or _DEFAULT_TIMEOUT
@@ -402,8 +404,9 @@ class DeviceMesh:
     def _open_new(self, group: ProcessGroup) -> None:
         definition = {"text": group.name, "ranks": group.ranks}
         timeout = self._timeout_of(self._options[0])
-        agree(self._world, group.ranks, "group", definition, timeout)
-        group.open(self._device_type)
+        with get_registry(self._world).opening():
+            agree(self._world, group.ranks, "group", definition, timeout)
+            group.open(self._device_type)
 
     # ------------------------------------------------------------------ its groups' lives
 

@@ -19,6 +19,7 @@ from ..wires.base import get_wire
 from ..wires.names import parse_backends
 from .agreement import agree
 from .groups import GroupMember, ProcessGroup, resolve_group, world_group
+from .registry import get_registry
 
 __all__ = [
     "get_global_rank",
@@ -73,7 +74,6 @@ def new_group(
     name = group_desc or f"group of {ranks_text(members)}"
     definition = {"text": name, "ranks": members, "backends": backends}
     default = max(get_wire(wire).default_timeout for wire in backends.values())
-    agree(world, members, "group", definition, timeout or world.timeout or default)
     made = ProcessGroup(
         world,
         members,
@@ -84,7 +84,9 @@ def new_group(
         is_private=True,
         desc=group_desc or "undefined",
     )
-    made.open_all()
+    with get_registry(world).opening():
+        agree(world, members, "group", definition, timeout or world.timeout or default)
+        made.open_all()
     return made
 
 

@@ -7,8 +7,13 @@ so that its members name the communicator alike without asking anybody.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,6 +30,8 @@ from .signals import Sentinel, post
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 
 _making = threading.Lock()
+_PATIENCE_S = 5.0
+_NUM_OPENING = "group/opening"
 
 
 @dataclass
@@ -33,6 +40,8 @@ class OpenCommunicator:
 
     label: str
     communicator: Communicator
+    size: int
+    options: Any = None  # kept, since equal options are known by their identity
     num_users: int = 1
 
 
@@ -86,7 +95,9 @@ class Registry:
             device=world.device,
             name=name,
         )
-        opened = OpenCommunicator(label, wire.open(opening))
+        opened = OpenCommunicator(label, wire.open(opening), len(ranks), options)
+        if self._is_among_processes:
+            store_of_thread(world).add(f"{label}/opened", 1)
         with self._lock:
             self._by_label[label] = opened
             if not is_private:
@@ -101,7 +112,22 @@ class Registry:
                 return
             for key in [key for key, value in self._by_key.items() if value is opened]:
                 del self._by_key[key]
+        self._await_members([opened])
         opened.communicator.close()
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Let the rank that serves the store not end while this one opens groups."""
+        if not self._is_among_processes:
+            yield
+            return
+        store = store_of_thread(self.world)
+        store.add(_NUM_OPENING, 1)
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # the store is lost: whoever waits for it knows
+                store.add(_NUM_OPENING, -1)
 
     def forget(self, opened: OpenCommunicator) -> None:
         """Never share a broken communicator with a group that is made later."""
@@ -135,8 +161,9 @@ class Registry:
 
     def start_sentinel(self) -> None:
         """Watch for signals of other processes; simulated ranks need none."""
-        if self.world.size == 1 or self.world.origin == "simulated" or self._sentinel is not None:
+        if not self._is_among_processes or self._sentinel is not None:
             return
+        atexit.register(self._leave)
         store = cloned(self.world.store)
         self._sentinel = Sentinel(store, self.world.rank, self.last_calls, self._abort_here)
 
@@ -148,6 +175,7 @@ class Registry:
 
     def close(self) -> None:
         """Close all communicators and stop watching."""
+        self._leave()
         if self._sentinel is not None:
             self._sentinel.stop()
             self._sentinel = None
@@ -157,6 +185,47 @@ class Registry:
             self._by_key.clear()
         for entry in opened:
             entry.communicator.close()
+
+    @property
+    def _is_among_processes(self) -> bool:
+        return self.world.size > 1 and self.world.origin != "simulated"
+
+    def _leave(self) -> None:
+        """Wait, a little, for ranks that still need this one to open what it has open already."""
+        atexit.unregister(self._leave)
+        if not self._is_among_processes or self.world.process_id != os.getpid():
+            return
+        with self._lock:
+            opened = list(self._by_label.values())
+        self._await_members(opened)
+        if self.world.rank == 0:  # it serves the store as a rule
+            store = store_of_thread(self.world)
+            self._wait_until(lambda: int(store.add(_NUM_OPENING, 0)) <= 0)
+
+    def _await_members(self, opened: list[OpenCommunicator]) -> None:
+        """Wait until every member has opened its side.
+
+        A member that ends first takes its connections along, and Gloo then fails on the members
+        that are still connecting to each other.
+        """
+        if not self._is_among_processes:
+            return
+        store = store_of_thread(self.world)
+        for entry in opened:
+            if entry.label not in self.aborts and entry.size > 1:
+                key, size = f"{entry.label}/opened", entry.size
+                self._wait_until(lambda key=key, size=size: int(store.add(key, 0)) >= size)
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return when ``is_so()``, after a few seconds, or when the store is lost."""
+        deadline = time.monotonic() + _PATIENCE_S
+        pause = 0.0005
+        with suppress(RuntimeError):
+            while self._sentinel is None or self._sentinel.is_store_served():
+                if is_so() or time.monotonic() > deadline:
+                    return
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:

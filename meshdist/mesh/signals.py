@@ -57,6 +57,12 @@ class Sentinel:
         # A thread that Python ends inside torch's C++ would take the process down with it.
         atexit.register(self.stop)
 
+    def is_store_served(self) -> bool:
+        """Whether the process that serves the store is still there."""
+        if self._lifeline is None or self._lifeline.fileno() < 0:
+            return self._lifeline is None
+        return not select.select([self._lifeline], [], [], 0)[0]
+
     def stop(self) -> None:
         """End the thread; in a forked child, where it does not run, do nothing."""
         atexit.unregister(self.stop)

@@ -22,8 +22,11 @@ from datetime import timedelta
 import torch
 import meshdist as md
 
+def say(text):
+    os.write(1, f"[{md.get_rank()}] {text}\\n".encode())  # one write: lines stay whole
+
 def tell(error):
-    print(f"[{md.get_rank()}] {type(error).__name__}: {error}", flush=True)
+    say(f"{type(error).__name__}: {error}")
 """
 
 
@@ -130,7 +133,7 @@ def test_abort_frees_every_rank_and_tells_the_reason(tmp_path: Path) -> None:
         except md.AbortedError as error:
             tell(error)
         md.barrier()  # the world is another group, and lives
-        print(f"[{md.get_rank()}] after", flush=True)
+        say("after")
         """,
         size=4,
     )
@@ -157,7 +160,7 @@ def test_a_killed_rank_frees_the_others_at_once(tmp_path: Path, verb: str) -> No
             {verb}
         except md.BackendError as error:
             tell(error)
-            print(f"[{{md.get_rank()}}] after {{time.monotonic() - start:.1f}} s", flush=True)
+            say(f"after {{time.monotonic() - start:.1f}} s")
         """,
         size=2,
     )
@@ -207,7 +210,7 @@ def test_two_threads_of_one_rank_open_different_groups_at_once(tmp_path: Path) -
             time.sleep(0.2)
         for thread in threads:
             thread.join()
-        print(f"[{md.get_rank()}] {found['all']} {found['ends']}", flush=True)
+        say(f"{found['all']} {found['ends']}")
         md.barrier()
         """,
     )
@@ -233,14 +236,14 @@ def test_a_forked_child_reads_its_rank_and_every_verb_raises(tmp_path: Path) -> 
             ):
                 try:
                     call()
-                    print(f"[{md.get_rank()}] no error", flush=True)
+                    say("no error")
                 except md.WorldError as error:
                     assert "a forked child cannot communicate" in str(error)
-            print(f"[{md.get_rank()}] child of {md.get_world_size()}", flush=True)
+            say(f"child of {md.get_world_size()}")
             os._exit(0)
         os.waitpid(child, 0)
         md.all_reduce(x, group=mesh["dp"])
-        print(f"[{md.get_rank()}] parent {x.item()}", flush=True)
+        say(f"parent {x.item()}")
         """,
         size=2,
     )
@@ -279,7 +282,7 @@ def test_torchs_mesh_has_the_same_ranks_in_the_same_order(tmp_path: Path) -> Non
         whole = torch.arange(8.0).reshape(4, 2)
         part = distribute_tensor(whole, theirs["tp"], [Shard(0)]).to_local()
         assert md.DeviceMesh.from_torch(theirs) == ours
-        print(f"[{md.get_rank()}] {part.flatten().tolist()}", flush=True)
+        say(f"{part.flatten().tolist()}")
         """,
         size=4,
     )
@@ -301,7 +304,7 @@ def test_torchs_world_that_is_there_already_is_adopted(tmp_path: Path) -> None:
         mesh.to_torch()
         md.destroy_process_group()
         dist.all_reduce(x)
-        print(f"[{dist.get_rank()}] {x.item()}", flush=True)
+        os.write(1, f"[{dist.get_rank()}] {x.item()}\\n".encode())
         dist.destroy_process_group()
         """,
         size=2,
