@@ -55,3 +55,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
     shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     alone = len(runs) == 1 and len(runs[0]) == 1
     return ("rank " if alone else "ranks ") + ", ".join(shown)
+
+
+def grouped_text(told: Iterable[tuple[int, str]], separator: str = "\n") -> str:
+    """Tell what each rank says, ranks that say the same together.
+
+    Example:
+        >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))
+        ranks 0-1, 3: float32
+        rank 2: int64
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in told:
+        ranks_of.setdefault(text, []).append(rank)
+    return separator.join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items())

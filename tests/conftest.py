@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -14,6 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.pool import QUICK_NAMES, Pool
 
 os.environ.update({**QUICK_NAMES, **os.environ})
+
+# A busy machine makes one example slow now and then, which tells nothing about the code.
+hypothesis.settings.register_profile("meshdist", deadline=None)
+hypothesis.settings.load_profile("meshdist")
 
 
 @pytest.fixture(scope="session")

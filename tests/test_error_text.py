@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from meshdist import errors
-from meshdist.error_text import explain, ranks_text
+from meshdist.error_text import explain, grouped_text, ranks_text
 
 
 def test_fields_stand_aligned_and_in_order() -> None:
@@ -75,3 +75,10 @@ def test_every_error_prints_plainly_keeps_its_fields_and_pickles(kind: type) -> 
 def test_errors_are_caught_as_torchs_or_the_builtin(kind: type, base: type) -> None:
     with pytest.raises(base):
         raise kind("it broke")
+
+
+def test_ranks_that_say_the_same_are_told_together_in_the_order_of_the_first() -> None:
+    told = [(3, "b"), (0, "a"), (1, "a"), (4, "b")]
+    assert grouped_text(told) == "ranks 3-4: b\nranks 0-1: a"
+    assert grouped_text(told, "; ") == "ranks 3-4: b; ranks 0-1: a"
+    assert grouped_text([]) == ""

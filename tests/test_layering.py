@@ -27,6 +27,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "reduce_op", "arrays")},
     {
         "runtime": (
+            "timeouts",
             "environments",
             "hosts",
             "stores",

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ..arrays import finish_writes
-from ..errors import KindError
 from ..mesh.groups import Channel, ProcessGroup, resolve_group
 from ..reduce_op import ReduceKind, ReduceOp, get_reduce_op
+from ..runtime.timeouts import check_timeout
 from ..wires.base import Pending, WireFailure
 from ..wires.work import Work
 from .checks import (
@@ -215,11 +215,7 @@ def barrier(
         timeout: in place of the group's.
     """
     target = resolve_group(group)
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise KindError(
-            f"timeout must be a datetime.timedelta, not {timeout!r}",
-            fix="pass for example timedelta(seconds=60)",
-        )
+    check_timeout(timeout)
     channel = target.channel("cuda" if device_ids else target.first_device_type())
     limit = timeout or channel.timeout
     target.recorder.note("barrier", None)

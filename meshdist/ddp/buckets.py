@@ -41,7 +41,7 @@ class Item:
 
 def items_of(parameters: Sequence[torch.Tensor]) -> list[Item]:
     """Return one item per parameter, in the same order."""
-    return [Item(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
+    return [Item(p.nbytes, (p.dtype, p.device)) for p in parameters]
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives.verbs import all_reduce, broadcast
-from ..error_text import ranks_text
+from ..error_text import grouped_text, ranks_text
 from ..errors import GradientError
 from ..mesh.groups import ProcessGroup
 from ..reduce_op import ReduceOp
@@ -81,7 +81,7 @@ class Bucket:
             self.views.append(self.flat.as_strided(member.shape, stride, offset))
             offset += member.numel()
         numbered = list(zip(members, self.views, strict=True))
-        self.at_once = [_bytes(view) >= _AT_ONCE_BYTES for view in self.views]
+        self.at_once = [view.nbytes >= _AT_ONCE_BYTES for view in self.views]
         self.later = [pair for pair, now in zip(numbered, self.at_once, strict=True) if not now]
         self.num_pending = len(indices)
         self.work: Work | None = None
@@ -486,21 +486,18 @@ class Reducer:
             texts = gather_texts(json.dumps(mine), self._group, device=device)
             held = dict(zip(self._group.ranks, map(json.loads, texts), strict=True))
         self._came_since_forward[:] = bytes(len(self._came_since_forward))
-        ranks_of: dict[tuple[int, ...], list[int]] = {}
-        for rank, indices in held.items():
-            if indices:
-                ranks_of.setdefault(tuple(indices), []).append(rank)
-        lines = []
-        for lacking, ranks in ranks_of.items():
+        told = []
+        for rank, lacking in held.items():
             line = ", ".join(self._describe(index) for index in lacking[:_SHOWN_PARAMETERS])
             if len(lacking) > _SHOWN_PARAMETERS:
                 line += f" and {len(lacking) - _SHOWN_PARAMETERS} more"
-            lines.append(f"{ranks_text(ranks)}: {line}")
+            if lacking:
+                told.append((rank, line))
         return GradientError(
             "parameters got no gradient in the backward since the last forward",
             where=self._where(),
             expected="every parameter that requires a gradient takes part in every rank's loss",
-            found="\n".join(lines),
+            found=grouped_text(told),
             fix="let the loss depend on all of the module's outputs, or call "
             "requires_grad_(False) on unused parameters before the model is wrapped",
         )
@@ -549,7 +546,3 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..arrays import dtype_name
 from ..collectives.verbs import all_gather_into_tensor, broadcast
-from ..error_text import ranks_text
+from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError
 from ..mesh.groups import ProcessGroup
 
@@ -28,7 +29,7 @@ def tensor_line(name: str, tensor: torch.Tensor) -> str:
         >>> tensor_line("head.weight", torch.zeros(2, 3).requires_grad_())
         'head.weight (2, 3) float32'
     """
-    line = f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    line = f"{name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
     if not tensor.is_contiguous():
         line += f" strides {tensor.stride()}"
     if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
@@ -74,11 +75,7 @@ def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
         num_differing += 1
         if num_differing > _SHOWN_LINES:
             continue
-        holders: dict[str, list[int]] = {}
-        for rank, entry in zip(group.ranks, entries, strict=True):
-            holders.setdefault(entry, []).append(rank)
-        held = "; ".join(f"{ranks_text(ranks)}: {entry}" for entry, ranks in holders.items())
-        shown.append(f"{place}: {held}")
+        shown.append(f"{place}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}")
     if num_differing > _SHOWN_LINES:
         shown.append(f"and {num_differing - _SHOWN_LINES} more")
     return "\n".join(shown)
@@ -108,7 +105,7 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -
         ends = list(itertools.accumulate(_padded_bytes(tensor) for tensor in chunk))
         flat = torch.empty(ends[-1], dtype=torch.uint8, device=chunk[0].device)
         pieces = [
-            flat[end - _padded_bytes(tensor) :][: _num_bytes(tensor)]
+            flat[end - _padded_bytes(tensor) :][: tensor.nbytes]
             .view(tensor.dtype)
             .view(tensor.shape)
             for tensor, end in zip(chunk, ends, strict=True)
@@ -137,9 +134,5 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield from filling.values()
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _padded_bytes(tensor: torch.Tensor) -> int:
-    return -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

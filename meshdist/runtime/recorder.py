@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.distributed import DebugLevel, get_debug_level
 
+from ..arrays import dtype_name
+
 __all__ = ["DebugLevel", "Recorder", "debug_level"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -69,7 +71,7 @@ class Recorder:
         """What was called last, as plain values: sequence, verb, tensor, where."""
         tensor = ""
         if self._shape is not None:
-            tensor = f"{tuple(self._shape)} {str(self._dtype).removeprefix('torch.')}"
+            tensor = f"{tuple(self._shape)} {dtype_name(self._dtype)}"
         return {
             "sequence": self.sequence,
             "verb": self._verb,

@@ -18,6 +18,7 @@ from torch.distributed import Store
 
 from ..errors import BackendError
 from ..reduce_op import ReduceKind
+from ..runtime.timeouts import DEFAULT_TIMEOUT
 
 __all__ = [
     "Communicator",
@@ -145,7 +146,7 @@ class Wire(ABC):
 
     name: str
     device_types: frozenset[str]
-    default_timeout: timedelta = timedelta(minutes=30)
+    default_timeout: timedelta = DEFAULT_TIMEOUT
 
     @abstractmethod
     def is_available(self) -> bool:

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from ..arrays import dtype_name
-from ..error_text import ranks_text
+from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError
 from ..reduce_op import ReduceKind, find_refusal, op_name
 from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
@@ -205,17 +205,17 @@ class _Exchange:
             del self.rounds[call.number]
 
     def _disagreement(self, calls: dict[int, _Call]) -> AgreementError:
-        by_text: dict[str, list[int]] = {}
-        for member in range(self.size):
+        told = []
+        for member, rank in enumerate(self.ranks):
             call = calls.get(member)
             text = "not there yet" if call is None else f"{call.show()} at {show_site(call.site)}"
-            by_text.setdefault(text, []).append(self.ranks[member])
+            told.append((rank, text))
         number = next(iter(calls.values())).number
         return AgreementError(
             f"the members of a group disagree about their collective {number}",
             where=f"{self.title}; no data was moved",
             expected="the same verb, dtype, number of elements, op and root on every member",
-            found="\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items()),
+            found=grouped_text(told),
             fix="make every member call the same verbs in the same order, on equal tensors",
         )
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from ..error_text import ranks_text
+from ..error_text import grouped_text
 from ..errors import DeadlockError, RankFailedError, WorldError
 
 __all__ = [
@@ -422,11 +422,13 @@ class Scheduler(Generic[T]):
 
     def _report(self) -> str:
         """What each rank waits for, ranks that wait for the same joined."""
-        by_text: dict[str, list[int]] = {}
-        for rank in self.ranks:
-            text = rank.ending if rank.waiting is None else f"waits in {rank.waiting.describe()}"
-            by_text.setdefault(text, []).append(rank.index)
-        return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items())
+        return grouped_text(
+            (
+                rank.index,
+                rank.ending if rank.waiting is None else f"waits in {rank.waiting.describe()}",
+            )
+            for rank in self.ranks
+        )
 
     def _release_all(self) -> None:
         """Let every rank end at its next wait; one that is told of a deadlock hears that first."""

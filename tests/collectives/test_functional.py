@@ -215,7 +215,7 @@ def inner(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.conj() * b).real.sum())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes, shapes, st.sampled_from([torch.float64, torch.complex128]), st.randoms())
 def test_psum_and_its_backward_are_transposes(
     size: int, shape: tuple[int, ...], dtype: torch.dtype, random: Any
@@ -234,7 +234,7 @@ def test_psum_and_its_backward_are_transposes(
         assert inner(total, y) == sum(inner(x, b) for x, (_, b) in zip(xs, results, strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes, shapes, st.sampled_from([torch.float64, torch.complex128]), st.randoms())
 def test_pvary_and_its_backward_are_transposes(
     size: int, shape: tuple[int, ...], dtype: torch.dtype, random: Any

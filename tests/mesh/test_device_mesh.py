@@ -36,7 +36,7 @@ def rank_arrays(draw: st.DrawFn) -> np.ndarray:
     return np.array(order).reshape(shape)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rank_arrays())
 def test_coordinate_equals_group_rank_for_any_order_of_ranks(ranks: np.ndarray) -> None:
     def program():
@@ -51,7 +51,7 @@ def test_coordinate_equals_group_rank_for_any_order_of_ranks(ranks: np.ndarray) 
             assert group_rank == coordinate[axis]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rank_arrays())
 def test_all_gather_over_an_axis_comes_in_mesh_order(ranks: np.ndarray) -> None:
     def program():

@@ -20,7 +20,7 @@ from meshdist.mesh.layout import Layout
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("a", "b", "c", "d")
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 
 
 def picture(text):

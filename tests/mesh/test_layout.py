@@ -15,7 +15,7 @@ from meshdist.errors import AxisError, KindError, MeshError, NotInGroupError
 from meshdist.mesh.layout import Layout
 
 NAMES = ("dp", "tp", "pp", "cp")
-quick = settings(deadline=None, max_examples=80)
+quick = settings(max_examples=80)
 
 
 @st.composite

@@ -485,7 +485,7 @@ def test_no_thread_and_no_state_is_left() -> None:
     assert random.getstate() == state[2]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.integers(-100, 100), min_size=1, max_size=5))
 def test_inside_hypothesis(values: list[int]) -> None:
     def program() -> int:

@@ -18,7 +18,7 @@ from meshdist.mesh.strides import (
     strided_modes,
 )
 
-quick = settings(deadline=None, max_examples=80)
+quick = settings(max_examples=80)
 some_modes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), max_size=3).map(tuple)
 
 
