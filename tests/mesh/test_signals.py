@@ -1,0 +1,69 @@
+"""Sentinels: signals that arrive while a rank does something else."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from torch.distributed import HashStore, TCPStore
+
+from meshdist.mesh.signals import Sentinel, ask, find_lifeline, post
+
+
+def until(is_so) -> bool:
+    deadline = time.monotonic() + 5
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def test_an_abort_reaches_every_sentinel_and_questions_are_answered() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    aborted: list[tuple[int, str]] = []
+    sentinels = [
+        Sentinel(
+            server.clone(),
+            rank,
+            lambda rank=rank: [{"verb": f"verb of {rank}"}],
+            lambda message, rank=rank: aborted.append((rank, message["reason"])),
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert ask(server, (0, 1)) == {0: [{"verb": "verb of 0"}], 1: [{"verb": "verb of 1"}]}
+        assert post(server, {"kind": "abort", "reason": "enough"}) == 2
+        assert until(lambda: len(aborted) == 2)
+        assert sorted(aborted) == [(0, "enough"), (1, "enough")]
+        assert all(sentinel.is_store_served() for sentinel in sentinels)
+    finally:
+        for sentinel in sentinels:
+            sentinel.stop()
+            sentinel.stop()
+    assert not [t for t in threading.enumerate() if t.name == "meshdist-sentinel"]
+
+
+def test_signals_of_before_are_not_acted_on() -> None:
+    store = HashStore()
+    post(store, {"kind": "abort", "reason": "old"})
+    aborted: list[dict] = []
+    sentinel = Sentinel(store, 0, list, aborted.append)
+    post(store, {"kind": "abort", "reason": "new"})
+    try:
+        assert until(lambda: bool(aborted))
+        assert [message["reason"] for message in aborted] == ["new"]
+    finally:
+        sentinel.stop()
+
+
+def test_a_rank_that_gives_no_answer_is_left_out() -> None:
+    start = time.monotonic()
+    assert ask(HashStore(), (3,)) == {}
+    assert 1.5 < time.monotonic() - start < 10
+
+
+def test_the_lifeline_is_for_a_served_store_alone() -> None:
+    assert find_lifeline(HashStore()) is None
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lifeline = find_lifeline(server)
+    assert lifeline is not None
+    lifeline.close()
