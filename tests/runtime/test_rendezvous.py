@@ -499,8 +499,9 @@ def test_rank_0_may_lack_the_address(pool: Pool, port: int) -> None:
 def run_torchrun(tmp_path: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *"-m torch.distributed.run --nproc-per-node 2".split(), *options, script],
+        [*command, *options, script],
         capture_output=True,
         text=True,
         timeout=150,

@@ -1,0 +1,81 @@
+"""The names of wires, and the texts that pair device types with them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import meshdist as md
+from meshdist.wires.names import DEFAULT_WIRES, backends_text, parse_backends
+
+
+def test_names_are_lower_case() -> None:
+    assert md.Backend("GLOO") == "gloo" == md.Backend.GLOO
+    assert isinstance(md.Backend("gloo"), (str, md.Backend))
+    assert [md.Backend.NCCL, md.Backend.MPI, md.Backend.UCC, md.Backend.XCCL] == [
+        "nccl",
+        "mpi",
+        "ucc",
+        "xccl",
+    ]
+    assert md.Backend.UNDEFINED == "undefined"
+
+
+def test_unknown_names_are_kept() -> None:
+    assert md.Backend("Homing-Pigeon") == "homing-pigeon"
+
+
+def test_a_backend_goes_through_pickle() -> None:
+    copy = pickle.loads(pickle.dumps(md.Backend("gloo")))
+    assert (copy, type(copy)) == ("gloo", md.Backend)
+
+
+def test_a_backend_is_named_by_a_str() -> None:
+    with pytest.raises(md.ArgumentError, match="a backend is named by a str"):
+        md.Backend(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "backends"),
+    [
+        (None, DEFAULT_WIRES),
+        ("gloo", {"cpu": "gloo", "cuda": "gloo"}),
+        ("GLOO", {"cpu": "gloo", "cuda": "gloo"}),
+        ("nccl", {"cuda": "nccl"}),
+        ("xccl", {"xpu": "xccl"}),
+        ("pigeon", {"cpu": "pigeon", "cuda": "pigeon"}),
+        ("cpu:gloo", {"cpu": "gloo"}),
+        ("cpu:gloo,cuda:NCCL", {"cpu": "gloo", "cuda": "nccl"}),
+        ("cuda:nccl, cpu:gloo", {"cuda": "nccl", "cpu": "gloo"}),
+    ],
+)
+def test_backends_by_device_type(text: str | None, backends: dict[str, str]) -> None:
+    assert parse_backends(text) == backends
+    assert md.BackendConfig(text).get_device_backend_map() == backends
+    if backends:
+        assert parse_backends(backends_text(backends)) == backends
+        assert repr(md.BackendConfig(text)) == backends_text(backends)
+
+
+@pytest.mark.parametrize("text", ["cpu:", ":gloo", "cpu:gloo,", "cpu:gloo:1", "cpu:gloo,nccl"])
+def test_malformed_pairs(text: str) -> None:
+    with pytest.raises(ValueError, match="does not pair a device type with a backend"):
+        parse_backends(text)
+
+
+def test_a_device_type_twice() -> None:
+    with pytest.raises(ValueError, match="device type 'cpu' has two backends") as caught:
+        parse_backends("cpu:gloo,cpu:mpi")
+    assert "found:    gloo and mpi" in str(caught.value)
+
+
+def test_tcp_of_the_old_package() -> None:
+    with pytest.raises(md.ArgumentError, match=r"existed in the old torch\.distributed") as caught:
+        parse_backends("TCP")
+    assert "fix:      init_process_group('gloo')" in str(caught.value)
+
+
+def test_backends_are_text() -> None:
+    with pytest.raises(md.KindError, match="backend must be a str"):
+        parse_backends(3)  # type: ignore[arg-type]
