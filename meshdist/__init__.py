@@ -85,14 +85,10 @@ _ROOMS = {
         "is_xccl_available",
     ),
     "mesh.layout": ("Layout",),
-    "mesh.device_mesh": (
-        "AxisOptions",
-        "DeviceMesh",
-        "find_current_mesh",
-        "get_current_mesh",
-        "init_device_mesh",
-        "make_mesh",
-    ),
+    "mesh.axis_options": ("AxisOptions",),
+    "mesh.current_mesh": ("find_current_mesh", "get_current_mesh"),
+    "mesh.device_mesh": ("DeviceMesh",),
+    "mesh.making": ("init_device_mesh", "make_mesh"),
     "mesh.simulation": ("simulate",),
     "mesh.spawning": ("spawn",),
     "collectives.verbs": (
@@ -155,14 +151,12 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         StoreError as StoreError,
         WorldError as WorldError,
     )
-    from .mesh.device_mesh import (
-        AxisOptions as AxisOptions,
-        DeviceMesh as DeviceMesh,
+    from .mesh.axis_options import AxisOptions as AxisOptions
+    from .mesh.current_mesh import (
         find_current_mesh as find_current_mesh,
         get_current_mesh as get_current_mesh,
-        init_device_mesh as init_device_mesh,
-        make_mesh as make_mesh,
     )
+    from .mesh.device_mesh import DeviceMesh as DeviceMesh
     from .mesh.group_calls import (
         get_global_rank as get_global_rank,
         get_group_rank as get_group_rank,
@@ -178,6 +172,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         group as group,
     )
     from .mesh.layout import Layout as Layout
+    from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make_mesh
     from .mesh.session import (
         destroy_process_group as destroy_process_group,
         get_backend as get_backend,

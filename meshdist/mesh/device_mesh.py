@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ..error_text import ranks_text
-from ..errors import ArgumentError, AxisError, BackendError, KindError, MeshError, NotInGroupError
+from ..errors import ArgumentError, AxisError, MeshError, NotInGroupError
+from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..runtime.world import World, find_world, get_usable_world
 from .agreement import agree
 from .axis_options import AxisOptions, options_of_axes
+from .current_mesh import enter_mesh, leave_mesh
+from .devices import check_device, check_device_type, select_device
 from .drawing import draw
 from .groups import ProcessGroup, resolve_group
 from .layout import Axis, Layout
@@ -23,16 +23,7 @@ from .registry import get_registry
 from .session import init_process_group
 from .torch_interop import make_torch_mesh, parts_of_torch_mesh
 
-__all__ = [
-    "AxisOptions",
-    "DeviceMesh",
-    "find_current_mesh",
-    "get_current_mesh",
-    "init_device_mesh",
-    "make_mesh",
-]
-
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
+__all__ = ["DeviceMesh"]
 
 
 class DeviceMesh:
@@ -43,7 +34,8 @@ class DeviceMesh:
 
     Args:
         device_type: "cpu", "cuda", ...: where the tensors live, without an index.
-        mesh: global ranks, one dim per axis, in any order: an array, tensor or nested sequence.
+        mesh: global ranks, one dim per axis, in any order: an array, tensor or nested sequence; or
+            a Layout, which has its own names.
         mesh_dim_names: one name per axis.
         axis_options: AxisOptions by axis name or index.
         open_groups: False leaves opening to ``warmup()`` or to the first use.
@@ -76,11 +68,14 @@ class DeviceMesh:
         axis_options: Mapping[str | int, AxisOptions] | None = None,
         open_groups: bool = True,
     ) -> None:
-        _check_device_type(device_type)
-        world = _world_for_mesh()
-        layout = Layout.from_ranks(mesh, mesh_dim_names, world_size=world.size)
-        options = options_of_axes(layout, axis_options, None, None)
-        self._set_up(world, device_type, layout, options)
+        check_device_type(device_type)
+        if open_groups:
+            check_device(device_type)
+        if find_world() is None:
+            init_process_group()
+        world = get_usable_world()
+        layout = _layout_of(mesh, mesh_dim_names, world)
+        self._set_up(world, device_type, layout, options_of_axes(layout, axis_options))
         if open_groups:
             self._open()
 
@@ -146,7 +141,6 @@ class DeviceMesh:
     def _open(self) -> None:
         if self._coordinate is None:
             return
-        _check_device(self._device_type)
         select_device(self._device_type, self._world)
         members = tuple(self._layout.ranks().ravel().tolist())
         timeout = max(self._timeout_of(options) for options in self._options)
@@ -156,7 +150,7 @@ class DeviceMesh:
                 group.open(self._device_type)
 
     def _timeout_of(self, options: AxisOptions) -> timedelta:
-        return options.timeout or self._world.timeout or _DEFAULT_TIMEOUT
+        return options.timeout or self._world.timeout or DEFAULT_TIMEOUT
 
     def _definition(self) -> dict[str, Any]:
         return {
@@ -294,32 +288,14 @@ class DeviceMesh:
             part = self
         else:
             through = self._some_rank()
-            part = self._make(
-                self._world,
-                self._device_type,
-                self._layout.slice(names, through),
-                tuple(self._options[index] for index in indices),
-                root=self._root,
-                groups=tuple(self._groups[i] for i in indices) if self._groups else None,
-            )
-            if not self._groups:
-                part._coordinate = None
-                part._groups = ()
+            part = self._with_axes(self._layout.slice(names, through), indices)
         self._derived[axes] = part
         return part
 
     def transpose(self, *axes: Axis) -> DeviceMesh:
         """The same ranks and groups with the axes in this order; opens nothing."""
         indices = self._layout.axis_indices(axes)
-        layout = self._layout.transpose(indices)
-        return self._make(
-            self._world,
-            self._device_type,
-            layout,
-            tuple(self._options[index] for index in indices),
-            root=self._root,
-            groups=tuple(self._groups[i] for i in indices) if self._groups else None,
-        )
+        return self._with_axes(self._layout.transpose(indices), indices)
 
     def flatten(self, axes: Sequence[Axis] | None = None, name: str | None = None) -> DeviceMesh:
         """The mesh with ``axes`` (all of them by default) as one axis, the first the slowest.
@@ -378,7 +354,18 @@ class DeviceMesh:
             layout,
             tuple(options for part in meshes for options in part._options),
             root=first._root,
-            groups=tuple(group for part in meshes for group in part._groups) or None,
+            groups=tuple(group for part in meshes for group in part._groups),
+        )
+
+    def _with_axes(self, layout: Layout, indices: tuple[int, ...]) -> DeviceMesh:
+        """A mesh of ``layout`` on the groups of these axes."""
+        return self._make(
+            self._world,
+            self._device_type,
+            layout,
+            tuple(self._options[index] for index in indices),
+            root=self._root,
+            groups=tuple(self._groups[index] for index in indices) if self._groups else (),
         )
 
     def _with_new_axes(
@@ -413,6 +400,7 @@ class DeviceMesh:
     def warmup(self) -> None:
         """Open the groups of all axes; collective over the mesh's ranks."""
         self._check_member("warmup")
+        check_device(self._device_type)
         self._open()
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:
@@ -439,11 +427,11 @@ class DeviceMesh:
             group.close()
 
     def __enter__(self) -> DeviceMesh:
-        _stack.set((*_stack.get(), self))
+        enter_mesh(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _stack.set(_stack.get()[:-1])
+        leave_mesh()
 
     # ------------------------------------------------------------------ other forms
 
@@ -466,7 +454,7 @@ class DeviceMesh:
         Raises:
             MeshError: the mesh and the groups' ranks do not fit together.
         """
-        _check_device_type(device_type)
+        check_device_type(device_type)
         groups = [group] if isinstance(group, ProcessGroup) else list(group)
         if not groups:
             raise MeshError("from_group has no groups", expected="one group per axis")
@@ -578,152 +566,24 @@ class DeviceMesh:
             )
 
 
-_stack: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
-
-
-def find_current_mesh() -> DeviceMesh | None:
-    """Return the mesh in force (the innermost ``with mesh:``), or None."""
-    stack = _stack.get()
-    return stack[-1] if stack else None
-
-
-def get_current_mesh() -> DeviceMesh:
-    """Return the mesh in force; raises MeshError where there is none."""
-    mesh = find_current_mesh()
-    if mesh is None:
-        raise MeshError(
-            "no mesh is in force",
-            expected="a call inside `with mesh:`, or the argument mesh=",
-            fix="wrap the call: with mesh: ...",
-        )
-    return mesh
-
-
-def init_device_mesh(
-    device_type: str,
-    mesh_shape: Sequence[int],
-    *,
-    mesh_dim_names: Sequence[str] | None = None,
-    backend_override: Mapping[str | int, Any] | None = None,
-    axis_options: Mapping[str | int, AxisOptions] | None = None,
-    timeout: timedelta | None = None,
-    open_groups: bool = True,
-) -> DeviceMesh:
-    """Arrange ranks 0, 1, 2, ... row-major in a mesh; collective over its ranks.
-
-    Starts the world when there is none. With "cuda" it selects this rank's device, unless the
-    program chose one before.
-
-    Args:
-        device_type: "cpu", "cuda", ..., without an index.
-        mesh_shape: the size of each axis; one may be -1, the rest of the world.
-        mesh_dim_names: one name per axis.
-        backend_override: torch's form of per-axis wires: a name, wire options, or both.
-        axis_options: AxisOptions by axis name or index.
-        timeout: how long to wait for the ranks, and in verbs on axes that name no timeout.
-        open_groups: False leaves opening to ``warmup()`` or to the first use.
-
-    Returns:
-        The mesh, equal on every rank. A mesh smaller than the world is legal: on the ranks
-        outside it ``get_coordinate()`` is None.
-
-    Raises:
-        as ``DeviceMesh``.
-
-    Example:
-        >>> import meshdist as md
-        >>> def program():
-        ...     mesh = md.init_device_mesh("cpu", (2, -1), mesh_dim_names=("dp", "tp"))
-        ...     return mesh.shape, mesh.get_local_rank("tp")
-        >>> md.simulate(program, 8)[6]
-        ((2, 4), 2)
-    """
-    _check_device_type(device_type)
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise KindError(
-            f"timeout must be a datetime.timedelta, not {timeout!r}",
-            fix="pass for example timedelta(seconds=60)",
-        )
-    if open_groups:
-        _check_device(device_type)
-    world = _world_for_mesh(timeout)
-    layout = Layout.from_shape(mesh_shape, mesh_dim_names, world_size=world.size)
-    options = options_of_axes(layout, axis_options, backend_override, timeout)
-    mesh = DeviceMesh._make(world, device_type, layout, options)
-    if open_groups:
-        mesh._open()
-    return mesh
-
-
-def make_mesh(
-    axis_shapes: Sequence[int],
-    axis_names: Sequence[str],
-    *,
-    device_type: str | None = None,
-) -> DeviceMesh:
-    """JAX's form of ``init_device_mesh``; "cuda" where there is a GPU, else "cpu".
-
-    Example:
-        >>> import meshdist as md
-        >>> md.simulate(lambda: md.make_mesh((2, 2), ("dp", "tp")).axis_sizes, 4)[0]
-        {'dp': 2, 'tp': 2}
-    """
-    chosen = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return init_device_mesh(chosen, axis_shapes, mesh_dim_names=axis_names)
-
-
-def select_device(device_type: str, world: World) -> None:
-    """Select this rank's CUDA device: the one chosen before, else by local rank."""
-    if device_type != "cuda" or torch.cuda.is_initialized():
-        return
-    count = torch.cuda.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", world.local_rank))
-    if local_rank >= count:
-        warnings.warn(
-            f"rank {world.rank} has local rank {local_rank} on a host with {count} CUDA devices "
-            f"and takes device {local_rank % count}; call torch.cuda.set_device before the mesh "
-            "is made to choose another",
-            stacklevel=4,
-        )
-    torch.cuda.set_device(local_rank % count)
-
-
 def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...]) -> DeviceMesh:
     return DeviceMesh._make(get_usable_world(), device_type, layout, options)
 
 
-def _world_for_mesh(timeout: timedelta | None = None) -> World:
-    if find_world() is None:
-        init_process_group(timeout=timeout)
-    return get_usable_world()
-
-
-def _check_device_type(device_type: object) -> None:
-    if not isinstance(device_type, str):
-        raise KindError(
-            f"device_type must be text, not {device_type!r}", expected="'cpu', 'cuda', ..."
-        )
-    if not device_type.isalpha():
-        base = device_type.split(":")[0]
-        raise MeshError(
-            f"device type {device_type!r} is not a plain device type",
-            expected=f"the type without an index: {base!r}",
-            fix=f"torch.{base}.set_device(...) chooses the device before the mesh is made"
-            if base not in ("", "cpu")
-            else None,
-        )
-
-
-def _check_device(device_type: str) -> None:
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise BackendError(
-            "a 'cuda' mesh needs a GPU, and torch sees none",
-            found=f"torch {torch.__version__}, torch.cuda.is_available() is False",
-            fix="use init_device_mesh('cpu', ...), install a CUDA build of torch, or plan without "
-            "communication: open_groups=False",
-        )
-    known = ("cpu", "cuda", "xpu", "mps", "meta", "hpu", "xla", "mtia", "npu")
-    if device_type not in known:
+def _layout_of(mesh: Any, names: Sequence[str] | None, world: World) -> Layout:
+    if not isinstance(mesh, Layout):
+        return Layout.from_ranks(mesh, names, world_size=world.size)
+    if names is not None:
         raise ArgumentError(
-            f"unknown device type {device_type!r}", expected=f"one of {', '.join(known)}"
+            "a Layout has its own axis names",
+            where=f"layout ({mesh.axis_text()}), mesh_dim_names={names!r}",
+            fix="name the axes where the Layout is made",
         )
+    if mesh.largest_rank >= world.size:
+        raise MeshError(
+            f"the mesh names rank {mesh.largest_rank}, which the world lacks",
+            where=f"layout ({mesh.axis_text()})",
+            expected=f"ranks from 0 to {world.size - 1}",
+            fix=f"start {mesh.largest_rank + 1} ranks, or use fewer",
+        )
+    return mesh

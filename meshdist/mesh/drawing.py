@@ -223,12 +223,6 @@ def _abreast(layout: Layout, room: int) -> int:
     return room // turn * turn if room > turn else max(room, 1)
 
 
-def _largest_rank(layout: Layout) -> int:
-    if layout.rank_map is None:
-        return layout.rank_at([size - 1 for size in layout.sizes])  # strides are positive
-    return max(layout.rank_map)
-
-
 def _letters(index: int) -> str:
     """Return a, b, ... z, aa, ab, ..."""
     text = ""
@@ -249,7 +243,7 @@ def _text_of(layout: Layout, marks: _Marks, width: int, color: bool, ascii_only:
     from rich.text import Text
 
     num_hosts = len(marks.host_names)
-    cell_width = len(str(_largest_rank(layout)))
+    cell_width = len(str(layout.largest_rank))
     if num_hosts:
         cell_width += 1 + len(_letters(num_hosts - 1))
     cell_width = max(cell_width, len(str(layout.sizes[-1] - 1)))
@@ -364,7 +358,7 @@ class _Svg:
 
     def __init__(self, layout: Layout, marks: _Marks, width: int) -> None:
         self.marks = marks
-        digits = max(len(str(_largest_rank(layout))), len(str(layout.sizes[-1] - 1)), 3)
+        digits = max(len(str(layout.largest_rank)), len(str(layout.sizes[-1] - 1)), 3)
         self.cell_width = 16 + digits * self.character_width
         probe = _View(layout, (), (), ())
         self.label_width = 12 + self.character_width * max(len(probe.corner()), 4)

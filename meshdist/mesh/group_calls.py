@@ -14,6 +14,7 @@ import torch
 
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, NotInGroupError
+from ..runtime.timeouts import check_timeout
 from ..runtime.world import World, get_usable_world
 from ..wires.base import get_wire
 from ..wires.names import parse_backends
@@ -65,7 +66,7 @@ def new_group(
     """
     world = get_usable_world()
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
-    timeout = _checked_timeout(timeout)
+    check_timeout(timeout)
     backends = dict(parse_backends(backend)) if backend is not None else dict(world.backends)
     for name in set(backends.values()):
         get_wire(name)
@@ -259,13 +260,3 @@ def _checked_ranks(
             found=str(list(members)),
         )
     return tuple(sorted(members)) if sort_ranks else members
-
-
-def _checked_timeout(timeout: object) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        return timeout
-    raise KindError(
-        f"timeout must be a datetime.timedelta, not {timeout!r}",
-        found=type(timeout).__name__,
-        fix="pass for example timedelta(seconds=60)",
-    )

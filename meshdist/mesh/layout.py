@@ -211,6 +211,13 @@ class Layout:
         """The number of ranks."""
         return math.prod(self.sizes)
 
+    @cached_property
+    def largest_rank(self) -> int:
+        """The largest rank of the mesh."""
+        if self.rank_map is None:  # strides are positive
+            return self._last
+        return int(self.ranks().max())
+
     @property
     def axis_sizes(self) -> dict[AxisName, int]:
         """The size of each axis by name, in axis order.

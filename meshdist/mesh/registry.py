@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from ..runtime.handles import cloned, store_of_thread
 from ..runtime.recorder import Recorder
@@ -213,8 +214,8 @@ class Registry:
         store = store_of_thread(self.world)
         for entry in opened:
             if entry.label not in self.aborts and entry.size > 1:
-                key, size = f"{entry.label}/opened", entry.size
-                self._wait_until(lambda key=key, size=size: int(store.add(key, 0)) >= size)
+                key = f"{entry.label}/opened"
+                self._wait_until(partial(_has_counted, store, key, entry.size))
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return when ``is_so()``, after a few seconds, or when the store is lost."""
@@ -235,6 +236,10 @@ class Registry:
         for entry in opened:
             self.forget(entry)
             entry.communicator.abort()
+
+
+def _has_counted(store: Store, key: str, count: int) -> bool:
+    return int(store.add(key, 0)) >= count
 
 
 def get_registry(world: World) -> Registry:

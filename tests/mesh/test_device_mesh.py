@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -99,13 +98,6 @@ def test_attributes() -> None:
 
     drawn = md.simulate(program, 6)[0]
     assert "dp" in drawn and "tp" in drawn and "5" in drawn
-
-
-def test_make_mesh_in_jax_form_infers_one_size() -> None:
-    def program():
-        return md.make_mesh((2, -1), ("x", "y"), device_type="cpu").axis_sizes
-
-    assert md.simulate(program, 6) == [{"x": 2, "y": 3}] * 6
 
 
 def test_slices_are_cached_open_nothing_and_share_groups() -> None:
@@ -244,22 +236,6 @@ def test_equality_hash_and_pickling() -> None:
     assert md.simulate(program, 4) == [2.0] * 4
 
 
-def test_the_mesh_in_force() -> None:
-    def program():
-        assert md.find_current_mesh() is None
-        with pytest.raises(md.MeshError, match="no mesh is in force"):
-            md.get_current_mesh()
-        outer = md.init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-        inner = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("b", "c"))
-        with outer:
-            with inner:
-                assert md.get_current_mesh() is inner
-            assert md.get_current_mesh() is outer
-        return md.find_current_mesh()
-
-    assert md.simulate(program, 2) == [None, None]
-
-
 def test_lazy_mesh_opens_at_warmup() -> None:
     def program():
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), open_groups=False)
@@ -270,20 +246,16 @@ def test_lazy_mesh_opens_at_warmup() -> None:
     assert md.simulate(program, 4) == [(0, 1)] * 4
 
 
-def test_a_cuda_mesh_can_be_planned_without_a_gpu() -> None:
+def test_a_layout_is_a_mesh_that_brings_its_names() -> None:
+    layout = md.Layout.from_shape((2, 3), ("dp", "tp")).transpose(("tp", "dp"))
+
     def program():
-        mesh = md.init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"), open_groups=False)
-        return mesh["tp"].get_group().ranks
+        mesh = md.DeviceMesh("cpu", layout)
+        assert mesh.layout is layout
+        return mesh.axis_names, mesh.get_coordinate(), mesh.get_group("dp").ranks
 
-    assert md.simulate(program, 16)[9] == tuple(range(8, 16))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(md.BackendError) as caught:
-        md.simulate(lambda: md.init_device_mesh("cuda", (2, 1)), 2)
-    assert str(caught.value).startswith("a 'cuda' mesh needs a GPU, and torch sees none")
-    assert "fix:" in str(caught.value)
+    for rank, found in enumerate(md.simulate(program, 6)):
+        assert found == (("tp", "dp"), (rank % 3, rank // 3), (rank % 3, rank % 3 + 3))
 
 
 REFUSED = [
@@ -305,6 +277,16 @@ REFUSED = [
     (lambda: md.init_device_mesh("cpu", (2, 2), timeout=3), md.KindError, "datetime.timedelta"),
     (lambda: md.DeviceMesh("cpu", [[0, 1], [1, 2]]), md.MeshError, "rank 1 is in"),
     (lambda: md.DeviceMesh("cpu", [0, 4]), md.MeshError, "4"),
+    (
+        lambda: md.DeviceMesh("cpu", md.Layout.from_ranks([4, 1, 0])),
+        md.MeshError,
+        "the mesh names rank 4, which the world lacks",
+    ),
+    (
+        lambda: md.DeviceMesh("cpu", md.Layout.from_shape((2,)), mesh_dim_names=("dp",)),
+        md.ArgumentError,
+        "a Layout has its own axis names",
+    ),
     (lambda: md.init_device_mesh("cpu", (2, 2))["tp"], md.MeshError, "unnamed mesh"),
     (
         lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["pp"],
@@ -374,20 +356,6 @@ def test_meshes_that_differ_between_ranks_raise_on_every_rank_and_show_both() ->
         assert text.startswith("the ranks do not define the same mesh")
         assert "rank 0: DeviceMesh(tp=2, dp=2)" in text
         assert "ranks 1-3: DeviceMesh(dp=2, tp=2)" in text
-
-
-def test_axis_timeouts() -> None:
-    def program():
-        mesh = md.init_device_mesh(
-            "cpu",
-            (2, 2),
-            mesh_dim_names=("dp", "tp"),
-            axis_options={"tp": md.AxisOptions(timeout=timedelta(seconds=7))},
-            timeout=timedelta(seconds=90),
-        )
-        return [group.timeout.total_seconds() for group in mesh.get_all_groups()]
-
-    assert md.simulate(program, 4)[0] == [90.0, 7.0]
 
 
 def test_abort_frees_simulated_ranks() -> None:

@@ -71,6 +71,7 @@ def test_ranks_and_coordinates_are_those_of_the_array(mesh):
     assert same(layout, array)
     assert layout.ndim == array.ndim
     assert layout.num_ranks == array.size
+    assert layout.largest_rank == array.max()
     held = set()
     for coordinate in np.ndindex(array.shape):
         rank = int(array[coordinate])

@@ -38,6 +38,8 @@ def test_times_that_are_over_before_they_begin_are_refused(seconds: int) -> None
     "call",
     [
         lambda timeout: md.AxisOptions(timeout=timeout),
+        lambda timeout: md.init_device_mesh("cpu", (1,), timeout=timeout),
+        lambda timeout: md.new_group(timeout=timeout),
         lambda timeout: md.barrier(timeout=timeout),
     ],
 )

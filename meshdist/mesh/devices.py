@@ -1,0 +1,76 @@
+"""Device types: which a mesh can have, and which device a rank takes."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from ..errors import ArgumentError, BackendError, KindError, MeshError
+from ..runtime.world import World
+from ..wires.turns import call_site
+from .session import get_node_local_rank
+
+__all__ = ["check_device", "check_device_type", "select_device"]
+
+
+def check_device_type(device_type: object) -> None:
+    """Return if ``device_type`` is text without an index.
+
+    Raises:
+        KindError: it is no text.
+        MeshError: it has an index.
+    """
+    if not isinstance(device_type, str):
+        raise KindError(
+            f"device_type must be text, not {device_type!r}", expected="'cpu', 'cuda', ..."
+        )
+    if not device_type.isalpha():
+        base = device_type.split(":")[0]
+        raise MeshError(
+            f"device type {device_type!r} is not a plain device type",
+            expected=f"the type without an index: {base!r}",
+            fix=f"torch.{base}.set_device(...) chooses the device before the mesh is made"
+            if base not in ("", "cpu")
+            else None,
+        )
+
+
+def check_device(device_type: str) -> None:
+    """Return if groups of such a mesh can communicate here.
+
+    Raises:
+        BackendError: "cuda" without a GPU.
+        ArgumentError: no such device type.
+    """
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(
+            "a 'cuda' mesh needs a GPU, and torch sees none",
+            found=f"torch {torch.__version__}, torch.cuda.is_available() is False",
+            fix="use init_device_mesh('cpu', ...), install a CUDA build of torch, or plan without "
+            "communication: open_groups=False",
+        )
+    known = ("cpu", "cuda", "xpu", "mps", "meta", "hpu", "xla", "mtia", "npu")
+    if device_type not in known:
+        raise ArgumentError(
+            f"unknown device type {device_type!r}", expected=f"one of {', '.join(known)}"
+        )
+
+
+def select_device(device_type: str, world: World) -> None:
+    """Select this rank's CUDA device: the one chosen before, else by local rank."""
+    if device_type != "cuda" or torch.cuda.is_initialized():
+        return
+    count = torch.cuda.device_count()
+    local_rank = get_node_local_rank()
+    if local_rank >= count:
+        file, line = call_site() or (__file__, 0)
+        warnings.warn_explicit(
+            f"rank {world.rank} has local rank {local_rank} on a host with {count} CUDA devices "
+            f"and takes device {local_rank % count}; call torch.cuda.set_device before the mesh "
+            "is made to choose another",
+            UserWarning,
+            file,
+            line,
+        )
+    torch.cuda.set_device(local_rank % count)
