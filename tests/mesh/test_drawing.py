@@ -7,18 +7,15 @@ import math
 import re
 import sys
 import textwrap
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from meshdist.errors import MeshError, NotInGroupError
-from meshdist.mesh.drawing import draw, draw_svg
+from meshdist.mesh.drawing import draw
 from meshdist.mesh.layout import Layout
 
-SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("a", "b", "c", "d")
 quick = settings(max_examples=40)
 
@@ -276,81 +273,6 @@ def test_a_long_list_of_hosts_is_shortened():
     layout = Layout.from_shape((40,), ("dp",))
     last = draw(layout, hosts=[f"host{rank:02}" for rank in range(40)], width=70).split("\n")[-1]
     assert last == "hosts: a = host00, b = host01, c = host02, d = host03, …, an = host39"
-
-
-# ------------------------------------------------------------------ SVG
-
-
-def ranks_in(svg):
-    """The titles of the cells: every rank with its coordinate."""
-    root = ElementTree.fromstring(svg)
-    assert root.tag == f"{SVG}svg"
-    return [group.find(f"{SVG}title").text for group in root.iter(f"{SVG}g")]
-
-
-@quick
-@given(small_meshes())
-def test_svg_shows_the_ranks_of_a_small_mesh_in_order(mesh):
-    layout, ranks = mesh
-    assert ranks_in(draw_svg(layout)) == [
-        f"rank {rank} ({layout.coordinate_text(rank)})" for rank in ranks.ravel().tolist()
-    ]
-
-
-@pytest.mark.parametrize("shape", [(5000,), (64, 256), (128, 16, 8), (8, 8, 8, 8)])
-def test_svg_of_a_large_mesh_stays_small_and_inside_its_box(shape):
-    layout = Layout.from_shape(shape, NAMES[: len(shape)])
-    rank = layout.num_ranks * 2 // 3
-    svg = draw_svg(layout, highlight_rank=rank, hosts=[f"h{r // 8}" for r in range(10000 * 2)])
-    titles = ranks_in(svg)
-    assert len(titles) < 1000
-    expected = f"rank {rank} ({layout.coordinate_text(rank)}) on h{rank // 8}"
-    assert expected in titles
-    root = ElementTree.fromstring(svg)
-    width, height = (float(root.get(name)) for name in ("width", "height"))
-    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
-    assert width <= 924
-    for box in root.iter(f"{SVG}rect"):
-        assert float(box.get("x")) + float(box.get("width")) <= width
-        assert float(box.get("y")) + float(box.get("height")) <= height
-
-
-def test_svg_escapes_what_hosts_are_called():
-    svg = draw_svg(Layout.from_shape((2,)), hosts=["<a&b>", '"c"'])
-    texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-    assert "<a&b>" in texts
-    assert '"c"' in texts
-
-
-def test_cells_of_one_host_share_a_color():
-    layout = Layout.from_shape((2, 2))
-    root = ElementTree.fromstring(draw_svg(layout, hosts=["a", "a", "b", "b"], highlight_rank=3))
-    boxes = [group.find(f"{SVG}rect") for group in root.iter(f"{SVG}g")]
-    fills = [box.get("fill") for box in boxes]
-    assert fills[0] == fills[1] != fills[2] == fills[3]
-    assert [box.get("stroke-width") for box in boxes] == ["1", "1", "1", "3"]
-
-
-# ------------------------------------------------------------------ errors
-
-
-@pytest.mark.parametrize("make", [draw, draw_svg])
-def test_errors(make):
-    layout = Layout.from_shape((2, 4), ("dp", "tp"))
-    with pytest.raises(NotInGroupError) as outside:
-        make(layout, highlight_rank=8)
-    assert str(outside.value) == (
-        "the mesh does not hold rank 8, which is to be highlighted\n  where:    mesh (dp=2, tp=4)"
-    )
-    for hosts in (["a"] * 7, dict.fromkeys(range(7), "a")):
-        with pytest.raises(MeshError) as missing:
-            make(layout, hosts=hosts)
-        assert str(missing.value) == (
-            "hosts names no host for rank 7\n"
-            "  where:    mesh (dp=2, tp=4)\n"
-            "  expected: a host for every rank of the mesh, by rank\n"
-            "  found:    7 hosts"
-        )
 
 
 # ------------------------------------------------------------------ the page

@@ -1,0 +1,153 @@
+"""What a picture of a mesh shows: which of its coordinates, with which labels and marks.
+
+Only what is shown is computed, so a mesh of any size draws at once; what does not fit is left out
+behind an ellipsis, but never the rank to highlight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import MeshError, NotInGroupError
+from .layout import Layout
+
+__all__ = ["Hosts", "Marks", "View", "indices_shown", "tables_abreast"]
+
+Hosts = Mapping[int, object] | Sequence[object]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a picture says about a rank besides its place."""
+
+    highlight_rank: int | None
+    highlight_at: tuple[int, ...] | None
+    hosts: Hosts | None
+    host_names: tuple[str, ...]  # in order of first appearance
+
+    @staticmethod
+    def of(layout: Layout, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
+        """Check what a caller wants to be marked.
+
+        Raises:
+            NotInGroupError: the mesh does not hold ``highlight_rank``.
+            MeshError: ``hosts`` lacks a rank of the mesh.
+        """
+        at = None
+        if highlight_rank is not None:
+            at = layout.coordinate_of(highlight_rank)
+            if at is None:
+                raise NotInGroupError(
+                    f"the mesh does not hold rank {highlight_rank}, which is to be highlighted",
+                    where=f"mesh ({layout.axis_text()})",
+                )
+        names: dict[str, None] = {}
+        if hosts is not None:
+            for rank in layout.ranks().ravel().tolist():
+                try:
+                    names[str(hosts[rank])] = None
+                except LookupError as error:
+                    raise MeshError(
+                        f"hosts names no host for rank {rank}",
+                        where=f"mesh ({layout.axis_text()})",
+                        expected="a host for every rank of the mesh, by rank",
+                        found=f"{len(hosts)} hosts",
+                    ) from error
+        return Marks(highlight_rank, at, hosts, tuple(names))
+
+    def host_index(self, rank: int) -> int | None:
+        """The number of a rank's host, in ``host_names``."""
+        return None if self.hosts is None else self.host_names.index(str(self.hosts[rank]))
+
+
+@dataclass(frozen=True)
+class View:
+    """The coordinates to show of a mesh; None stands for those left out."""
+
+    layout: Layout
+    blocks: tuple[tuple[int, ...] | None, ...]  # coordinates of all axes but the last two
+    rows: tuple[int | None, ...]
+    columns: tuple[int | None, ...]
+
+    @staticmethod
+    def of(layout: Layout, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
+        """Choose what to show of a mesh; the highlighted rank is always there."""
+        at = marks.highlight_at
+        outer = layout.sizes[:-2]
+        columns = indices_shown(layout.sizes[-1], max_columns, None if at is None else at[-1])
+        rows: tuple[int | None, ...] = (0,)
+        if layout.ndim > 1:
+            rows = indices_shown(layout.sizes[-2], max_rows, None if at is None else at[-2])
+        kept = None if at is None else _flat_index(at[:-2], outer)
+        blocks = tuple(
+            None if block is None else _coordinate(block, outer)
+            for block in indices_shown(math.prod(outer), max_blocks, kept)
+        )
+        return View(layout, blocks, rows, columns)
+
+    def corner(self) -> str:
+        """The text above the rows' labels and before the columns' labels."""
+        if self.layout.ndim == 1:
+            return self.axis_label(0)
+        return f"{self.axis_label(-2)} \\ {self.axis_label(-1)}"
+
+    def axis_label(self, index: int) -> str:
+        """An axis's name, or its number."""
+        names = self.layout.names
+        return f"axis {index % self.layout.ndim}" if names is None else names[index]
+
+    def block_label(self, block: tuple[int, ...]) -> str:
+        """Return ``"pp=1"`` or, without names, ``"[1, :, :]"``; nothing where there is one."""
+        if self.layout.names is None:
+            return f"[{', '.join(map(str, block))}, :, :]" if block else ""
+        return ", ".join(map("{}={}".format, self.layout.names, block))
+
+    def row_label(self, row: int) -> str:
+        """What stands before a row."""
+        return "rank" if self.layout.ndim == 1 else str(row)
+
+    def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:
+        """The rank in a cell."""
+        return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
+
+
+def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, ...]:
+    """Return the indices to show of ``size``: the first ones, the last, and ``kept``."""
+    if size <= limit:
+        return tuple(range(size))
+    limit = max(limit, 3)
+    chosen = {*range(limit - 2), size - 1}
+    if kept is not None and kept not in chosen:
+        chosen = {*range(max(limit - 4, 1)), kept, size - 1}
+    shown: list[int | None] = []
+    for index in sorted(chosen):
+        before = shown[-1] if shown else -1
+        if before is not None and index - before == 2:
+            shown.append(index - 1)  # as short as the ellipsis
+        elif before is not None and index - before > 2:
+            shown.append(None)
+        shown.append(index)
+    return tuple(shown)
+
+
+def _flat_index(coordinate: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    flat = 0
+    for index, size in zip(coordinate, sizes, strict=True):
+        flat = flat * size + index
+    return flat
+
+
+def _coordinate(flat: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(sizes):
+        flat, index = divmod(flat, size)
+        coordinate.append(index)
+    return tuple(reversed(coordinate))
+
+
+def tables_abreast(layout: Layout, room: int) -> int:
+    """Return how many tables to put on a line: whole turns of the axis that changes fastest."""
+    turn = layout.sizes[-3] if layout.ndim > 2 else 1
+    return room // turn * turn if room > turn else max(room, 1)
