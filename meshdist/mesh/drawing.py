@@ -14,6 +14,7 @@ from .view import Hosts, Marks, View, tables_abreast
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = ["draw"]
 
@@ -60,92 +61,115 @@ def draw(
         ascii_only = not _can_print("┌─│…⋮", sys.stdout)
     if color is None:
         color = _terminal_has_colors()
-    return _text_of(layout, marks, _DEFAULT_WIDTH if width is None else width, color, ascii_only)
+    width = _DEFAULT_WIDTH if width is None else width
+    return _Drawing(layout, marks, width, color, ascii_only).text()
 
 
-def _text_of(layout: Layout, marks: Marks, width: int, color: bool, ascii_only: bool) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+class _Drawing:
+    """One drawing in the making; measures are characters."""
 
-    num_hosts = len(marks.host_names)
-    cell_width = len(str(layout.largest_rank))
-    if num_hosts:
-        cell_width += 1 + len(_letters(num_hosts - 1))
-    cell_width = max(cell_width, len(str(layout.sizes[-1] - 1)))
-    probe = View(layout, (), (), ())
-    rows_label = str(layout.sizes[-2] - 1) if layout.ndim > 1 else "rank"
-    label_width = max(len(probe.corner()), len(rows_label))
-    brackets = 2  # of the highlighted rank; they widen one column
-    max_columns = (width - label_width - 4 - brackets) // (cell_width + 3)
-    max_rows = _MAX_ROWS if layout.ndim <= 2 else _MAX_ROWS - 4
-    num_rows = min(max_rows, layout.sizes[-2]) if layout.ndim > 1 else 1
-    num_columns = min(max(max_columns, 3), layout.sizes[-1])
-    table_width = label_width + 4 + brackets + num_columns * (cell_width + 3)
-    abreast = tables_abreast(layout, (width + 2) // (table_width + 2))
-    view = View.of(layout, marks, abreast * (_MAX_LINES // (num_rows + 6)), max_rows, max_columns)
-    dots, vertical_dots = ("...", ":") if ascii_only else ("…", "⋮")
+    def __init__(
+        self, layout: Layout, marks: Marks, width: int, color: bool, ascii_only: bool
+    ) -> None:
+        self.marks = marks
+        self.width = width
+        self.color = color
+        self.ascii_only = ascii_only
+        self.dots, self.vertical_dots = ("...", ":") if ascii_only else ("…", "⋮")
+        cell_width = len(str(layout.largest_rank))
+        if marks.host_names:
+            cell_width += 1 + len(_letters(len(marks.host_names) - 1))
+        cell_width = max(cell_width, len(str(layout.sizes[-1] - 1)))
+        probe = View(layout, (), (), ())
+        rows_label = str(layout.sizes[-2] - 1) if layout.ndim > 1 else "rank"
+        label_width = max(len(probe.corner()), len(rows_label))
+        brackets = 2  # of the highlighted rank; they widen one column
+        max_columns = (width - label_width - 4 - brackets) // (cell_width + 3)
+        max_rows = _MAX_ROWS if layout.ndim <= 2 else _MAX_ROWS - 4
+        num_rows = min(max_rows, layout.sizes[-2]) if layout.ndim > 1 else 1
+        num_columns = min(max(max_columns, 3), layout.sizes[-1])
+        self.table_width = label_width + 4 + brackets + num_columns * (cell_width + 3)
+        self.abreast = tables_abreast(layout, (width + 2) // (self.table_width + 2))
+        max_blocks = self.abreast * (_MAX_LINES // (num_rows + 6))
+        self.view = View.of(layout, marks, max_blocks, max_rows, max_columns)
 
-    def cell_of(rank: int) -> Text:
-        host = marks.host_index(rank)
-        text = f"[{rank}]" if rank == marks.highlight_rank else str(rank)
-        styles = []
-        if host is not None:
-            text = f"{text} {_letters(host)}"
-            styles.append(_COLORS[host % len(_COLORS)])
-        if rank == marks.highlight_rank:
-            styles.append("bold reverse")
-        return Text(text, style=" ".join(styles))
+    def text(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
 
-    def table_of(block: tuple[int, ...]) -> Table:
-        table = Table(box=box.ASCII2 if ascii_only else box.SQUARE, header_style="bold")
+        console = Console(
+            file=io.StringIO(),
+            # The tables fit: nothing is to be folded.
+            width=max(self.width, 4 * self.table_width * self.abreast),
+            height=_MAX_LINES,
+            color_system="standard" if self.color else None,
+            force_terminal=self.color,
+            force_jupyter=False,
+            legacy_windows=False,
+            highlight=False,
+            emoji=False,
+            markup=False,
+        )
+        tiles = [self._tile(block) for block in self.view.blocks]
+        with console.capture() as capture:
+            for first in range(0, len(tiles), self.abreast):
+                line = Table.grid(padding=(0, 2, 0, 0))
+                line.add_row(*tiles[first : first + self.abreast])
+                console.print(line)
+            if self.marks.host_names:
+                console.print(_legend(self.marks.host_names, self.dots, self.width))
+        return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+
+    def _tile(self, block: tuple[int, ...] | None) -> Table | Text:
+        """One table, below its label where there are several."""
+        from rich.table import Table
+        from rich.text import Text
+
+        if block is None:
+            return Text(self.dots)
+        if not block:
+            return self._table(block)
+        tile = Table.grid()
+        tile.add_row(Text(self.view.block_label(block), style="bold"))
+        tile.add_row(self._table(block))
+        return tile
+
+    def _table(self, block: tuple[int, ...]) -> Table:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        view = self.view
+        table = Table(box=box.ASCII2 if self.ascii_only else box.SQUARE, header_style="bold")
         table.add_column(Text(view.corner()), justify="right", style="bold", no_wrap=True)
         for column in view.columns:
-            head = dots if column is None else str(column)
+            head = self.dots if column is None else str(column)
             table.add_column(Text(head), justify="right", no_wrap=True)
         for row in view.rows:
             if row is None:
-                table.add_row(*[vertical_dots] * (1 + len(view.columns)))
+                table.add_row(*[self.vertical_dots] * (1 + len(view.columns)))
                 continue
             cells = (
-                Text(dots) if column is None else cell_of(view.rank_at(block, row, column))
+                Text(self.dots)
+                if column is None
+                else Text(*self._cell(view.rank_at(block, row, column)))
                 for column in view.columns
             )
             table.add_row(view.row_label(row), *cells)
         return table
 
-    tiles: list[Table | Text] = []
-    for block in view.blocks:
-        if block is None:
-            tiles.append(Text(dots))
-        elif block:
-            tile = Table.grid()
-            tile.add_row(Text(view.block_label(block), style="bold"))
-            tile.add_row(table_of(block))
-            tiles.append(tile)
-        else:
-            tiles.append(table_of(block))
-    console = Console(
-        file=io.StringIO(),
-        width=max(width, 4 * table_width * abreast),  # the tables fit: nothing is to be folded
-        height=_MAX_LINES,
-        color_system="standard" if color else None,
-        force_terminal=color,
-        force_jupyter=False,
-        legacy_windows=False,
-        highlight=False,
-        emoji=False,
-        markup=False,
-    )
-    with console.capture() as capture:
-        for first in range(0, len(tiles), abreast):
-            line = Table.grid(padding=(0, 2, 0, 0))
-            line.add_row(*tiles[first : first + abreast])
-            console.print(line)
-        if num_hosts:
-            console.print(_legend(marks.host_names, dots, width))
-    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+    def _cell(self, rank: int) -> tuple[str, str]:
+        """The text and the style of a rank."""
+        host = self.marks.host_index(rank)
+        is_highlighted = rank == self.marks.highlight_rank
+        text = f"[{rank}]" if is_highlighted else str(rank)
+        styles = []
+        if host is not None:
+            text = f"{text} {_letters(host)}"
+            styles.append(_COLORS[host % len(_COLORS)])
+        if is_highlighted:
+            styles.append("bold reverse")
+        return text, " ".join(styles)
 
 
 def _legend(names: tuple[str, ...], dots: str, width: int) -> str:
