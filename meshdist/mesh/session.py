@@ -120,7 +120,7 @@ def init_process_group(
     install_world(world)
     try:
         world_group(world).open_all()
-    except Exception:
+    except BaseException:
         world.close()
         remove_world(world)
         raise
