@@ -215,11 +215,15 @@ class ProcessGroup:
             return
         self._closed = True
         registry = get_registry(self.world)
-        registry.recorders.pop(self._number, None)
+        registry.handles.pop(self._number, None)
         channels = {id(c.opened): c for c in self._channels.values()}
         self._channels = {}
         for channel in channels.values():
             registry.release(channel.opened)
+
+    def forget_channels(self) -> None:
+        """Reach no communicator any more; called when the world closes."""
+        self._channels = {}
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
@@ -309,7 +313,7 @@ class ProcessGroup:
         wire = get_wire(self.wire_name(device_type))
         timeout = self._timeout_on(wire)
         registry = get_registry(self.world)
-        registry.recorders[self._number] = (self.name, self.recorder)
+        registry.handles[self._number] = self
         for channel in self._channels.values():
             if channel.wire is wire:
                 self._channels[device_type] = channel

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import PrefixStore, Store
 
@@ -33,6 +33,16 @@ __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 _making = threading.Lock()
 _PATIENCE_S = 5.0
 _NUM_OPENING = "group/opening"
+
+
+class Handle(Protocol):
+    """A group that uses communicators of the registry."""
+
+    name: str
+    recorder: Recorder
+
+    def forget_channels(self) -> None:
+        """Reach no communicator any more."""
 
 
 @dataclass
@@ -51,7 +61,7 @@ class Registry:
     """What one rank has open; made on first use and closed with the world."""
 
     world: World
-    recorders: dict[int, tuple[str, Recorder]] = field(default_factory=dict)
+    handles: dict[int, Handle] = field(default_factory=dict)
     aborts: dict[str, dict[str, Any]] = field(default_factory=dict)
     _by_key: dict[Any, OpenCommunicator] = field(default_factory=dict)
     _by_label: dict[str, OpenCommunicator] = field(default_factory=dict)
@@ -170,9 +180,9 @@ class Registry:
 
     def last_calls(self) -> list[dict[str, Any]]:
         """What this rank called last on each of its groups, the most recent last."""
-        noted = [(r.moment, name, r) for name, r in list(self.recorders.values()) if r.moment]
-        ordered = sorted(noted, key=lambda entry: entry[0])
-        return [{"group": name, **recorder.describe()} for _, name, recorder in ordered]
+        noted = [handle for handle in list(self.handles.values()) if handle.recorder.moment]
+        noted.sort(key=lambda handle: handle.recorder.moment)
+        return [{"group": handle.name, **handle.recorder.describe()} for handle in noted]
 
     def close(self) -> None:
         """Close all communicators and stop watching."""
@@ -180,6 +190,8 @@ class Registry:
         if self._sentinel is not None:
             self._sentinel.stop()
             self._sentinel = None
+        for handle in list(self.handles.values()):
+            handle.forget_channels()
         with self._lock:
             opened = list(self._by_label.values())
             self._by_label.clear()

@@ -241,7 +241,6 @@ def test_a_verb_after_destroy(pool: Pool) -> None:
         pool.run(program, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="a group keeps its channels when its world closes")
 def test_a_group_after_the_end_of_its_world(pool: Pool) -> None:
     def program() -> list[str]:
         world = md.group.WORLD
