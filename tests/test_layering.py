@@ -111,6 +111,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "ddp": (
             "buckets",
             "replicas",
+            "flat_bucket",
+            "reports",
             "reducer",
             "data_parallel",
             "comm_hooks",

@@ -30,66 +30,20 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives.verbs import all_reduce, broadcast
-from ..error_text import grouped_text, ranks_text
 from ..errors import GradientError
 from ..mesh.groups import ProcessGroup
 from ..reduce_op import ReduceOp
-from ..wires.work import Work
-from .buckets import assign_buckets, dense_stride, items_of
+from .buckets import assign_buckets, items_of
+from .flat_bucket import Bucket
 from .replicas import gather_texts
+from .reports import Reports
 
-__all__ = ["Bucket", "Reducer", "tensors_in"]
-
-# A gradient of this size or more is copied and scaled at once, in one pass, while it is in the
-# cache, and its memory is free again; smaller ones wait for the bucket and go by one call together.
-_AT_ONCE_BYTES = 64 * 1024
+__all__ = ["Reducer", "tensors_in"]
 
 # Places of the flags; each is 1 on a rank for which it holds, and their sums are compared with 0
 # alone, since sums of many ones are inexact in half precision.
 _LACKING, _INTERRUPTED, _WENT_ON = 0, 1, 2
 _NUM_FLAGS = 3
-_SHOWN_PARAMETERS = 20
-
-
-class Bucket:
-    """Gradients that travel together.
-
-    Attributes:
-        indices: which parameters, in the order in which they lie in the bucket.
-        views: the gradient of each, a view into ``flat``.
-        flat: all gradients, one after the other.
-        wire: what is sent: ``flat``, and in the last bucket the flags behind it.
-        num_pending: how many gradients have not come yet in this backward.
-        work: the all-reduce in flight, or None.
-    """
-
-    __slots__ = ("at_once", "flat", "indices", "later", "num_pending", "views", "wire", "work")
-
-    def __init__(
-        self, indices: tuple[int, ...], parameters: Sequence[torch.Tensor], num_flags: int
-    ) -> None:
-        members = [parameters[index] for index in indices]
-        size = sum(parameter.numel() for parameter in members)
-        like = members[0]
-        self.indices = indices
-        self.wire = torch.zeros(size + num_flags, dtype=like.dtype, device=like.device)
-        self.flat = self.wire[:size]
-        self.views: list[torch.Tensor] = []
-        offset = 0
-        for member in members:
-            stride = dense_stride(member.shape, member.stride())
-            self.views.append(self.flat.as_strided(member.shape, stride, offset))
-            offset += member.numel()
-        numbered = list(zip(members, self.views, strict=True))
-        self.at_once = [view.nbytes >= _AT_ONCE_BYTES for view in self.views]
-        self.later = [pair for pair, now in zip(numbered, self.at_once, strict=True) if not now]
-        self.num_pending = len(indices)
-        self.work: Work | None = None
-
-    @property
-    def flags(self) -> torch.Tensor:
-        """The numbers behind the gradients; empty but in the last bucket."""
-        return self.wire[self.flat.numel() :]
 
 
 class Reducer:
@@ -115,7 +69,7 @@ class Reducer:
         gradient_as_bucket_view: bool = True,
     ) -> None:
         self._parameters = list(parameters)
-        self._names = list(names)
+        self._reports = Reports(names, group)
         self._group = group
         self._first_cap_bytes = first_cap_bytes
         self._cap_bytes = cap_bytes
@@ -136,7 +90,7 @@ class Reducer:
         self._build(range(len(self._parameters) - 1, -1, -1))
         self._flags_of = {
             (lacks, is_interrupted): torch.tensor(
-                [lacks, is_interrupted, not is_interrupted], device=self._buckets[-1].wire.device
+                [lacks, is_interrupted, not is_interrupted], device=self._buckets[-1].sent.device
             )
             for lacks in (False, True)
             for is_interrupted in (False, True)
@@ -164,12 +118,7 @@ class Reducer:
         if torch._C._current_graph_task_id() != -1:  # a forward computed again by a checkpoint
             return
         if self._failure is not None:
-            raise GradientError(
-                "the gradients cannot be reduced any more: an earlier all-reduce failed",
-                where=self._where(),
-                found=str(self._failure).splitlines()[0],
-                fix="end this job, or make the mesh and the model's wrapper anew",
-            ) from self._failure
+            raise self._reports.stopped(self._failure) from self._failure
         if self._is_open:
             self._complete_interrupted()
         self._task = None
@@ -238,7 +187,7 @@ class Reducer:
         """Rebuild the buckets once, in the order in which gradients came on group rank 0."""
         expected = [index for bucket in self._buckets for index in bucket.indices]
         order = list(dict.fromkeys(arrivals + expected))
-        device = self._buckets[-1].wire.device
+        device = self._buckets[-1].sent.device
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
         broadcast(agreed, group=self._group, group_src=0)
         self._arrivals = None
@@ -257,7 +206,7 @@ class Reducer:
 
         def gradient_came(parameter: torch.Tensor) -> None:
             if came[index]:
-                raise self._overlap_error(f"{self._describe(index)} got its gradient twice")
+                raise self._reports.twice(index)
             if not self._is_open:
                 self._open()
             came[index] = 1
@@ -279,20 +228,14 @@ class Reducer:
         if task == self._task:
             return
         if self._is_open:
-            raise self._overlap_error("a backward began before another had ended")
+            raise self._reports.overlapping("a backward began before another had ended")
         self._task = task
         Variable._execution_engine.queue_callback(self._finish)
 
     def _open(self) -> None:
         """The first gradient of a backward has come."""
         if torch.is_grad_enabled():
-            raise GradientError(
-                "backward(create_graph=True) cannot be reduced over a group",
-                where=self._where(),
-                found="gradients with a graph of their own, which the all-reduce would cut",
-                fix="use torch.autograd.grad(..., create_graph=True) for the inner derivative, and "
-                "a plain backward() for the parameters",
-            )
+            raise self._reports.with_graph()
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._finish)
@@ -354,7 +297,7 @@ class Reducer:
     def _start(self, bucket: Bucket, *, lacks: bool, is_interrupted: bool) -> None:
         if bucket is self._buckets[-1]:
             bucket.flags.copy_(self._flags_of[lacks, is_interrupted])
-        bucket.work = all_reduce(bucket.wire, ReduceOp.SUM, self._group, async_op=True)
+        bucket.work = all_reduce(bucket.sent, ReduceOp.SUM, self._group, async_op=True)
         self._next += 1
 
     @torch.no_grad()
@@ -415,31 +358,15 @@ class Reducer:
         is_complete = all(self._came)
         for bucket in self._buckets:
             if not is_complete:
-                self._hand_out_to_the_lacking(bucket)
+                bucket.hand_out_missing(self._parameters, as_views=self._as_views)
             if not self._as_views:
-                self._hand_out_copies(bucket)
+                bucket.hand_out_copies(self._parameters)
             bucket.work = None
             bucket.num_pending = len(bucket.indices)
         self._came[:] = bytes(len(self._came))
         self._next = 0
         self._is_open = False
         self._num_rounds += 1
-
-    def _hand_out_to_the_lacking(self, bucket: Bucket) -> None:
-        """Give a parameter without a gradient here what other ranks had; None if none had any."""
-        for index, view in zip(bucket.indices, bucket.views, strict=True):
-            parameter = self._parameters[index]
-            if parameter.grad is None and bool(view.any()):
-                parameter.grad = view if self._as_views else torch.empty_like(view)
-
-    def _hand_out_copies(self, bucket: Bucket) -> None:
-        pairs = [
-            (grad, view)
-            for index, view in zip(bucket.indices, bucket.views, strict=True)
-            if (grad := self._parameters[index].grad) is not None
-        ]
-        if pairs:
-            torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -450,7 +377,7 @@ class Reducer:
         if not self._all_ranks_know:
             if was_interrupted:
                 self._drop_gradients()
-                raise self._interrupted_error([self._group.ranks[self._group.rank()]])
+                raise self._reports.interrupted([self._group.world.rank])
             return
         flags = self._buckets[-1].flags
         counts = (flags.real if flags.is_complex() else flags).tolist()
@@ -461,77 +388,28 @@ class Reducer:
         if counts[_WENT_ON] > 0:
             texts = gather_texts(str(int(was_interrupted)), self._group, device=flags.device)
             ranks = [r for r, text in zip(self._group.ranks, texts, strict=True) if text == "1"]
-            raise self._interrupted_error(ranks)
-
-    # -- errors -----------------------------------------------------------------------------------
+            raise self._reports.interrupted(ranks)
 
     @property
     def _all_ranks_know(self) -> bool:
         """Whether the flags are read: not where that would make the CPU wait for a device."""
-        return self._buckets[-1].wire.device.type == "cpu"
-
-    def _where(self) -> str:
-        rank = self._group.ranks[self._group.rank()]
-        return f"rank {rank}, in {self._group.group_name}"
-
-    def _describe(self, index: int) -> str:
-        return f"{self._names[index]} (index {index})"
+        return self._buckets[-1].sent.device.type == "cpu"
 
     def _lacking_error(self) -> GradientError:
         """Which parameters got no gradient, on which ranks; collective on the CPU."""
         mine = [index for index, came in enumerate(self._came_since_forward) if not came]
-        held = {self._group.ranks[self._group.rank()]: mine}
+        held = {self._group.world.rank: mine}
         if self._all_ranks_know:
-            device = self._buckets[-1].wire.device
+            device = self._buckets[-1].sent.device
             texts = gather_texts(json.dumps(mine), self._group, device=device)
             held = dict(zip(self._group.ranks, map(json.loads, texts), strict=True))
         self._came_since_forward[:] = bytes(len(self._came_since_forward))
-        told = []
-        for rank, lacking in held.items():
-            line = ", ".join(self._describe(index) for index in lacking[:_SHOWN_PARAMETERS])
-            if len(lacking) > _SHOWN_PARAMETERS:
-                line += f" and {len(lacking) - _SHOWN_PARAMETERS} more"
-            if lacking:
-                told.append((rank, line))
-        return GradientError(
-            "parameters got no gradient in the backward since the last forward",
-            where=self._where(),
-            expected="every parameter that requires a gradient takes part in every rank's loss",
-            found=grouped_text(told),
-            fix="let the loss depend on all of the module's outputs, or call "
-            "requires_grad_(False) on unused parameters before the model is wrapped",
-        )
-
-    def _interrupted_error(self, ranks: list[int]) -> GradientError:
-        return GradientError(
-            "the gradients of this step are wrong: a backward was interrupted",
-            where=self._where(),
-            expected="a backward that ends on every rank, or raises on every rank",
-            found=f"{ranks_text(ranks)}: an exception was raised inside backward()",
-            fix="look at the exception there; after zero_grad() a new step may begin",
-        )
-
-    def _overlap_error(self, summary: str) -> GradientError:
-        return GradientError(
-            summary,
-            where=self._where(),
-            expected="one gradient for each parameter in each backward, and one backward at a time",
-            found="an earlier backward that was interrupted, with no forward since; or a reentrant "
-            "checkpoint that reaches a parameter, or the model, twice",
-            fix="run the forward again, or use checkpoint(..., use_reentrant=False)",
-        )
+        return self._reports.lacking(held)
 
     def _check_dense(self, grad: torch.Tensor, parameter: torch.Tensor) -> None:
-        if grad.layout is torch.strided:
-            return
-        index = next(i for i, mine in enumerate(self._parameters) if mine is parameter)
-        raise GradientError(
-            f"{self._describe(index)} has a sparse gradient",
-            where=self._where(),
-            expected="dense gradients",
-            found=f"layout {str(grad.layout).removeprefix('torch.')}",
-            fix="make the embedding with sparse=False",
-        )
+        if grad.layout is not torch.strided:
+            index = next(i for i, mine in enumerate(self._parameters) if mine is parameter)
+            raise self._reports.sparse(index, grad.layout)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

@@ -1,0 +1,103 @@
+"""What goes wrong with gradients in a backward, told by parameter and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..error_text import grouped_text, ranks_text
+from ..errors import GradientError
+from ..mesh.groups import ProcessGroup
+
+__all__ = ["Reports"]
+
+_SHOWN_PARAMETERS = 20
+
+
+class Reports:
+    """Makes the errors of one model's gradients; raising them is the caller's part.
+
+    Args:
+        names: one per parameter.
+        group: over which gradients are averaged.
+    """
+
+    def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
+        self._names = list(names)
+        self._where = f"rank {group.world.rank}, in {group.group_name}"
+
+    def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
+        """Parameters got no gradient: which ones, by rank."""
+        told = []
+        for rank, indices in held.items():
+            line = ", ".join(self._describe(index) for index in indices[:_SHOWN_PARAMETERS])
+            if len(indices) > _SHOWN_PARAMETERS:
+                line += f" and {len(indices) - _SHOWN_PARAMETERS} more"
+            if indices:
+                told.append((rank, line))
+        return GradientError(
+            "parameters got no gradient in the backward since the last forward",
+            where=self._where,
+            expected="every parameter that requires a gradient takes part in every rank's loss",
+            found=grouped_text(told),
+            fix="let the loss depend on all of the module's outputs, or call "
+            "requires_grad_(False) on unused parameters before the model is wrapped",
+        )
+
+    def interrupted(self, ranks: Sequence[int]) -> GradientError:
+        """An exception ended the backward on some ranks alone."""
+        return GradientError(
+            "the gradients of this step are wrong: a backward was interrupted",
+            where=self._where,
+            expected="a backward that ends on every rank, or raises on every rank",
+            found=f"{ranks_text(ranks)}: an exception was raised inside backward()",
+            fix="look at the exception there; after zero_grad() a new step may begin",
+        )
+
+    def twice(self, index: int) -> GradientError:
+        """One parameter got two gradients in what should be one backward."""
+        return self.overlapping(f"{self._describe(index)} got its gradient twice")
+
+    def overlapping(self, summary: str) -> GradientError:
+        """Two backwards cannot be told apart."""
+        return GradientError(
+            summary,
+            where=self._where,
+            expected="one gradient for each parameter in each backward, and one backward at a time",
+            found="an earlier backward that was interrupted, with no forward since; or a reentrant "
+            "checkpoint that reaches a parameter, or the model, twice",
+            fix="run the forward again, or use checkpoint(..., use_reentrant=False)",
+        )
+
+    def with_graph(self) -> GradientError:
+        """The backward would be differentiated again."""
+        return GradientError(
+            "backward(create_graph=True) cannot be reduced over a group",
+            where=self._where,
+            found="gradients with a graph of their own, which the all-reduce would cut",
+            fix="use torch.autograd.grad(..., create_graph=True) for the inner derivative, and "
+            "a plain backward() for the parameters",
+        )
+
+    def sparse(self, index: int, layout: torch.layout) -> GradientError:
+        """A gradient is not dense."""
+        return GradientError(
+            f"{self._describe(index)} has a sparse gradient",
+            where=self._where,
+            expected="dense gradients",
+            found=f"layout {str(layout).removeprefix('torch.')}",
+            fix="make the embedding with sparse=False",
+        )
+
+    def stopped(self, failure: Exception) -> GradientError:
+        """An all-reduce has failed, and the ranks are no longer in step."""
+        return GradientError(
+            "the gradients cannot be reduced any more: an earlier all-reduce failed",
+            where=self._where,
+            found=str(failure).splitlines()[0],
+            fix="end this job, or make the mesh and the model's wrapper anew",
+        )
+
+    def _describe(self, index: int) -> str:
+        return f"{self._names[index]} (index {index})"
