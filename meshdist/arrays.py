@@ -87,6 +87,9 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
     The inverse of ``as_tensor``: a tensor for a tensor, a NumPy array for an array, a NumPy
     scalar for a scalar, a CuPy array for a CuPy array. Arrays carry no gradient.
 
+    Raises:
+        KindError: ``original`` is of none of these.
+
     Example:
         >>> import numpy as np
         >>> like(torch.ones(2), np.zeros(2, dtype=np.float32))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..errors import ArgumentError
 from ..mesh.groups import Channel, ProcessGroup, resolve_group
 from ..wires.base import Pending, WireFailure
@@ -53,7 +55,7 @@ def send(
     target = resolve_group(group)
     peer = get_peer(target, dst, group_dst, "send", "dst")
     _check_not_me(target, peer, "send", "isend")
-    channel, pending, _, _ = _start_send(target, peer, tensor, tag, "send")
+    channel, pending = _start_send(target, peer, tensor, tag, "send")
     _finish(target, channel, pending)
 
 
@@ -97,11 +99,16 @@ def isend(
 ) -> Work:
     """Start sending ``tensor``; leave it alone until the Work is waited for.
 
-    The arguments are those of ``send``; sending to oneself is legal.
+    Args:
+        tensor, dst, group, tag, group_dst: as in ``send``; sending to oneself is legal.
+
+    Raises:
+        ArgumentError: none or two receivers are named.
+        NotInGroupError: the receiver is no member.
     """
     target = resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
-    channel, pending, _, _ = _start_send(target, peer, tensor, tag, "isend")
+    channel, pending = _start_send(target, peer, tensor, tag, "isend")
     return target.work(channel, pending, [tensor])
 
 
@@ -114,7 +121,15 @@ def irecv(
 ) -> Work:
     """Start receiving into ``tensor``; leave it alone until the Work is waited for.
 
-    The arguments are those of ``recv``; ``work.source_rank()`` tells the sender's group rank.
+    Args:
+        tensor, src, group, tag, group_src: as in ``recv``; receiving from oneself is legal.
+
+    Returns:
+        A Work, whose ``source_rank()`` tells the sender's group rank.
+
+    Raises:
+        ArgumentError: two senders are named.
+        NotInGroupError: the sender is no member.
     """
     target = resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
@@ -126,30 +141,34 @@ def irecv(
 
 def _start_send(
     target: ProcessGroup, peer: int, tensor: Any, tag: int, verb: str
-) -> tuple[Channel, Pending, Any, Any]:
-    data, buffer = dense(tensor, "tensor", verb, writable=False)
-    channel = target.channel(buffer.device.type)
-    _check_tag(channel, tag)
-    target.recorder.note(verb, buffer, is_collective=False)
+) -> tuple[Channel, Pending]:
+    _, buffer = dense(tensor, "tensor", verb, writable=False)
+    channel = _enter(target, buffer, tag, verb)
     try:
-        pending = channel.communicator.send(buffer, peer, tag, channel.timeout)
+        return channel, channel.communicator.send(buffer, peer, tag, channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
-    return channel, pending, data, buffer
 
 
 def _start_recv(
     target: ProcessGroup, peer: int | None, tensor: Any, tag: int, verb: str
-) -> tuple[Channel, Pending, Any, Any]:
+) -> tuple[Channel, Pending, torch.Tensor, torch.Tensor]:
+    """Start receiving into a buffer, which ``copy_home`` brings to the tensor beside it."""
     data, buffer = dense(tensor, "tensor", verb, writable=True)
-    channel = target.channel(buffer.device.type)
-    _check_tag(channel, tag)
-    target.recorder.note(verb, buffer, is_collective=False)
+    channel = _enter(target, buffer, tag, verb)
     try:
         pending = channel.communicator.recv(buffer, peer, tag, channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
     return channel, pending, data, buffer
+
+
+def _enter(target: ProcessGroup, buffer: torch.Tensor, tag: int, verb: str) -> Channel:
+    """Return the channel for ``buffer``, once the tag is known to be fit; note the call."""
+    channel = target.channel(buffer.device.type)
+    _check_tag(channel, tag)
+    target.recorder.note(verb, buffer, is_collective=False)
+    return channel
 
 
 def _finish(target: ProcessGroup, channel: Channel, pending: Pending) -> None:

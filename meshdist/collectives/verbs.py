@@ -57,6 +57,11 @@ def all_reduce(
 
     Cost: 2 n (p - 1) / p bytes sent per rank for n bytes over p ranks.
 
+    Raises:
+        DtypeError: a reduction that the dtype lacks.
+        KindError: no array, or no ReduceOp.
+        NotInGroupError: this rank is no member.
+
     Example:
         >>> import meshdist as md, torch
         >>> def program():
@@ -98,6 +103,12 @@ def broadcast(
         src: the source's global rank; or
         group_src: its rank in the group. One of the two is required.
         group, async_op: as in ``all_reduce``.
+
+    Cost: n bytes reach every rank but the source.
+
+    Raises:
+        ArgumentError: no source, or two.
+        NotInGroupError: the source or this rank is no member.
 
     Example:
         >>> import meshdist as md, torch
@@ -213,6 +224,10 @@ def barrier(
         group, async_op: as in ``all_reduce``.
         device_ids: the CUDA device that an NCCL barrier runs on.
         timeout: in place of the group's.
+
+    Raises:
+        KindError, ArgumentError: a wrong timeout.
+        CollectiveTimeoutError: a member did not come; the text names it.
     """
     target = resolve_group(group)
     check_timeout(timeout)

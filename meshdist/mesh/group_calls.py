@@ -104,10 +104,18 @@ def new_subgroups(
     Args:
         group_size: must divide the group; None takes the number of CUDA devices.
         group: what to cut; None means the world.
+        timeout: as in ``new_group``.
+        backend: as in ``new_group``.
+        pg_options: as in ``new_group``.
+        group_desc: as in ``new_group``.
 
     Returns:
         This rank's subgroup, and one entry per subgroup (``NON_GROUP_MEMBER`` where this rank
         is outside).
+
+    Raises:
+        ArgumentError: the size does not divide the group, or there is none and no CUDA device.
+        What ``new_group`` raises.
     """
     parent = resolve_group(group)
     if group_size is None:
@@ -139,9 +147,20 @@ def new_subgroups_by_enumeration(
 ) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
     """Make the listed subgroups, which must not overlap and may leave ranks out.
 
+    Args:
+        ranks_per_subgroup_list: the global ranks of each subgroup.
+        timeout: as in ``new_group``.
+        backend: as in ``new_group``.
+        pg_options: as in ``new_group``.
+        group_desc: as in ``new_group``.
+
     Returns:
         This rank's subgroup or None, and one entry per list (``NON_GROUP_MEMBER`` where this
         rank is outside).
+
+    Raises:
+        ArgumentError: no lists, or a rank in two of them.
+        What ``new_group`` raises.
     """
     if not ranks_per_subgroup_list:
         raise ArgumentError("the list of subgroups is empty", fix="pass at least one list of ranks")
@@ -174,14 +193,28 @@ def split_group(
 ) -> ProcessGroup | None:
     """Split a group into the listed parts, given as ranks of the parent group, in that order.
 
+    Args:
+        parent_pg: what to split; None means the world.
+        split_ranks: for each part the ranks of the parent group, each in one part at most.
+        timeout: as in ``new_group``.
+        pg_options: as in ``new_group``.
+        group_desc: as in ``new_group``.
+        backend: as in ``new_group``.
+
     Returns:
         This rank's part, or None for a rank in no list.
+
+    Raises:
+        ArgumentError: no parts, an empty one, a rank in two of them or outside the parent.
+        What ``new_group`` raises.
     """
     parent = resolve_group(parent_pg)
     if not split_ranks:
         raise ArgumentError(
             "split_ranks is empty", fix="pass one list of the parent's ranks a part"
         )
+    if not all(split_ranks):
+        raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
     seen: list[int] = [rank for part in split_ranks for rank in part]
     wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
     if wrong or len(set(seen)) != len(seen):
@@ -192,8 +225,6 @@ def split_group(
         )
     result: ProcessGroup | None = None
     for part in split_ranks:
-        if not part:
-            raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
         made = new_group(
             [parent.ranks[rank] for rank in part],
             timeout,
@@ -208,7 +239,11 @@ def split_group(
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the place of ``global_rank`` in ``group``. The inverse of ``get_global_rank``."""
+    """Return the place of ``global_rank`` in ``group``. The inverse of ``get_global_rank``.
+
+    Raises:
+        NotInGroupError: it is no member.
+    """
     target = resolve_group(group)
     if global_rank not in target.ranks:
         raise NotInGroupError(
@@ -219,7 +254,11 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the global rank at a place of ``group``. The inverse of ``get_group_rank``."""
+    """Return the global rank at a place of ``group``. The inverse of ``get_group_rank``.
+
+    Raises:
+        NotInGroupError: the group has no such place.
+    """
     target = resolve_group(group)
     if not 0 <= group_rank < target.size():
         raise NotInGroupError(

@@ -27,7 +27,12 @@ __all__ = [
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the modes of one axis in normal form."""
+    """Return the modes of one axis in normal form.
+
+    Raises:
+        KindError: not pairs of whole numbers.
+        MeshError: a size or a stride below 1.
+    """
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -44,7 +49,11 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return ``ndim`` different identifiers as a tuple, or None where there are no names."""
+    """Return ``ndim`` different identifiers as a tuple, or None where there are no names.
+
+    Raises:
+        AxisError: names that repeat, are no identifiers, or are not one per axis.
+    """
     if names is None:
         return None
     if isinstance(names, str):
@@ -91,7 +100,16 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most."""
+    """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most.
+
+    Args:
+        sizes: a sequence, or one size.
+        what: what they are, for messages.
+
+    Raises:
+        KindError: not whole numbers.
+        MeshError: no size, one of 0 or below -1, two of -1.
+    """
     try:
         checked = tuple(
             operator.index(size) for size in ((sizes,) if isinstance(sizes, int) else sizes)
@@ -119,7 +137,17 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
 def inferred_sizes(
     sizes: tuple[int, ...], whole: int, what: str, whole_text: str
 ) -> tuple[int, ...]:
-    """Return ``sizes`` with a -1 replaced, so that their product is ``whole``."""
+    """Return ``sizes`` with a -1 replaced, so that their product is ``whole``.
+
+    Args:
+        sizes: from ``checked_sizes``.
+        whole: what the product shall be; without a -1 it is not looked at.
+        what: what the sizes are, for messages.
+        whole_text: what ``whole`` is, for messages.
+
+    Raises:
+        MeshError: the known sizes do not divide it.
+    """
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)
@@ -133,7 +161,12 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ranks as an integer array of one dim or more: distinct, not negative, in the world."""
+    """Return ranks as an integer array of one dim or more: distinct, not negative, in the world.
+
+    Raises:
+        KindError: not an array of whole numbers.
+        MeshError: no ranks, no dim, a rank twice, negative, or outside the world.
+    """
     try:
         array = np.asarray(ranks)
     except ValueError as error:  # rows of different lengths

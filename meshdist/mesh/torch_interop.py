@@ -54,7 +54,11 @@ def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh
 
 
 def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] | None]:
-    """Return the device type, nested list of ranks and names of torch's mesh."""
+    """Return the device type, nested list of ranks and names of torch's mesh.
+
+    Raises:
+        KindError: not torch's DeviceMesh.
+    """
     if not isinstance(mesh, TorchMesh):
         raise KindError(
             f"{mesh!r} is not torch's DeviceMesh",

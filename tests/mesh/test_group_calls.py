@@ -137,6 +137,7 @@ REFUSED = [
     (lambda: md.split_group(None, []), "split_ranks is empty"),
     (lambda: md.split_group(None, [[0], [0, 1]]), "does not split a group of 4 ranks"),
     (lambda: md.split_group(None, [[7]]), "ranks of the parent group, 0 to 3"),
+    (lambda: md.split_group(None, [[0, 1], []]), "split_ranks has an empty part"),
 ]
 
 
