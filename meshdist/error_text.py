@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+__all__ = ["ExplainedError", "explain", "grouped_text", "ranks_text"]
+
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
 
@@ -37,6 +39,49 @@ def explain(
         lines.append(f"  {label + ':':<{_WIDTH}}{first}")
         lines.extend(" " * (2 + _WIDTH) + line for line in rest)
     return "\n".join(lines)
+
+
+class ExplainedError(Exception):
+    """An error whose text is ``explain``'s, and whose fields are attributes too.
+
+    Args:
+        summary: what happened, in one line.
+        where, expected, found, fix: as for ``explain``.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(explain(summary, where=where, expected=expected, found=found, fix=fix))
+        self.summary = summary
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.fix = fix
+
+    def __str__(self) -> str:  # KeyError, a base of AxisError, would print a repr
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {name: getattr(self, name) for name in _LABELS}
+        return _rebuild, (type(self), self.summary, fields, self.__dict__)
+
+
+def _rebuild(
+    kind: type[ExplainedError],
+    summary: str,
+    fields: dict[str, str | None],
+    attributes: dict[str, object],
+) -> ExplainedError:
+    error = kind(summary, **fields)
+    error.__dict__.update(attributes)
+    return error
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

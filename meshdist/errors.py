@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
 
-from .error_text import explain
+from .error_text import ExplainedError
 
 __all__ = [
     "AbortedError",
@@ -39,42 +39,8 @@ __all__ = [
 ]
 
 
-class MeshdistError(Exception):
+class MeshdistError(ExplainedError):
     """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
-
-    def __init__(
-        self,
-        summary: str,
-        *,
-        where: str | None = None,
-        expected: str | None = None,
-        found: str | None = None,
-        fix: str | None = None,
-    ) -> None:
-        super().__init__(explain(summary, where=where, expected=expected, found=found, fix=fix))
-        self.summary = summary
-        self.where = where
-        self.expected = expected
-        self.found = found
-        self.fix = fix
-
-    def __str__(self) -> str:  # KeyError, a base of AxisError, would print a repr
-        return str(self.args[0])
-
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = {name: getattr(self, name) for name in ("where", "expected", "found", "fix")}
-        return _rebuild, (type(self), self.summary, fields, self.__dict__)
-
-
-def _rebuild(
-    kind: type[MeshdistError],
-    summary: str,
-    fields: dict[str, str | None],
-    attributes: dict[str, object],
-) -> MeshdistError:
-    error = kind(summary, **fields)
-    error.__dict__.update(attributes)
-    return error
 
 
 class ArgumentError(MeshdistError, ValueError):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from meshdist.error_text import explain
+from meshdist.error_text import ExplainedError, explain
 from meshdist.runtime.launcher import LaunchError, run_processes
 
 __all__ = ["Parser", "UsageError", "add_launch_arguments", "launch", "report_usage_error"]
@@ -16,7 +16,7 @@ __all__ = ["Parser", "UsageError", "add_launch_arguments", "launch", "report_usa
 USAGE_EXIT_CODE = 2
 
 
-class UsageError(ValueError):
+class UsageError(ExplainedError, ValueError):
     """What was typed cannot be done; the text says what to type instead."""
 
 
@@ -108,19 +108,15 @@ def _command(
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise UsageError(
-            explain(
-                "there is nothing to start",
-                expected="a script, or -m and a module, after the launcher's own arguments",
-                fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
-            )
+            "there is nothing to start",
+            expected="a script, or -m and a module, after the launcher's own arguments",
+            fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
         )
     if arguments.module and arguments.no_python:
         raise UsageError(
-            explain(
-                "-m and --no-python exclude each other",
-                expected="a Python module (-m), or a program that is not Python (--no-python)",
-                fix="leave one out",
-            )
+            "-m and --no-python exclude each other",
+            expected="a Python module (-m), or a program that is not Python (--no-python)",
+            fix="leave one out",
         )
     target, *rest = words
     if arguments.no_python:
@@ -131,13 +127,11 @@ def _command(
         # A directory or zip file with a __main__.py is a script to Python, too.
         if not os.path.exists(target):
             raise UsageError(
-                explain(
-                    f"there is no script {target!r}",
-                    where=f"directory {os.getcwd()}",
-                    expected="the path of a Python script",
-                    found=f"no file at {os.path.abspath(target)}",
-                    fix="check the path; `-m` starts a module, `--no-python` another program",
-                )
+                f"there is no script {target!r}",
+                where=f"directory {os.getcwd()}",
+                expected="the path of a Python script",
+                found=f"no file at {os.path.abspath(target)}",
+                fix="check the path; `-m` starts a module, `--no-python` another program",
             )
         start = [sys.executable, "-u", target]
 

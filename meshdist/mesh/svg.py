@@ -119,14 +119,14 @@ class _Svg:
     def _cell(self, rank: int, x: int, y: int) -> None:
         host = self.marks.host_index(rank)
         is_highlighted = rank == self.marks.highlight_rank
-        group = ElementTree.SubElement(self.root, "g")
+        cell = ElementTree.SubElement(self.root, "g")
         hover = f"rank {rank} ({self.view.layout.coordinate_text(rank)})"
         if host is not None:
             hover += f" on {self.marks.host_names[host]}"
-        ElementTree.SubElement(group, "title").text = hover
+        ElementTree.SubElement(cell, "title").text = hover
         inset = 1 if is_highlighted else 0
         self._box(
-            group,
+            cell,
             x + inset,
             y + inset,
             self.cell_width - 2 * inset,
@@ -141,7 +141,7 @@ class _Svg:
             y + self.cell_height // 2,
             bold=is_highlighted,
             fill="#222222",
-            parent=group,
+            parent=cell,
         )
 
     def _legend(self, y: int) -> int:

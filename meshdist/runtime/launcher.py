@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, TextIO
 
-from meshdist.error_text import explain
 from meshdist.runtime.guard import Family
 from meshdist.runtime.placing import LaunchError, rank_environment, reserve_port
 from meshdist.runtime.watching import GRACE_S, Ending, Guard, Watch
@@ -168,71 +167,57 @@ def _check(
 ) -> None:
     if not command:
         raise LaunchError(
-            explain(
-                "there is no command to start",
-                expected="a script, or -m and a module",
-                fix="meshdist run -n 4 script.py",
-            )
+            "there is no command to start",
+            expected="a script, or -m and a module",
+            fix="meshdist run -n 4 script.py",
         )
     if nprocs < 1:
         raise LaunchError(
-            explain(
-                f"cannot start {nprocs} processes",
-                where="-n (nprocs)",
-                expected="at least 1",
-                found=str(nprocs),
-                fix="meshdist run -n 4 script.py",
-            )
+            f"cannot start {nprocs} processes",
+            where="-n (nprocs)",
+            expected="at least 1",
+            found=str(nprocs),
+            fix="meshdist run -n 4 script.py",
         )
     if nnodes < 1:
         raise LaunchError(
-            explain(
-                f"a job cannot run on {nnodes} hosts",
-                where="--nnodes",
-                expected="at least 1",
-                found=str(nnodes),
-            )
+            f"a job cannot run on {nnodes} hosts",
+            where="--nnodes",
+            expected="at least 1",
+            found=str(nnodes),
         )
     if not 0 <= node_rank < nnodes:
         raise LaunchError(
-            explain(
-                f"host number {node_rank} does not exist in a job on {nnodes} host(s)",
-                where="--node-rank",
-                expected=f"0 to {nnodes - 1}: less than --nnodes",
-                found=str(node_rank),
-                fix="give each host its own number, from 0",
-            )
+            f"host number {node_rank} does not exist in a job on {nnodes} host(s)",
+            where="--node-rank",
+            expected=f"0 to {nnodes - 1}: less than --nnodes",
+            found=str(node_rank),
+            fix="give each host its own number, from 0",
         )
     if nnodes > 1 and not address:
         raise LaunchError(
-            explain(
-                f"a job on {nnodes} hosts needs the address of host 0",
-                where="--master-addr",
-                expected="a name or address by which every host reaches host 0",
-                found="nothing",
-                fix=f"meshdist run --nnodes {nnodes} --node-rank {node_rank} "
-                "--master-addr HOST0 -n 4 script.py",
-            )
+            f"a job on {nnodes} hosts needs the address of host 0",
+            where="--master-addr",
+            expected="a name or address by which every host reaches host 0",
+            found="nothing",
+            fix=f"meshdist run --nnodes {nnodes} --node-rank {node_rank} "
+            "--master-addr HOST0 -n 4 script.py",
         )
     if port is not None and not 0 <= port < 65536:
         raise LaunchError(
-            explain(
-                f"{port} is no port",
-                where="--master-port",
-                expected="1 to 65535, or nothing to have one chosen on a single host",
-                found=str(port),
-            )
+            f"{port} is no port",
+            where="--master-port",
+            expected="1 to 65535, or nothing to have one chosen on a single host",
+            found=str(port),
         )
 
 
 def _say_where_the_store_listens(address: str, port: int, nnodes: int) -> None:
-    if address == "localhost" or address.startswith("127.") or address == "::1":
-        if nnodes == 1:
-            return
-        place = f"{address}, port {port}"
-    elif nnodes == 1:
-        place = f"{address}, port {port}"
-    else:
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    if is_loopback and nnodes == 1:
+        return
+    place = f"{address}, port {port}"
+    if not is_loopback and nnodes > 1:
         place = f"every interface of this host, port {port}, for the others to reach as {address}"
     print(
         f"meshdist: rank 0's store listens on {place}; whoever reaches it can join or disturb "
@@ -352,12 +337,10 @@ class _Job:
             )
         except OSError as error:
             raise LaunchError(
-                explain(
-                    f"cannot start {command[0]!r}: {error.strerror}",
-                    where=f"rank {rank}, the command: {shlex.join(command)}",
-                    expected="a program that can be executed",
-                    fix="check its path and its permissions",
-                )
+                f"cannot start {command[0]!r}: {error.strerror}",
+                where=f"rank {rank}, the command: {shlex.join(command)}",
+                expected="a program that can be executed",
+                fix="check its path and its permissions",
             ) from None
         if listener is not None:
             listener.close()

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshdist.error_text import explain
+from meshdist.error_text import ExplainedError
 from meshdist.runtime.guard import MARK, mark_value
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-class LaunchError(ValueError):
+class LaunchError(ExplainedError, ValueError):
     """The job cannot be started as asked; nothing of it runs."""
 
 
@@ -195,11 +195,9 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
         reason = getattr(error, "strerror", None) or str(error)
         place = address if port is None else f"{address}, port {port}"
         raise LaunchError(
-            explain(
-                f"rank 0 cannot listen on {place}: {reason}",
-                where=f"host {socket.gethostname()}",
-                expected="an address of this host and a port that nobody uses",
-                fix="leave out --master-port and --master-addr on one host, or name others",
-            )
+            f"rank 0 cannot listen on {place}: {reason}",
+            where=f"host {socket.gethostname()}",
+            expected="an address of this host and a port that nobody uses",
+            fix="leave out --master-port and --master-addr on one host, or name others",
         ) from None
     return Reservation(address, port, bound, everywhere)

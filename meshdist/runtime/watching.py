@@ -184,7 +184,7 @@ class Watch:
 
 
 class Guard:
-    """A helper process that ends a launch's family if this process dies, however it dies.
+    """A process that ends a launch's family if this process dies, however it dies.
 
     Args:
         mark: the name of the launch, which must stand in the environment of its processes.
