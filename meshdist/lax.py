@@ -28,12 +28,12 @@ from .mesh.groups import ProcessGroup, resolve_group
 
 __all__ = ["axis_index", "axis_size", "pmean", "psum", "pvary"]
 
-AxisName = str | tuple[str, ...]
+AxisNames = str | tuple[str, ...]
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 
 
-def psum(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any:
+def psum(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any:
     """Every rank holds the sum of ``x`` over the ranks along ``axis_name``.
 
     Args:
@@ -77,7 +77,7 @@ def psum(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any:
     return _on_leaves("psum", x, mesh, names, functional.psum, lambda number: number * size)
 
 
-def pmean(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any:
+def pmean(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any:
     """Every rank holds the mean of ``x`` over the ranks along ``axis_name``.
 
     Args:
@@ -108,7 +108,7 @@ def pmean(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any
     return _on_leaves("pmean", x, mesh, names, functional.pmean, lambda number: number / 1)
 
 
-def pvary(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any:
+def pvary(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any:
     """Every rank holds ``x`` as its own, from here on free to differ along ``axis_name``.
 
     It stands where a value that is equal along the axis meets values that are not, for example
@@ -146,7 +146,7 @@ def pvary(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any
     return _on_leaves("pvary", x, mesh, names, functional.pvary, lambda number: number)
 
 
-def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
+def axis_index(axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> int:
     """This rank's place along ``axis_name``, from 0.
 
     Args:
@@ -175,7 +175,7 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
     return index
 
 
-def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
+def axis_size(axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> int:
     """The number of ranks along ``axis_name``; over a tuple of axes, the product.
 
     Args:
@@ -201,7 +201,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 
 def _resolve(
-    verb: str, axis_name: AxisName, mesh: DeviceMesh | None
+    verb: str, axis_name: AxisNames, mesh: DeviceMesh | None
 ) -> tuple[DeviceMesh, tuple[str, ...]]:
     """The mesh that the call means, and its axes as a tuple of names."""
     mesh = mesh or find_current_mesh()

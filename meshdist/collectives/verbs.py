@@ -85,7 +85,7 @@ def all_reduce(
             return None
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
-    return conclude(target, channel, pending, "all_reduce", tensor, data, buffer, async_op)
+    return _conclude(target, channel, pending, "all_reduce", tensor, data, buffer, async_op)
 
 
 def broadcast(
@@ -128,7 +128,7 @@ def broadcast(
         pending = channel.communicator.broadcast(buffer, root, channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
-    return conclude(target, channel, pending, "broadcast", tensor, data, buffer, async_op)
+    return _conclude(target, channel, pending, "broadcast", tensor, data, buffer, async_op)
 
 
 def all_gather_into_tensor(
@@ -168,7 +168,7 @@ def all_gather_into_tensor(
         pending = channel.communicator.all_gather(buffer, block, channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
-    return conclude(target, channel, pending, verb, output_tensor, data, buffer, async_op)
+    return _conclude(target, channel, pending, verb, output_tensor, data, buffer, async_op)
 
 
 def reduce_scatter_tensor(
@@ -209,7 +209,7 @@ def reduce_scatter_tensor(
         pending = channel.communicator.reduce_scatter(buffer, whole, kind, channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from failure
-    return conclude(target, channel, pending, verb, output, data, buffer, async_op)
+    return _conclude(target, channel, pending, verb, output, data, buffer, async_op)
 
 
 def barrier(
@@ -246,7 +246,7 @@ def barrier(
     return None
 
 
-def conclude(
+def _conclude(
     target: ProcessGroup,
     channel: Channel,
     pending: Pending,
@@ -257,27 +257,19 @@ def conclude(
     async_op: bool,
 ) -> Work | None:
     """Wait for a started verb and bring its result home, or return the Work that will."""
-    if not async_op:
-        try:
-            channel.communicator.finish(pending, channel.timeout)
-        except WireFailure as failure:
-            raise target.explain(failure, channel) from failure
-        if data is not buffer or data is not original:
-            _bring_home(original, data, buffer, verb)
-        return None
-    if is_overwriting_history(data):
-        forbid_gradient(data, verb)
-
-    def settle() -> None:
+    if async_op:
+        if is_overwriting_history(data):
+            forbid_gradient(data, verb)
+        return target.work(channel, pending, [original], lambda: copy_home(original, data, buffer))
+    try:
+        channel.communicator.finish(pending, channel.timeout)
+    except WireFailure as failure:
+        raise target.explain(failure, channel) from failure
+    if data is not buffer or data is not original:
+        if is_overwriting_history(data):
+            forbid_gradient(data, verb)
         copy_home(original, data, buffer)
-
-    return target.work(channel, pending, [original], settle)
-
-
-def _bring_home(original: Any, data: torch.Tensor, buffer: torch.Tensor, verb: str) -> None:
-    if is_overwriting_history(data):
-        forbid_gradient(data, verb)
-    copy_home(original, data, buffer)
+    return None
 
 
 def copy_home(original: Any, data: torch.Tensor, buffer: torch.Tensor) -> None:

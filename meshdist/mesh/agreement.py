@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from ..error_text import ranks_text
+from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, CollectiveTimeoutError, StoreError
 from ..runtime.handles import store_of_thread
 from ..runtime.world import World
@@ -67,7 +67,7 @@ def agree(
         _wait_for_all(world, store, base, members, kind, definition["text"], timeout)
         texts = [blob.decode() for blob in store.multi_get([f"{base}/{r}" for r in members])]
     except RuntimeError as error:
-        if isinstance(error, (AgreementError, CollectiveTimeoutError)) or _is_simulated(world):
+        if isinstance(error, (AgreementError, CollectiveTimeoutError)) or world.is_simulated:
             raise
         raise StoreError(
             f"the store was lost while ranks agreed on a {kind}",
@@ -85,20 +85,15 @@ def agree(
         )
 
 
-def _is_simulated(world: World) -> bool:
-    return world.origin == "simulated"
-
-
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
     """One line per distinct definition: who holds it, and every entry in which they differ."""
     keys = sorted({key for definition in definitions for key in definition} - {"text"})
     differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
-    holders: dict[str, list[int]] = {}
+    told = []
     for rank, definition in zip(members, definitions, strict=True):
         details = ", ".join(f"{key} {definition.get(key)}" for key in differing)
-        text = f"{definition['text']} ({details})" if details else definition["text"]
-        holders.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in holders.items())
+        told.append((rank, f"{definition['text']} ({details})" if details else definition["text"]))
+    return grouped_text(told)
 
 
 def _wait_for_all(
@@ -111,7 +106,7 @@ def _wait_for_all(
     timeout: timedelta,
 ) -> None:
     keys = [f"{base}/{rank}" for rank in members]
-    if _is_simulated(world):
+    if world.is_simulated:
         store.wait(keys)
         return
     deadline = time.monotonic() + timeout.total_seconds()

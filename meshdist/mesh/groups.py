@@ -120,8 +120,9 @@ class ProcessGroup:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a verb on CPU tensors may wait."""
-        return self._timeout_on(get_wire(self.wire_name("cpu" if self._serves_cpu() else "cuda")))
+        """How long a verb may wait, on CPU tensors if the group serves them."""
+        device_type = "cpu" if self._serves_cpu() else next(iter(self.backends))
+        return self._timeout_on(get_wire(self.wire_name(device_type)))
 
     @property
     def is_closed(self) -> bool:
@@ -271,7 +272,7 @@ class ProcessGroup:
 
     def _report(self, mine: dict[str, Any]) -> str:
         is_collective = self.recorder.is_collective
-        if self.world.origin == "simulated":
+        if self.world.is_simulated:
             return ""
         others = tuple(rank for rank in self.ranks if rank != self.world.rank)
         try:
@@ -292,7 +293,7 @@ class ProcessGroup:
         return "\n".join(lines)
 
     def _quote_first_failure(self, channel: Channel, call: dict[str, Any], text: str) -> str:
-        if self.world.origin == "simulated":
+        if self.world.is_simulated:
             return ""
         mine = json.dumps({"rank": self.world.rank, "text": text, "call": call_text(call)})
         store = store_of_thread(self.world)

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshdist.errors import AxisError, KindError, MeshError
-
+from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
 __all__ = [

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshdist.errors import AxisError, MeshError, NotInGroupError
-
+from ..errors import AxisError, MeshError, NotInGroupError
 from .inputs import (
     checked_modes,
     checked_names,

@@ -201,7 +201,7 @@ class Registry:
 
     @property
     def _is_among_processes(self) -> bool:
-        return self.world.size > 1 and self.world.origin != "simulated"
+        return self.world.size > 1 and not self.world.is_simulated
 
     def _leave(self) -> None:
         """Wait, a little, for ranks that still need this one to open what it has open already."""

@@ -23,7 +23,7 @@ def store_of_thread(world: World) -> Store:
 
     The thread that made the world uses the world's own handle, a simulated rank too.
     """
-    if world.thread_id == threading.get_ident() or world.origin == "simulated":
+    if world.thread_id == threading.get_ident() or world.is_simulated:
         return world.store
     clones = world.rooms.setdefault("store clones", threading.local())
     store: Store | None = getattr(clones, "store", None)

@@ -68,6 +68,11 @@ class World:
     closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Called in reverse order when the world closes."""
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its ranks are simulated, all in this process."""
+        return self.origin == "simulated"
+
     def check_usable(self) -> None:
         """Raise unless this process owns the world and it is still open."""
         if self.process_id != os.getpid():

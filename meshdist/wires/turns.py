@@ -112,11 +112,18 @@ _NumpyGenerator.__name__ = "MT19937"  # NumPy writes it into a state, and compar
 class _ProcessState:
     """The random generators and the default dtype, as one rank (or the caller) left them."""
 
-    __slots__ = ("cuda_states", "dtype", "numpy_generator", "numpy_rest", "random_state", "torch")
+    __slots__ = (
+        "cuda_states",
+        "dtype",
+        "numpy_generator",
+        "numpy_rest",
+        "random_state",
+        "torch_state",
+    )
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
-        self.torch = torch.default_generator.get_state()
+        self.torch_state = torch.default_generator.get_state()
         self.random_state = random.getstate()
         generator = self.numpy_generator = get_bit_generator()
         if isinstance(generator, _NumpyGenerator):
@@ -131,7 +138,7 @@ class _ProcessState:
         seed_before = torch.initial_seed()
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
-        torch.default_generator.set_state(self.torch)
+        torch.default_generator.set_state(self.torch_state)
         random.setstate(self.random_state)
         set_bit_generator(self.numpy_generator)
         np.random.set_state(self.numpy_rest)
