@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import ArgumentError, KindError
 from ..runtime.timeouts import check_timeout
-from ..wires.base import get_wire
+from ..runtime.world import find_world
+from ..wires.names import backends_in
 from .layout import Layout
 
 __all__ = ["AxisOptions", "options_of_axes"]
@@ -72,7 +73,7 @@ def options_of_axes(
                 fix="give each axis once, by name or by index, in one of the two arguments",
             )
         if options.backend is not None:
-            get_wire(options.backend)
+            backends_in(find_world(), {"": options.backend})  # raises where there is none
         chosen[index] = options
 
     for axis, options in (axis_options or {}).items():

@@ -12,6 +12,7 @@ from ..error_text import ranks_text
 from ..errors import ArgumentError, AxisError, MeshError, NotInGroupError
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..runtime.world import World, find_world, get_usable_world
+from ..wires.names import backends_in
 from .agreement import agree
 from .axis_options import AxisOptions, options_of_axes
 from .current_mesh import enter_mesh, leave_mesh
@@ -125,7 +126,7 @@ class DeviceMesh:
         labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
         backends = dict(self._world.backends)
         if options.backend is not None:
-            backends[self._device_type] = options.backend
+            backends = backends_in(self._world, {**backends, self._device_type: options.backend})
         group = ProcessGroup(
             self._world,
             layout.ranks_of_axes(axes, self._world.rank),

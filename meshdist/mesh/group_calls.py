@@ -6,6 +6,7 @@ and may as well be left out.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from ..errors import ArgumentError, KindError, NotInGroupError
 from ..runtime.timeouts import check_timeout
 from ..runtime.world import World, get_usable_world
 from ..wires.base import get_wire
-from ..wires.names import parse_backends
+from ..wires.names import backends_in, parse_backends
 from .agreement import agree
 from .groups import GroupMember, ProcessGroup, resolve_group, world_group
 from .registry import get_registry
@@ -67,9 +68,8 @@ def new_group(
     world = get_usable_world()
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
     check_timeout(timeout)
-    backends = dict(parse_backends(backend)) if backend is not None else dict(world.backends)
-    for name in set(backends.values()):
-        get_wire(name)
+    _check_device_id(device_id)
+    backends = backends_in(world, world.backends if backend is None else parse_backends(backend))
     if world.rank not in members:
         return GroupMember.NON_GROUP_MEMBER
     name = group_desc or f"group of {ranks_text(members)}"
@@ -84,6 +84,7 @@ def new_group(
         options=pg_options,
         is_private=True,
         desc=group_desc or "undefined",
+        device=device_id,
     )
     with get_registry(world).opening():
         agree(world, members, "group", definition, timeout or world.timeout or default)
@@ -98,7 +99,7 @@ def new_subgroups(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
     """Cut a group, in its order, into subgroups of ``group_size``.
 
     Args:
@@ -125,6 +126,11 @@ def new_subgroups(
                 fix="pass group_size",
             )
         group_size = torch.cuda.device_count()
+    if not isinstance(group_size, int):
+        raise KindError(
+            f"group_size must be a whole number, not {group_size!r}",
+            found=type(group_size).__name__,
+        )
     if group_size < 1 or parent.size() % group_size:
         raise ArgumentError(
             f"subgroups of {group_size} do not divide a group of {parent.size()} ranks",
@@ -135,7 +141,7 @@ def new_subgroups(
         list(parent.ranks[start : start + group_size])
         for start in range(0, parent.size(), group_size)
     ]
-    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+    return _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=False)
 
 
 def new_subgroups_by_enumeration(
@@ -144,7 +150,7 @@ def new_subgroups_by_enumeration(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
     """Make the listed subgroups, which must not overlap and may leave ranks out.
 
     Args:
@@ -162,10 +168,13 @@ def new_subgroups_by_enumeration(
         ArgumentError: no lists, or a rank in two of them.
         What ``new_group`` raises.
     """
-    if not ranks_per_subgroup_list:
+    lists = _checked_lists(ranks_per_subgroup_list, "ranks_per_subgroup_list")
+    if not lists:
         raise ArgumentError("the list of subgroups is empty", fix="pass at least one list of ranks")
+    world = get_usable_world()
     seen: set[int] = set()
-    for ranks in ranks_per_subgroup_list:
+    for ranks in lists:
+        _checked_ranks(world, ranks, sort_ranks=True)
         if repeated := seen.intersection(ranks):
             raise ArgumentError(
                 f"{ranks_text(sorted(repeated))} is in more than one subgroup",
@@ -173,14 +182,7 @@ def new_subgroups_by_enumeration(
                 fix="call new_group once for each group that overlaps",
             )
         seen.update(ranks)
-    mine: ProcessGroup | int | None = None
-    groups: list[ProcessGroup | int] = []
-    for ranks in ranks_per_subgroup_list:
-        made = new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
-        groups.append(made)
-        if isinstance(made, ProcessGroup):
-            mine = made
-    return mine, groups
+    return _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=True)
 
 
 def split_group(
@@ -209,13 +211,14 @@ def split_group(
         What ``new_group`` raises.
     """
     parent = resolve_group(parent_pg)
-    if not split_ranks:
+    parts = _checked_lists([] if split_ranks is None else split_ranks, "split_ranks")
+    if not parts:
         raise ArgumentError(
             "split_ranks is empty", fix="pass one list of the parent's ranks a part"
         )
-    if not all(split_ranks):
+    if not all(parts):
         raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
-    seen: list[int] = [rank for part in split_ranks for rank in part]
+    seen: list[int] = [rank for part in parts for rank in part]
     wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
     if wrong or len(set(seen)) != len(seen):
         raise ArgumentError(
@@ -223,19 +226,9 @@ def split_group(
             expected=f"ranks of the parent group, 0 to {parent.size() - 1}, each at most once",
             fix="count in the parent group, not in the world",
         )
-    result: ProcessGroup | None = None
-    for part in split_ranks:
-        made = new_group(
-            [parent.ranks[rank] for rank in part],
-            timeout,
-            backend,
-            pg_options,
-            group_desc=group_desc,
-            sort_ranks=False,
-        )
-        if isinstance(made, ProcessGroup):
-            result = made
-    return result
+    lists = [[parent.ranks[rank] for rank in part] for part in parts]
+    mine, _ = _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=False)
+    return mine
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
@@ -275,13 +268,52 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     return list(resolve_group(group).ranks)
 
 
+def _open_subgroups(
+    lists: list[list[int]],
+    timeout: timedelta | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+    *,
+    sort_ranks: bool,
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+    """Return the group of each list, and the one that holds this rank."""
+    groups = [
+        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)
+        for ranks in lists
+    ]
+    return next((one for one in groups if isinstance(one, ProcessGroup)), None), groups
+
+
+def _check_device_id(device_id: object) -> None:
+    if device_id is None:
+        return
+    if not isinstance(device_id, torch.device):
+        raise KindError(
+            f"device_id must be a torch.device, not {device_id!r}",
+            fix="for example torch.device('cuda', 0)",
+        )
+    if device_id.type != "cpu" and device_id.index is None:
+        raise ArgumentError(f"device_id={device_id} has no index", fix=f"for example {device_id}:0")
+
+
+def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[int]]:
+    try:
+        return [[operator.index(rank) for rank in ranks] for ranks in lists]
+    except TypeError as error:
+        raise KindError(
+            f"{argument} must be a list of lists of ranks, not {lists!r}",
+            expected="for example [[0, 1], [2, 3]]",
+        ) from error
+
+
 def _checked_ranks(
     world: World, ranks: Sequence[int] | None, *, sort_ranks: bool
 ) -> tuple[int, ...]:
     if ranks is None:
         return tuple(range(world.size))
     try:
-        members = tuple(int(rank) for rank in ranks)
+        members = tuple(operator.index(rank) for rank in ranks)
     except TypeError as error:
         raise KindError(
             f"ranks must be a sequence of whole numbers, not {ranks!r}",

@@ -76,6 +76,8 @@ class ProcessGroup:
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
         desc: torch's ``group_desc``.
+        device: the device bound to its NCCL wire, which then connects at once; None takes the
+            world's.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class ProcessGroup:
         options: Any = None,
         is_private: bool = False,
         desc: str = "",
+        device: torch.device | None = None,
     ) -> None:
         self.world = world
         self.ranks = ranks
         self.name = name
         self.backends = backends or world.backends
         self.options = options
+        self.device = device or world.device
         self.is_private = is_private
         self.group_desc = desc or name
         self.recorder = Recorder()
@@ -326,6 +330,7 @@ class ProcessGroup:
                 device_type,
                 timeout,
                 self.options,
+                device=self.device,
                 name=self.name,
                 is_private=self.is_private,
             )

@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch.distributed import PrefixStore, Store
 
 from ..runtime.handles import cloned, store_of_thread
@@ -77,6 +78,7 @@ class Registry:
         timeout: timedelta,
         options: Any,
         *,
+        device: torch.device | None,
         name: str,
         is_private: bool,
     ) -> OpenCommunicator:
@@ -103,7 +105,7 @@ class Registry:
             timeout=timeout,
             is_one_host=world.is_one_host,
             options=options,
-            device=world.device,
+            device=device,
             name=name,
         )
         opened = OpenCommunicator(label, wire.open(opening), len(ranks), options)

@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ..errors import ArgumentError, KindError
-from .base import find_wire
+from ..runtime.world import World
+from .base import find_wire, get_wire
 from .registered import register_torch_backend
 
-__all__ = ["DEFAULT_WIRES", "Backend", "BackendConfig", "backends_text", "parse_backends"]
+__all__ = [
+    "DEFAULT_WIRES",
+    "Backend",
+    "BackendConfig",
+    "backends_in",
+    "backends_text",
+    "parse_backends",
+]
 
 DEFAULT_WIRES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 """The wire of each device type where a program names none."""
@@ -123,6 +131,21 @@ def _device_types(name: str) -> list[str]:
     served = {"cpu", "cuda"} if wire is None else wire.device_types
     usual = [kind for kind in DEFAULT_WIRES if kind in served]
     return usual + sorted(served - set(usual))
+
+
+def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
+    """Return the wire for each device type in a group of ``world`` that names these ``backends``.
+
+    Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
+
+    Raises:
+        BackendError: no such wire, or none on this machine.
+    """
+    is_simulated = world is not None and world.origin == "simulated"
+    for name in set(backends.values()):
+        if not is_simulated or find_wire(name) is None:
+            get_wire(name)
+    return dict(world.backends if world is not None and is_simulated else backends)
 
 
 def backends_text(backends: dict[str, str]) -> str:

@@ -236,6 +236,18 @@ def test_equality_hash_and_pickling() -> None:
     assert md.simulate(program, 4) == [2.0] * 4
 
 
+@pytest.mark.parametrize("given", ["backend_override", "axis_options"])
+def test_simulated_ranks_have_one_wire_whatever_an_axis_names(given: str) -> None:
+    def program():
+        value = "nccl" if given == "backend_override" else md.AxisOptions(backend="nccl")
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), **{given: {"dp": value}})
+        x = torch.ones(1)
+        md.all_reduce(x, group=mesh["dp"])
+        return x.item()
+
+    assert md.simulate(program, 2) == [2.0, 2.0]
+
+
 def test_lazy_mesh_opens_at_warmup() -> None:
     def program():
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), open_groups=False)

@@ -93,6 +93,76 @@ def test_split_group_counts_in_the_parent() -> None:
     assert md.simulate(program, 4) == [((3, 0), 1), ((1,), 0), None, ((3, 0), 0)]
 
 
+def test_split_group_may_leave_ranks_out() -> None:
+    def program():
+        part = md.split_group(None, [[2, 0]])
+        return None if part is None else part.ranks
+
+    assert md.simulate(program, 3) == [(2, 0), None, (2, 0)]
+
+
+def test_new_subgroups_of_a_group_keep_its_order() -> None:
+    def program():
+        parent = md.new_group([3, 1, 0, 2], sort_ranks=False)
+        return md.new_subgroups(2, group=parent)[0].ranks
+
+    assert md.simulate(program, 4) == [(0, 2), (3, 1), (0, 2), (3, 1)]
+
+
+def test_local_synchronization_is_accepted_and_means_nothing_more() -> None:
+    def program():
+        x = torch.ones(1)
+        if md.get_rank() < 2:
+            md.all_reduce(x, group=md.new_group([0, 1], use_local_synchronization=True))
+        return x.item()
+
+    assert md.simulate(program, 3) == [2.0, 2.0, 1.0]
+
+
+def test_a_group_has_the_description_it_was_given() -> None:
+    def program():
+        return md.new_group(group_desc="mine").group_desc, md.new_group().group_desc
+
+    assert md.simulate(program, 1) == [("mine", "undefined")]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+def test_simulated_ranks_have_one_wire_whatever_a_group_names(backend: str) -> None:
+    def program():
+        group = md.new_group(backend=backend)
+        x = torch.ones(1)
+        md.all_reduce(x, group=group)
+        return x.item(), md.get_backend(group)
+
+    assert md.simulate(program, 2) == [(2.0, "simulated")] * 2
+
+
+def test_a_groups_device_goes_to_its_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshdist.wires.simulated import SimulatedWire
+
+    devices = []
+    opened = SimulatedWire.open
+
+    def open_and_note(wire, opening):
+        devices.append(opening.device)
+        return opened(wire, opening)
+
+    monkeypatch.setattr(SimulatedWire, "open", open_and_note)
+    device = torch.device("cuda", 1)
+    md.simulate(lambda: md.new_group(device_id=device), 1)
+    assert device in devices and None not in devices
+
+
+def test_ranks_in_the_world_are_their_own() -> None:
+    def program():
+        world = md.group.WORLD
+        return [
+            (md.get_group_rank(world, rank), md.get_global_rank(world, rank)) for rank in (0, 1)
+        ]
+
+    assert md.simulate(program, 2) == [[(0, 0), (1, 1)]] * 2
+
+
 def test_ranks_in_a_group_and_back() -> None:
     def program():
         group = md.new_group([2, 0], sort_ranks=False)
@@ -129,12 +199,25 @@ REFUSED = [
     (lambda: md.new_group([0, 9]), "names rank 9, outside the world"),
     (lambda: md.new_group([]), "is empty"),
     (lambda: md.new_group(5), "sequence of whole numbers"),
+    (lambda: md.new_group([0.5]), "sequence of whole numbers, not [0.5]"),
+    (lambda: md.new_group("01"), "sequence of whole numbers, not '01'"),
+    (lambda: md.new_group(device_id=0), "device_id must be a torch.device"),
+    (lambda: md.new_group(device_id=torch.device("cuda")), "device_id=cuda has no index"),
     (lambda: md.new_group(timeout=5), "timeout must be a datetime.timedelta, not 5"),
     (lambda: md.new_group(backend="pigeon"), "'pigeon'"),
     (lambda: md.new_subgroups(3), "subgroups of 3 do not divide a group of 4 ranks"),
+    (lambda: md.new_subgroups(2.0), "group_size must be a whole number, not 2.0"),
+    (lambda: md.new_subgroups(1, md.GroupMember.NON_GROUP_MEMBER), "not a member of the group"),
     (lambda: md.new_subgroups_by_enumeration([[0, 1], [1, 2]]), "rank 1 is in more than one"),
     (lambda: md.new_subgroups_by_enumeration([]), "the list of subgroups is empty"),
+    (lambda: md.new_subgroups_by_enumeration([0, 1]), "must be a list of lists of ranks"),
+    # Before any subgroup is opened, also on ranks that are in one of the first lists alone.
+    (lambda: md.new_subgroups_by_enumeration([[0, 1], [2, 9]]), "names rank 9, outside the world"),
+    (lambda: md.new_subgroups_by_enumeration([[0, 1], [2, 2]]), "names a rank twice"),
+    (lambda: md.split_group(), "split_ranks is empty"),
     (lambda: md.split_group(None, []), "split_ranks is empty"),
+    (lambda: md.split_group(None, [[0], []]), "split_ranks has an empty part"),
+    (lambda: md.split_group(None, [0, 1]), "split_ranks must be a list of lists of ranks"),
     (lambda: md.split_group(None, [[0], [0, 1]]), "does not split a group of 4 ranks"),
     (lambda: md.split_group(None, [[7]]), "ranks of the parent group, 0 to 3"),
     (lambda: md.split_group(None, [[0, 1], []]), "split_ranks has an empty part"),

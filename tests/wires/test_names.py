@@ -7,7 +7,8 @@ import pickle
 import pytest
 
 import meshdist as md
-from meshdist.wires.names import DEFAULT_WIRES, backends_text, parse_backends
+from meshdist.runtime.world import get_world
+from meshdist.wires.names import DEFAULT_WIRES, backends_in, backends_text, parse_backends
 
 
 def test_names_are_lower_case() -> None:
@@ -62,6 +63,18 @@ def test_backends_by_device_type(text: str | None, backends: dict[str, str]) -> 
 def test_malformed_pairs(text: str) -> None:
     with pytest.raises(ValueError, match="does not pair a device type with a backend"):
         parse_backends(text)
+
+
+def test_simulated_ranks_have_one_wire_whatever_a_program_names() -> None:
+    def program() -> dict[str, str]:
+        with pytest.raises(md.BackendError, match="backend 'pigeon' is not registered"):
+            backends_in(get_world(), {"cpu": "pigeon"})
+        return backends_in(get_world(), {"cpu": "gloo", "cuda": "nccl"})
+
+    assert set(md.simulate(program, 1)[0].values()) == {"simulated"}
+    assert backends_in(None, {"cpu": "gloo"}) == {"cpu": "gloo"}
+    with pytest.raises(md.BackendError, match="backend 'xccl' is not available"):
+        backends_in(None, {"xpu": "xccl"})
 
 
 def test_a_device_type_twice() -> None:
