@@ -109,7 +109,7 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[list[Any]]:
         """A torch Future of the result's tensors; ``then`` chains callbacks."""
-        return WorkFuture(self.result)
+        return WorkFuture(self.result, self.is_completed)
 
     def _conclude(self) -> None:
         self._done = True
@@ -119,14 +119,25 @@ class Work:
 
 
 class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A Future that is resolved by whoever first waits for it or asks for its value.
+    """A Future that is resolved by whoever first waits for it, asks for its value, or finds it done.
 
     Simulated ranks cannot be called back from outside their turn, so resolution is by need.
+
+    Args:
+        resolve: waits, and returns the value.
+        is_ready: whether ``resolve`` would not wait.
     """
 
-    def __init__(self, resolve: Callable[[], Any]) -> None:
+    def __init__(self, resolve: Callable[[], Any], is_ready: Callable[[], bool]) -> None:
         super().__init__()
         self._resolve = resolve
+        self._is_ready = is_ready
+
+    def done(self) -> bool:
+        """Whether the value, or the error, is there, without waiting."""
+        if not super().done() and self._is_ready():
+            self._settle()
+        return super().done()
 
     def wait(self) -> Any:
         """Resolve, and return the value or raise the error."""
@@ -145,7 +156,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             self._settle()
             return callback(self)
 
-        return WorkFuture(chained)
+        return WorkFuture(chained, self.done)
 
     def _settle(self) -> None:
         if super().done():

@@ -109,3 +109,12 @@ def test_a_callback_of_the_future_runs_when_it_is_resolved() -> None:
     future.add_done_callback(lambda done: seen.append(done.value()[0].tolist()))
     future.wait()
     assert seen == [[1.0, 1.0]]
+
+
+def test_a_future_is_done_when_its_verb_is_though_nobody_has_waited() -> None:
+    hand, seen = Hand(), []
+    future = work_of(hand).get_future()
+    chained = future.then(lambda done: seen.append(done.value()))
+    assert not future.done() and not chained.done() and hand.waited == []
+    hand.is_done = True
+    assert chained.done() and future.done() and len(seen) == 1
