@@ -119,7 +119,7 @@ class Work:
 
 
 class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A Future that is resolved by whoever first waits for it, asks for its value, or finds it done.
+    """A Future that is resolved by whoever first waits for it or asks about it.
 
     Simulated ranks cannot be called back from outside their turn, so resolution is by need.
 
