@@ -1,7 +1,4 @@
-"""Ranks that die, raise, differ or never come, over Gloo processes: everybody else gets out.
-
-Each program is started as a user would start it.
-"""
+"""Ranks that die, raise, differ or never come, over Gloo processes: everybody else gets out."""
 
 from __future__ import annotations
 
@@ -9,198 +6,118 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
-import pytest
+import torch
+
+import meshdist as md
+from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HEADER = """
-import os, signal, sys, time
-from datetime import timedelta
-import torch
-import meshdist as md
 
-def say(text):
-    os.write(1, f"[{md.get_rank()}] {text}\\n".encode())  # one write: lines stay whole
-
-def tell(error):
-    say(f"{type(error).__name__}: {error}")
-"""
+def error_of(call) -> str:
+    """The kind and text of the error that ``call`` raises on this rank, or ""."""
+    try:
+        call()
+    except md.MeshdistError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def run(
-    tmp_path: Path, body: str, size: int = 3, timeout: float = 60
-) -> tuple[int, str, str, float]:
-    """Run ``body`` on ``size`` processes; returns exit code, stdout, stderr and seconds."""
-    script = tmp_path / "program.py"
-    script.write_text(HEADER + textwrap.dedent(body))
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "meshdist", "run", "-n", str(size), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
-    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
-
-
-def blocks_of(stdout: str) -> dict[int, str]:
-    """What each rank told, by rank."""
-    found: dict[int, str] = {}
-    rank = -1
-    for line in stdout.splitlines():
-        if line.startswith("["):
-            rank = int(line[1 : line.index("]")])
-        found[rank] = found.get(rank, "") + line + "\n"
-    return found
-
-
-def test_a_rank_that_never_comes_to_the_mesh_is_named(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
-        md.init_process_group()
+def test_a_rank_that_never_comes_to_the_mesh_is_named(pool: Pool) -> None:
+    def program() -> str:
         if md.get_rank() == 1:
-            x = torch.ones(1)
-            time.sleep(7)
-        else:
-            try:
-                md.init_device_mesh("cpu", (3,), timeout=timedelta(seconds=2))
-            except md.CollectiveTimeoutError as error:
-                tell(error)
-            time.sleep(3)
-        """,
-    )
-    assert code == 0, err
-    told = blocks_of(out)
+            time.sleep(5)
+            return ""
+        limit = timedelta(seconds=1)
+        text = error_of(lambda: md.init_device_mesh("cpu", (3,), timeout=limit))
+        time.sleep(1)
+        return text
+
+    told = pool.run(program, 3)
     for rank in (0, 2):
-        assert "rank 1 did not come within 2 s to make a mesh" in told[rank]
+        assert told[rank].startswith("CollectiveTimeoutError: rank 1 did not come within 1 s")
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
         assert "rank 1: runs, and has called no verb" in told[rank]
 
 
-def test_a_verb_that_one_rank_does_not_call_tells_who_and_where(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
+def test_a_verb_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> None:
+    def program() -> str:
         mesh = md.init_device_mesh(
-            "cpu", (3,), mesh_dim_names=("dp",), timeout=timedelta(seconds=2)
+            "cpu", (3,), mesh_dim_names=("dp",), timeout=timedelta(seconds=1)
         )
         x = torch.ones(2, 3)
         md.all_reduce(x, group=mesh["dp"])
+        text = ""
         if md.get_rank() != 1:
-            try:
-                md.broadcast(x, src=0, group=mesh["dp"])
-                md.barrier(mesh["dp"])
-            except md.BackendError as error:
-                tell(error)
-        time.sleep(5)
-        """,
-    )
-    assert code == 0, err
-    told = blocks_of(out)
-    assert sorted(told) == [0, 2]
-    text = "".join(told.values())
-    assert "CollectiveTimeoutError" in text
-    assert "axis 'dp' of DeviceMesh(dp=3)" in text
-    assert (
-        "rank 1: did not arrive; last call 1 on axis 'dp' of DeviceMesh(dp=3): all_reduce" in text
-    )
-    assert "program.py" in text
+            text = error_of(lambda: md.all_reduce(x, group=mesh["dp"]))
+        time.sleep(4)
+        return text
+
+    told = pool.run(program, 3)
+    assert told[0] and told[2] and not told[1]
+    text = "".join(told)
+    assert "CollectiveTimeoutError: all_reduce on axis 'dp' of DeviceMesh(dp=3)" in text
+    assert "call 2 on axis 'dp' of DeviceMesh(dp=3): all_reduce((2, 3) float32) at " in text
+    assert "rank 1: did not arrive; last call 1 on axis 'dp'" in text
+    assert "test_failures.py" in text
 
 
-def test_abort_frees_every_rank_and_tells_the_reason(tmp_path: Path) -> None:
-    code, out, err, took = run(
-        tmp_path,
-        """
+def test_abort_frees_every_rank_and_tells_the_reason(pool: Pool) -> None:
+    def program() -> tuple[str, float, float]:
         own = {"dp": md.AxisOptions(private=True)}  # else it would share the world's communicator
         mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",), axis_options=own)
         x = torch.ones(1)
-        try:
-            if md.get_rank() == 0:
-                md.all_reduce(x, group=mesh["dp"])
-            elif md.get_rank() == 1:
-                md.recv(x, src=3, group=mesh["dp"])
-            elif md.get_rank() == 2:
-                md.recv(x, group=mesh["dp"])
-            else:
-                time.sleep(1)
-                mesh.abort("the data has ended")
-        except md.AbortedError as error:
-            tell(error)
-        md.barrier()  # the world is another group, and lives
-        say("after")
-        """,
-        size=4,
-    )
-    assert code == 0, err
-    told = blocks_of(out)
-    for rank in range(3):
-        assert "AbortedError" in told[rank] and "rank 3: the data has ended" in told[rank]
-    assert all("after" in told[rank] for rank in range(4))
-    assert took < 45
-
-
-@pytest.mark.parametrize("verb", ["md.all_reduce(x)", "md.recv(x, src=1)", "md.barrier()"])
-def test_a_killed_rank_frees_the_others_at_once(tmp_path: Path, verb: str) -> None:
-    code, _, err, _ = run(
-        tmp_path,
-        f"""
-        md.init_process_group()
-        x = torch.ones(1)
-        md.all_reduce(x)
-        if md.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        try:
-            {verb}
-        except md.BackendError as error:
-            tell(error)
-            say(f"after {{time.monotonic() - start:.1f}} s")
-        """,
-        size=2,
-    )
-    assert code == 128 + 9
-    assert "SIGKILL" in err
+        if md.get_rank() == 3:
+            time.sleep(0.5)
+            mesh.abort("the data has ended")
+        calls = [
+            lambda: md.all_reduce(x, group=mesh["dp"]),
+            lambda: md.recv(x, src=3, group=mesh["dp"]),
+            lambda: md.recv(x, group=mesh["dp"]),
+            lambda: md.all_reduce(x, group=mesh["dp"]),
+        ]
+        text = error_of(calls[md.get_rank()])
+        took = time.monotonic() - start
+        y = torch.ones(1)
+        md.all_reduce(y)  # the world is another group, and lives
+        return text, took, y.item()
+
+    for text, took, total in pool.run(program, 4):
+        assert text.startswith("AbortedError: ")
+        assert "rank 3: the data has ended" in text
+        assert took < 10
+        assert total == 4.0
 
 
-def test_a_mesh_that_differs_in_size_between_ranks_raises_on_every_rank(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
-        md.init_process_group()
-        try:
-            md.init_device_mesh("cpu", (2,) if md.get_rank() == 0 else (3,))
-        except md.AgreementError as error:
-            tell(error)
-            time.sleep(4)
-        """,
-    )
-    assert code == 0, err
-    told = blocks_of(out)
-    for rank in range(3):
-        assert "the ranks do not define the same mesh: they wait for each other" in told[rank]
-        assert "DeviceMesh(3), for ranks 0-2" in told[rank]
-        assert "DeviceMesh(2), for ranks 0-1" in told[rank]
+def test_a_mesh_that_differs_in_size_between_ranks_raises_on_every_rank(pool: Pool) -> None:
+    def program() -> str:
+        text = error_of(lambda: md.init_device_mesh("cpu", (3,) if md.get_rank() else (2,)))
+        time.sleep(2)  # what this rank waited for stays to be seen by the others
+        return text
+
+    for text in pool.run(program, 3):
+        assert "the ranks do not define the same mesh: they wait for each other" in text
+        assert "DeviceMesh(3), for ranks 0-2" in text
+        assert "DeviceMesh(2), for ranks 0-1" in text
 
 
-def test_two_threads_of_one_rank_open_different_groups_at_once(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
-        import threading
-        md.init_process_group()
+def test_two_threads_of_one_rank_open_different_groups_at_once(pool: Pool) -> None:
+    def program() -> dict[str, float]:
         found = {}
-        def use(name, ranks):
+
+        def use(name: str, ranks: list[int]) -> None:
             group = md.new_group(ranks)
             x = torch.ones(1)
             if md.get_rank() in ranks:
                 md.all_reduce(x, group=group)
             found[name] = x.item()
+
         orders = [("all", [0, 1, 2]), ("ends", [0, 2])]
         if md.get_rank() == 2:
             orders.reverse()
@@ -210,50 +127,107 @@ def test_two_threads_of_one_rank_open_different_groups_at_once(tmp_path: Path) -
             time.sleep(0.2)
         for thread in threads:
             thread.join()
-        say(f"{found['all']} {found['ends']}")
         md.barrier()
-        """,
-    )
-    assert code == 0, err
-    assert sorted(out.split("\n"))[1:] == ["[0] 3.0 2.0", "[1] 3.0 1.0", "[2] 3.0 2.0"]
+        return found
+
+    both, middle = {"all": 3.0, "ends": 2.0}, {"all": 3.0, "ends": 1.0}
+    assert pool.run(program, 3) == [both, middle, both]
 
 
-def test_a_forked_child_reads_its_rank_and_every_verb_raises(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
+def test_a_forked_child_reads_its_rank_and_every_verb_raises(pool: Pool) -> None:
+    def program() -> tuple[str, float]:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         x = torch.ones(1)
         md.all_reduce(x, group=mesh["dp"])
+        read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            for call in (
+            calls = (
                 lambda: md.all_reduce(x),
                 lambda: md.all_reduce(x, group=mesh["dp"]),
                 lambda: md.send(x, dst=1 - md.get_rank()),
                 lambda: md.barrier(mesh["dp"]),
                 lambda: md.init_device_mesh("cpu", (2,)),
-            ):
-                try:
-                    call()
-                    say("no error")
-                except md.WorldError as error:
-                    assert "a forked child cannot communicate" in str(error)
-            say(f"child of {md.get_world_size()}")
+            )
+            refused = sum("WorldError: a forked child cannot" in error_of(call) for call in calls)
+            text = f"{md.get_rank()} of {md.get_world_size()}: {refused} refused"
+            os.write(write, text.encode())
             os._exit(0)
         os.waitpid(child, 0)
         md.all_reduce(x, group=mesh["dp"])
-        say(f"parent {x.item()}")
+        text = os.read(read, 1000).decode()
+        os.close(read)
+        os.close(write)
+        return text, x.item()
+
+    assert pool.run(program, 2) == [("0 of 2: 5 refused", 4.0), ("1 of 2: 5 refused", 4.0)]
+
+
+HEADER = """
+import os, signal, time
+import torch
+import meshdist as md
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # one write: lines stay whole
+"""
+
+
+def run(tmp_path: Path, body: str, size: int) -> tuple[int, list[str], str]:
+    """Run ``body`` on ``size`` processes as a user would; exit code, sorted lines, stderr."""
+    script = tmp_path / "program.py"
+    script.write_text(HEADER + textwrap.dedent(body))
+    done = subprocess.run(
+        [sys.executable, "-m", "meshdist", "run", "-n", str(size), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+
+def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
+    def program(verb: str) -> str:
+        x = torch.ones(1)
+        md.all_reduce(x)
+        if md.get_rank() == 1:
+            os.kill(os.getpid(), 9)
+        calls = {
+            "all_reduce": lambda: md.all_reduce(x),
+            "recv": lambda: md.recv(x, src=1),
+            "barrier": lambda: md.barrier(),
+        }
+        return error_of(calls[verb])
+
+    for verb in ("all_reduce", "recv", "barrier"):
+        start = time.monotonic()
+        survivor, victim = pool.outcomes(program, 2, verb, grace_s=20)
+        assert time.monotonic() - start < 20
+        assert f"BackendError: {verb} on the world failed on wire 'gloo'" in survivor
+        assert "look at the rank that ended or failed first" in survivor
+        assert not isinstance(victim, str)
+
+
+def test_the_launcher_tells_of_a_killed_rank(tmp_path: Path) -> None:
+    code, _, err = run(
+        tmp_path,
+        """
+        md.init_process_group()
+        md.all_reduce(torch.ones(1))
+        if md.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        md.barrier()
         """,
         size=2,
     )
-    assert code == 0, err
-    lines = sorted(out.splitlines())
-    assert lines == ["[0] child of 2", "[0] parent 4.0", "[1] child of 2", "[1] parent 4.0"]
+    assert code == 128 + 9
+    assert "SIGKILL" in err
 
 
 def test_a_program_that_never_destroys_ends_at_once_and_silently(tmp_path: Path) -> None:
-    code, out, err, _ = run(
+    code, out, err = run(
         tmp_path,
         """
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -262,52 +236,13 @@ def test_a_program_that_never_destroys_ends_at_once_and_silently(tmp_path: Path)
         """,
         size=4,
     )
-    assert (code, out, err) == (0, "", "")
+    assert (code, out, err) == (0, [], "")
 
 
-def test_torchs_mesh_has_the_same_ranks_in_the_same_order(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
-        import torch.distributed as dist
-        from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-        ours = md.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
-        theirs = ours.to_torch()
-        assert theirs.mesh.tolist() == [[3, 1], [0, 2]]
-        assert theirs.mesh_dim_names == ("dp", "tp")
-        assert tuple(theirs.get_coordinate()) == ours.get_coordinate()
-        for axis in ("dp", "tp"):
-            group = theirs.get_group(axis)
-            assert tuple(dist.get_process_group_ranks(group)) == ours.get_group(axis).ranks
-        whole = torch.arange(8.0).reshape(4, 2)
-        part = distribute_tensor(whole, theirs["tp"], [Shard(0)]).to_local()
-        assert md.DeviceMesh.from_torch(theirs) == ours
-        say(f"{part.flatten().tolist()}")
-        """,
-        size=4,
-    )
-    assert code == 0, err
-    told = sorted(out.splitlines())
-    assert len(told) == 4
+def test_a_mesh_that_is_closed_at_once_leaves_nobody_behind(pool: Pool) -> None:
+    def program() -> str:
+        for _ in range(10):
+            md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).close()
+        return "closed"
 
-
-def test_torchs_world_that_is_there_already_is_adopted(tmp_path: Path) -> None:
-    code, out, err, _ = run(
-        tmp_path,
-        """
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        x = torch.ones(1)
-        md.all_reduce(x, group=mesh["dp"])
-        dist.all_reduce(x)
-        mesh.to_torch()
-        md.destroy_process_group()
-        dist.all_reduce(x)
-        os.write(1, f"[{dist.get_rank()}] {x.item()}\\n".encode())
-        dist.destroy_process_group()
-        """,
-        size=2,
-    )
-    assert code == 0, err
-    assert sorted(out.splitlines()) == ["[0] 8.0", "[1] 8.0"]
+    assert pool.run(program, 4) == ["closed"] * 4

@@ -1,0 +1,91 @@
+"""torch's DeviceMesh on our ranks, and torch's world adopted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshdist as md
+from tests.pool import Pool
+
+
+def test_torchs_mesh_has_the_same_ranks_in_the_same_order(pool: Pool) -> None:
+    def program() -> list[float]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        ours = md.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
+        theirs = ours.to_torch()
+        assert theirs.mesh.tolist() == [[3, 1], [0, 2]]
+        assert theirs.mesh_dim_names == ("dp", "tp")
+        assert tuple(theirs.get_coordinate()) == ours.get_coordinate()
+        for axis in ("dp", "tp"):
+            ranks = dist.get_process_group_ranks(theirs.get_group(axis))
+            assert tuple(ranks) == ours.get_group(axis).ranks
+        assert md.DeviceMesh.from_torch(theirs) == ours
+        whole = torch.arange(8.0).reshape(4, 2)
+        part = distribute_tensor(whole, theirs["tp"], [Shard(0)])
+        assert part.full_tensor().equal(whole)
+        return part.to_local().flatten().tolist()
+
+    first, second = [0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]
+    assert pool.run(program, 4) == [first, second, second, first]
+
+
+def test_a_mesh_of_one_axis_and_one_smaller_than_the_world(pool: Pool) -> None:
+    def program() -> list[int]:
+        theirs = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).to_torch()
+        if md.get_rank() == 2:
+            assert theirs.get_coordinate() is None
+        return theirs.mesh.tolist()
+
+    assert pool.run(program, 3) == [[0, 1]] * 3
+
+
+def test_fully_sharded_training_on_our_mesh(pool: Pool) -> None:
+    def program() -> float:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        fully_shard(model, mesh=mesh.to_torch())
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss.item()
+
+    one, two = pool.run(program, 2)
+    assert one == two
+
+
+def test_torchs_world_that_is_there_already_is_adopted(pool: Pool, tmp_path) -> None:
+    def program(rank: int) -> float:
+        dist.init_process_group("gloo", f"file://{tmp_path}/world", rank=rank, world_size=2)
+        try:
+            mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            assert (md.get_rank(), md.get_world_size()) == (rank, 2)
+            x = torch.ones(1)
+            md.all_reduce(x, group=mesh["dp"])
+            dist.all_reduce(x)
+            mesh.to_torch()
+            md.destroy_process_group()
+            dist.all_reduce(x)
+            return x.item()
+        finally:
+            dist.destroy_process_group()
+
+    assert pool.call(program, 2) == [8.0, 8.0]
+
+
+def test_simulated_ranks_have_no_mesh_of_torchs() -> None:
+    def program() -> None:
+        md.init_device_mesh("cpu", (2,)).to_torch()
+
+    with pytest.raises(md.BackendError, match="torch has no mesh over these ranks") as caught:
+        md.simulate(program, 2)
+    assert "meshdist run -n 4 script.py" in str(caught.value)
+
+
+def test_from_torch_wants_torchs_mesh() -> None:
+    with pytest.raises(md.KindError, match="is not torch's DeviceMesh"):
+        md.simulate(lambda: md.DeviceMesh.from_torch("mesh"), 2)
