@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from meshdist.cli.arguments import Parser, add_launch_arguments, launch, report_usage_error
-from meshdist.error_text import explain
+from .cli.arguments import Parser, add_launch_arguments, launch, report_usage_error
+from .error_text import explain
 
 __all__ = ["main"]
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from meshdist.error_text import ExplainedError, explain
-from meshdist.runtime.launcher import LaunchError, run_processes
+from ..error_text import ExplainedError, explain
+from ..runtime.launcher import LaunchError, run_processes
 
 __all__ = ["Parser", "UsageError", "add_launch_arguments", "launch", "report_usage_error"]
 

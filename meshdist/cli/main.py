@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from meshdist.cli.arguments import report_usage_error
-from meshdist.error_text import explain
+from ..error_text import explain
+from .arguments import report_usage_error
 
 __all__ = ["COMMANDS", "main"]
 

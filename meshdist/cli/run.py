@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshdist.cli.arguments import Parser, add_launch_arguments, launch
+from .arguments import Parser, add_launch_arguments, launch
 
 __all__ = ["SUMMARY", "main"]
 

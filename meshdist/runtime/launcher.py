@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, TextIO
 
-from meshdist.runtime.guard import Family
-from meshdist.runtime.placing import LaunchError, rank_environment, reserve_port
-from meshdist.runtime.watching import GRACE_S, Ending, Guard, Watch
+from .guard import Family
+from .placing import LaunchError, rank_environment, reserve_port
+from .watching import GRACE_S, Ending, Guard, Watch
 
 __all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
 

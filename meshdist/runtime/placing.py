@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshdist.error_text import ExplainedError
-from meshdist.runtime.guard import MARK, mark_value
+from ..error_text import ExplainedError
+from .guard import MARK, mark_value
 
 __all__ = [
     "LaunchError",

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from meshdist.runtime import guard
-from meshdist.runtime.guard import MARK, Family
+from . import guard
+from .guard import MARK, Family
 
 __all__ = ["GRACE_S", "Child", "Ending", "Guard", "Watch", "exit_code_of", "signal_name"]
 
