@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -47,6 +48,8 @@ __all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire"]
 
 _SLICE = timedelta(milliseconds=500)
 _EXPIRED_SLICE = "Operation timed out!"
+_LOOPBACK = ("127.0.0.1",)
+_YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
 _ABORT_TAG = (1 << 30) + 7
 _GLOO_DTYPES = frozenset(
     {
@@ -359,7 +362,7 @@ class GlooWire(Wire):
         kind: Any = ProcessGroupGloo
         given = isinstance(opening.options, kind._Options)
         options = opening.options if given else kind._Options()
-        options._devices = list(gloo_devices(gloo_interfaces(opening.is_one_host), os.getpid()))
+        options._devices = gloo_devices(gloo_interfaces(opening.is_one_host))
         options._timeout = opening.timeout
         try:
             group = kind(opening.store, opening.rank, len(opening.ranks), options)
@@ -374,17 +377,38 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
         return tuple(name.strip() for name in named.split(",") if name.strip())
-    return ("127.0.0.1",) if is_one_host else ()
+    return _LOOPBACK if is_one_host else ()
+
+
+def gloo_devices(interfaces: tuple[str, ...]) -> list[Any]:
+    """One Gloo device per interface, shared by all groups of the process.
+
+    Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
+    one then take each other's connections for theirs, and wait for ever (seen on torch 2.13).
+    """
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES:
+        return _make_devices(interfaces)
+    return list(_shared_devices(interfaces, os.getpid()))
 
 
 @cache
-def gloo_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
-    """One Gloo device per interface, shared by all groups of the process."""
+def _shared_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
+    return tuple(_make_devices(interfaces))
+
+
+def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
     if not interfaces:
-        return (ProcessGroupGloo.create_default_device(),)
-    if interfaces == ("127.0.0.1",):
-        return (ProcessGroupGloo.create_device(hostname="127.0.0.1"),)
-    return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces)
+        return [ProcessGroupGloo.create_default_device()]
+    if interfaces == _LOOPBACK:
+        return [ProcessGroupGloo.create_device(hostname=_LOOPBACK[0])]
+    try:
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    except RuntimeError as error:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        raise WireFailure(
+            f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface that has no address "
+            f"here; this host has {there}"
+        ) from error
 
 
 register_wire(GlooWire())

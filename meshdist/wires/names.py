@@ -141,7 +141,7 @@ def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]
     Raises:
         BackendError: no such wire, or none on this machine.
     """
-    is_simulated = world is not None and world.origin == "simulated"
+    is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):
         if not is_simulated or find_wire(name) is None:
             get_wire(name)

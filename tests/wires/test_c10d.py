@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
 from meshdist.wires.base import Opening, WireAborted, WireFailure, WireTimeout, get_wire
-from meshdist.wires.c10d import gloo_interfaces, is_timeout, plain_text
+from meshdist.wires.c10d import gloo_devices, gloo_interfaces, is_timeout, plain_text
 
 SECONDS = timedelta(seconds=20)
 
@@ -114,6 +114,48 @@ def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     communicator = get_wire("gloo").open(opening())
     communicator.finish(communicator.barrier(SECONDS), SECONDS)
+
+
+def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(gloo_devices(("lo",))) == 1
+    assert len(gloo_devices(("lo", "lo"))) == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    communicator = get_wire("gloo").open(opening())
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(md.BackendError, match="the world could not be opened on wire 'gloo'") as e:
+        md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
+    assert not md.is_initialized()
+    assert (
+        "found:    GLOO_SOCKET_IFNAME=lo,nowhere0 names an interface that has no address here; "
+        "this host has lo" in str(e.value)
+    )
+
+
+@pytest.mark.parametrize("lazily", ["0", "1"])
+def test_groups_may_connect_on_demand(pool, lazily: str) -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh(
+            "cpu",
+            (2, 2),
+            mesh_dim_names=("dp", "tp"),
+            axis_options={"dp": md.AxisOptions(private=True)},
+        )
+        found = []
+        for _ in range(2):
+            for group in (None, mesh["tp"], mesh["dp"]):
+                x = torch.tensor([2.0 ** md.get_rank()])
+                md.all_reduce(x, group=group)
+                found.append(x.item())
+        devices = [gloo_devices(("127.0.0.1",))[0] for _ in range(3)]
+        assert len(set(map(id, devices))) == (3 if lazily == "1" else 1)
+        return found[:3] if found[:3] == found[3:] else found
+
+    expected = [[15.0, 3.0, 5.0], [15.0, 3.0, 10.0], [15.0, 12.0, 5.0], [15.0, 12.0, 10.0]]
+    assert pool.run(program, 4, env={"TORCH_GLOO_LAZY_INIT": lazily}) == expected
 
 
 def test_groups_of_a_process_share_one_device() -> None:
