@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,6 +28,7 @@ __all__ = ["agree", "call_text", "digest_of_ranks"]
 
 _SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
+_SURE_AMONG_THREADS = 20
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
@@ -122,12 +124,17 @@ def _wait_for_all(
             raise _late(world, store, members, missing, kind, text, timeout)
         if not world.rooms.get(waiting_key):
             world.rooms[waiting_key] = True
-            waiting = {"base": base, "ranks": members, "text": text, "kind": kind}
+            waiting = {
+                "base": base,
+                "ranks": members,
+                "text": text,
+                "has_threads": _has_other_threads(),
+            }
             store.set(waiting_key, json.dumps(waiting))
-        found = _find_crossing(store, base, members, missing)
+        found, patience = _find_crossing(store, base, members, missing)
         same = suspicion[1] + 1 if found and found == suspicion[0] else int(bool(found))
         suspicion = (found, same)
-        if same >= _SURE_AFTER_SLICES:
+        if same >= patience:
             # What this rank waits for stays in the store, so that the others see it too.
             raise AgreementError(
                 f"the ranks do not define the same {kind}: they wait for each other",
@@ -155,8 +162,22 @@ def _all_come(store: Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _find_crossing(store: Store, base: str, members: tuple[int, ...], missing: list[int]) -> str:
-    """Describe a missing rank that waits, elsewhere, for a rank that waits here; or ""."""
+def _has_other_threads() -> bool:
+    """Whether another thread of this process might open a group of its own."""
+    return any(
+        thread is not threading.current_thread() and not thread.name.startswith("meshdist-")
+        for thread in threading.enumerate()
+    )
+
+
+def _find_crossing(
+    store: Store, base: str, members: tuple[int, ...], missing: list[int]
+) -> tuple[str, int]:
+    """Describe a missing rank that waits, elsewhere, for a rank that waits here; or "".
+
+    Also tells after how many equal findings it is sure: a rank with several threads may yet come
+    by another one.
+    """
     arrived = set(members) - set(missing)
     for rank in missing:
         key = f"agree/waiting/{rank}"
@@ -165,8 +186,10 @@ def _find_crossing(store: Store, base: str, members: tuple[int, ...], missing: l
             continue
         for awaited in arrived.intersection(other["ranks"]):
             if not store.check([f"{other['base']}/{awaited}"]):
-                return f"rank {rank}: {other['text']}, for {ranks_text(other['ranks'])}"
-    return ""
+                text = f"rank {rank}: {other['text']}, for {ranks_text(other['ranks'])}"
+                is_sure_soon = not other["has_threads"] and not _has_other_threads()
+                return text, _SURE_AFTER_SLICES if is_sure_soon else _SURE_AMONG_THREADS
+    return "", 1
 
 
 def _late(

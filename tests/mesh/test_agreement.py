@@ -81,20 +81,6 @@ def test_a_member_that_does_not_come_is_named() -> None:
         assert "rank 1: gives no answer" in str(error)
 
 
-def test_members_that_wait_for_each_other_in_different_definitions_all_raise() -> None:
-    def body(world: World) -> None:
-        ranks = (0, 1) if world.rank == 0 else (0, 1, 2)
-        agree(world, ranks, "mesh", {"text": f"mesh of {len(ranks)}"}, LONG)
-
-    start = time.monotonic()
-    for error in together(3, body):
-        assert isinstance(error, md.AgreementError)
-        assert "they wait for each other" in str(error)
-        assert "mesh of 2, for ranks 0-1" in str(error)
-        assert "mesh of 3, for ranks 0-2" in str(error)
-    assert time.monotonic() - start < 20
-
-
 def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() -> None:
     def body(world: World) -> str:
         if world.rank:
