@@ -8,7 +8,14 @@ import torch
 
 from ..arrays import as_tensor, dtype_name, shape_text
 from ..error_text import ranks_text
-from ..errors import ArgumentError, DtypeError, GradientError, NotInGroupError, ShapeError
+from ..errors import (
+    ArgumentError,
+    DtypeError,
+    GradientError,
+    KindError,
+    NotInGroupError,
+    ShapeError,
+)
 from ..mesh.groups import ProcessGroup
 from ..reduce_op import ReduceKind, ReduceOp, find_refusal, op_name
 
@@ -18,6 +25,7 @@ __all__ = [
     "check_reducible",
     "dense",
     "find_peer",
+    "first_cuda_device",
     "forbid_gradient",
     "get_peer",
     "is_overwriting_history",
@@ -142,6 +150,28 @@ def get_peer(
             fix=f"name the global rank: {role}=0, or the rank in the group: group_{role}=0",
         )
     return peer
+
+
+def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
+    """Return the first of ``device_ids`` as a device; None for an empty list.
+
+    Raises:
+        KindError: not a list of whole numbers.
+        ArgumentError: this machine has no such CUDA device.
+    """
+    if not isinstance(device_ids, list) or not all(isinstance(one, int) for one in device_ids):
+        raise KindError(
+            f"{verb}: device_ids must be a list of whole numbers, not {device_ids!r}",
+            fix="for example device_ids=[0]",
+        )
+    count = torch.cuda.device_count()
+    if any(not 0 <= one < count for one in device_ids):
+        raise ArgumentError(
+            f"{verb}: device_ids={device_ids} names a CUDA device that is not there",
+            expected=f"numbers below {count}, the CUDA devices of this host",
+            fix="leave device_ids out" if count == 0 else None,
+        )
+    return torch.device("cuda", device_ids[0]) if device_ids else None
 
 
 def is_overwriting_history(tensor: torch.Tensor) -> bool:

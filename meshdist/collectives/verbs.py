@@ -11,7 +11,6 @@ member called last, AbortedError after an abort, and BackendError where the wire
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +27,7 @@ from .checks import (
     check_blocks,
     check_reducible,
     dense,
+    first_cuda_device,
     forbid_gradient,
     get_peer,
     is_overwriting_history,
@@ -222,22 +222,22 @@ def barrier(
 
     Args:
         group, async_op: as in ``all_reduce``.
-        device_ids: the CUDA device that an NCCL barrier runs on.
+        device_ids: the CUDA device that an NCCL barrier runs on; by default the one bound to this
+            rank, else the one that the group has used.
         timeout: in place of the group's.
 
     Raises:
-        KindError, ArgumentError: a wrong timeout.
+        KindError, ArgumentError: a wrong timeout; device_ids that name no CUDA device.
         CollectiveTimeoutError: a member did not come; the text names it.
     """
     target = resolve_group(group)
     check_timeout(timeout)
+    device = target.device if device_ids is None else first_cuda_device(device_ids, "barrier")
     channel = target.channel("cuda" if device_ids else target.first_device_type())
     limit = timeout or channel.timeout
     target.recorder.note("barrier", None)
-    on_device = torch.cuda.device(device_ids[0]) if device_ids else nullcontext()
     try:
-        with on_device:
-            pending = channel.communicator.barrier(limit)
+        pending = channel.communicator.barrier(limit, device)
         if async_op:
             return target.work(channel, pending, [])
         channel.communicator.finish(pending, limit)

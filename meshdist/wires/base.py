@@ -109,8 +109,11 @@ class Communicator(ABC):
         """Cut ``tensor`` into one equal block per member; ``output`` is my block, reduced."""
 
     @abstractmethod
-    def barrier(self, timeout: timedelta) -> Pending:
-        """Finished on a member when every member has started it."""
+    def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
+        """Finished on a member when every member has started it.
+
+        ``device`` is the CUDA device to run on, for a wire that needs one; None lets it choose.
+        """
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:

@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -96,6 +97,28 @@ class _Transfer:
         self.peer = peer
 
 
+class _OwnBlock:
+    """A started reduce-scatter over Gloo: an all-reduce, of which each member keeps its block.
+
+    c10d's own does the same, but its Work says for ever that it is not done.
+    """
+
+    __slots__ = ("_output", "_reduced", "work")
+
+    def __init__(self, work: Any, reduced: torch.Tensor, output: torch.Tensor) -> None:
+        self.work = work
+        self._reduced: torch.Tensor | None = reduced
+        self._output = output
+
+    def settle(self, rank: int) -> None:
+        """Write this member's block; the all-reduce is done."""
+        if self._reduced is None:
+            return
+        size = self._output.numel()
+        self._output.view(-1).copy_(self._reduced[rank * size : (rank + 1) * size])
+        self._reduced = None
+
+
 class C10dCommunicator(Communicator):
     """One group's connection over a c10d process group that ``make`` has built."""
 
@@ -155,9 +178,11 @@ class C10dCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def barrier(self, timeout: timedelta) -> Pending:
+    def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         options = BarrierOptions()
         options.timeout = timeout
+        if device is not None:
+            options.device = device
         try:
             return self._group.barrier(options)
         except RuntimeError as error:
@@ -233,9 +258,32 @@ class C10dCommunicator(Communicator):
 class GlooCommunicator(C10dCommunicator):
     """Gloo's connection: waits notice an abort, a timeout and Ctrl-C."""
 
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        op: ReduceKind,
+        timeout: timedelta,
+    ) -> Pending:
+        reduced = tensor.view(-1).clone()
+        return _OwnBlock(self.all_reduce(reduced, op, timeout), reduced, output)
+
+    def is_finished(self, pending: Pending) -> bool:
+        if type(pending) is not _OwnBlock:
+            return super().is_finished(pending)
+        if not pending.work.is_completed():
+            return False
+        with suppress(WireFailure):  # told to whoever waits
+            self.finish(pending, _SLICE)
+        return True
+
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         if type(pending) is _Transfer:
             self._finish_transfer(pending, timeout)
+            return
+        if type(pending) is _OwnBlock:
+            self.finish(pending.work, timeout)
+            pending.settle(self.rank)
             return
         if isinstance(pending, SelfTransfer):
             self._finish_self(pending, timeout)

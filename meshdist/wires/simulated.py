@@ -288,7 +288,7 @@ class SimulatedCommunicator(Communicator):
         """Start reducing the members' tensors block by block; ``output`` is my block."""
         return self._start("reduce_scatter", tensor, output, op=_checked_op(op, tensor.dtype))
 
-    def barrier(self, timeout: timedelta) -> Pending:
+    def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         """Start a barrier."""
         return self._start("barrier")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import BackendError
 from .base import Communicator, Pending, WireFailure
 
 __all__ = ["Work"]
@@ -95,11 +95,15 @@ class Work:
         return self._result()
 
     def source_rank(self) -> int:
-        """The group rank that a finished receive came from."""
+        """The group rank that a finished receive came from.
+
+        Raises:
+            BackendError: this is no receive.
+        """
         try:
             return self._communicator.source(self._pending)
         except WireFailure as failure:
-            raise ArgumentError(
+            raise BackendError(
                 "only a receive has a source rank", fix="call it on the Work of irecv"
             ) from failure
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
+from torch.distributed import _make_nccl_premul_sum
 
 import meshdist as md
+from tests.pool import Pool
 
 SIZES = (1, 2, 3, 4)
 REAL = ("float64", "float32", "float16", "bfloat16")
@@ -87,7 +91,7 @@ def reduce_everything(shapes: list[tuple[int, ...]]) -> list:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_reductions(on_ranks, size: int) -> None:
-    for rank, results in enumerate(on_ranks(reduce_everything, size, [(3,), (2, 3)])):
+    for rank, results in enumerate(on_ranks(reduce_everything, size, [(), (0,), (3,), (2, 3)])):
         for op, dtype, shape, reduced, block in results:
             tolerance = 2e-2 if dtype in ("float16", "bfloat16") else 1e-6
             np.testing.assert_allclose(
@@ -212,13 +216,81 @@ def asynchronous() -> tuple:
     assert first.is_completed() and first.is_success() and first.exception() is None
     assert first.result()[0] is x
     doubled = second.get_future().then(lambda future: future.value()[0] * 2).wait()
-    with pytest.raises(ValueError, match="only a receive has a source rank"):
+    with pytest.raises(RuntimeError, match="only a receive has a source rank"):
         first.source_rank()
     return x.tolist(), y.tolist(), doubled.tolist()
 
 
 def test_async_verbs_give_a_work(on_ranks) -> None:
     assert on_ranks(asynchronous, 2) == [([3.0] * 2, [[3.0] * 3] * 2, [[6.0] * 3] * 2)] * 2
+
+
+def synchronous() -> list:
+    x, out = torch.ones(2), torch.empty(2 * md.get_world_size())
+    return [
+        md.all_reduce(x),
+        md.broadcast(x, src=0),
+        md.all_gather_into_tensor(out, x),
+        md.reduce_scatter_tensor(x, out),
+        md.barrier(),
+    ]
+
+
+def test_synchronous_verbs_return_none(on_ranks) -> None:
+    assert on_ranks(synchronous, 2) == [[None] * 5] * 2
+
+
+def every_verb_async() -> tuple:
+    rank, size = md.get_rank(), md.get_world_size()
+    x, y = torch.full((2,), rank + 1.0), torch.full((2,), rank + 1.0)
+    out, part = torch.empty(2 * size), torch.empty(1)
+    works = [
+        md.all_reduce(x, async_op=True),
+        md.broadcast(y, src=1, async_op=True),
+        md.all_gather_into_tensor(out, torch.full((2,), float(rank)), async_op=True),
+        md.reduce_scatter_tensor(part, torch.arange(2.0), async_op=True),
+        md.barrier(async_op=True),
+    ]
+    assert all(type(work) is md.Work for work in works)
+    assert works[-1].wait() is True
+    done = [work.is_completed() for work in works]  # a barrier is behind what came before it
+    for work in works:
+        work.wait()
+    return done, x.tolist(), y.tolist(), out.tolist(), part.tolist()
+
+
+def test_earlier_verbs_are_complete_after_a_barrier(on_ranks) -> None:
+    for rank, found in enumerate(on_ranks(every_verb_async, 2)):
+        assert found == ([True] * 5, [3.0] * 2, [2.0] * 2, [0.0, 0.0, 1.0, 1.0], [2.0 * rank])
+
+
+def waited_in_vain() -> list[str]:
+    if md.get_rank() == 1:
+        md.new_group([0, 1])
+        md.barrier()  # of the world, which is another group
+        return []
+    group = md.new_group([0, 1])
+    work = md.all_reduce(torch.ones(1), group=group, async_op=True)
+    told = []
+    for call in (
+        lambda: work.wait(timedelta(seconds=0.7)),
+        work.wait,
+        lambda: md.all_reduce(torch.ones(1), group=group),
+    ):
+        with pytest.raises(md.BackendError) as caught:
+            call()
+        told.append(str(caught.value))
+    assert work.is_completed() and not work.is_success()
+    md.barrier()
+    return told
+
+
+def test_a_wait_that_expires_breaks_the_group_and_says_so(pool: Pool) -> None:
+    first, again, later = pool.run(waited_in_vain, 2)[0]
+    assert first == again
+    assert first.startswith("all_reduce on group of ranks 0-1 was not finished within ")
+    assert "the group is broken now" in first
+    assert "failed before" in later
 
 
 def overlapping(rounds: int) -> list[float]:
@@ -377,6 +449,7 @@ def test_overwriting_gradient_history_raises_in_backward(on_ranks) -> None:
 
 
 X = torch.ones(4)
+OUTSIDE = md.GroupMember.NON_GROUP_MEMBER
 REFUSED = [
     (lambda: md.all_reduce([1.0]), TypeError, "all_reduce"),
     (lambda: md.all_reduce(X, op="sum"), TypeError, "is not a reduction"),
@@ -411,10 +484,37 @@ REFUSED = [
         md.ShapeError,
         "does not hold one output per member",
     ),
+    (
+        lambda: md.all_reduce(X, op=_make_nccl_premul_sum(2.0)),
+        TypeError,
+        "is not a reduction\n  expected: one of ReduceOp.SUM, ReduceOp.AVG",
+    ),
     (lambda: md.send(X), ValueError, "send needs dst or group_dst"),
+    (lambda: md.isend(X), ValueError, "isend needs dst or group_dst"),
+    (lambda: md.send(X, 0, group_dst=0), ValueError, "send has both dst and group_dst"),
+    (lambda: md.isend(X, 0, group_dst=0), ValueError, "isend has both dst and group_dst"),
+    (lambda: md.recv(X, 0, group_src=0), ValueError, "recv has both src and group_src"),
+    (lambda: md.irecv(X, 0, group_src=0), ValueError, "irecv has both src and group_src"),
+    (lambda: md.irecv(X, 2), ValueError, "irecv: src=2 is not a member of the world"),
     (lambda: md.send(X, dst=md.get_rank()), ValueError, "use isend"),
     (lambda: md.recv(X, src=md.get_rank()), ValueError, "use irecv"),
     (lambda: md.barrier(timeout=3), TypeError, "datetime.timedelta"),
+    (lambda: md.barrier(device_ids=0), TypeError, "device_ids must be a list of whole numbers"),
+    (lambda: md.barrier(device_ids=[99]), ValueError, "names a CUDA device that is not there"),
+    *[
+        (call, md.NotInGroupError, "this rank is not a member of the group")
+        for call in (
+            lambda: md.all_reduce(X, group=OUTSIDE),
+            lambda: md.broadcast(X, 0, group=OUTSIDE),
+            lambda: md.all_gather_into_tensor(X, X, group=OUTSIDE),
+            lambda: md.reduce_scatter_tensor(X, X, group=OUTSIDE),
+            lambda: md.barrier(OUTSIDE),
+            lambda: md.send(X, 0, group=OUTSIDE),
+            lambda: md.recv(X, 0, group=OUTSIDE),
+            lambda: md.isend(X, 0, group=OUTSIDE),
+            lambda: md.irecv(X, 0, group=OUTSIDE),
+        )
+    ],
     (lambda: md.all_reduce(torch.ones(2, device="meta")), md.BackendError, "meta"),
 ]
 
