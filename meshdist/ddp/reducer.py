@@ -119,9 +119,10 @@ class Reducer:
             return
         if self._failure is not None:
             raise self._reports.stopped(self._failure) from self._failure
-        if self._is_open:
-            self._complete_interrupted()
+        has_not_ended = self._is_open or self._task is not None
         self._task = None
+        if has_not_ended:
+            self._complete_interrupted()
         if not torch.is_grad_enabled():
             return
         if self._someone_lacks:

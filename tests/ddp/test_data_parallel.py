@@ -512,6 +512,32 @@ def test_a_backward_that_raises_on_one_rank_raises_on_all_and_leaves_them_usable
         )
 
 
+def test_a_backward_that_raises_before_any_gradient_came_keeps_step_too(run: Run) -> None:
+    def program() -> tuple[str, list[float]]:
+        model = md.DDP(nn.Linear(1, 1))
+        x = torch.full((1, 1), 1.0 + md.get_rank())
+        is_culprit = md.get_rank() == 1
+        out = model(x)
+        if is_culprit:
+
+            def fail(_: torch.Tensor) -> None:
+                raise ArithmeticError
+
+            out.register_hook(fail)
+        with pytest.raises(ArithmeticError if is_culprit else GradientError) as error:
+            out.sum().backward()
+        if is_culprit:
+            with pytest.raises(GradientError) as error:
+                model(x)
+        model.zero_grad()
+        model(x).sum().backward()
+        return str(error.value), [p.grad.item() for p in model.parameters()]
+
+    for text, grads in run(program, 3):
+        assert grads == [2.0, 1.0]
+        assert "found:    rank 1: an exception was raised inside backward()" in text
+
+
 def test_a_second_backward_after_an_interrupted_one_needs_a_forward() -> None:
     def program() -> list[str]:
         model = md.DDP(Fragile(), bucket_cap_mb=1e-6)
