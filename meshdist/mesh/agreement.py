@@ -12,7 +12,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,20 +21,45 @@ from torch.distributed import Store
 
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, CollectiveTimeoutError, StoreError
-from ..runtime.handles import store_of_thread
+from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.world import World
 from .signals import ask
 
-__all__ = ["agree", "call_text", "digest_of_ranks"]
+__all__ = ["Agreement", "agree", "call_text", "digest_of_ranks"]
 
 _SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
 _SURE_AMONG_THREADS = 20
+_ALL_HAVE_COME = "all have come"
+_counting = threading.Lock()
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
     """A short name for a list of ranks, equal on all of them."""
     return hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the members of one agreement know of each other.
+
+    Args:
+        name: its name in the store, equal on all members, and no other agreement's.
+        offers: for each member the communicators that it has open and could share, by slot.
+    """
+
+    name: str
+    offers: Mapping[int, Mapping[str, str]]
+
+    def label_for(self, ranks: Sequence[int], slot: str) -> str:
+        """The label under which ``ranks`` shall have a communicator, equal on all of them.
+
+        That of the one they have open already, if all of them have it open still; else a new one.
+        """
+        offered = {self.offers[rank].get(slot, "") for rank in ranks}
+        if len(offered) == 1 and "" not in offered:
+            return offered.pop()
+        return f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
 def agree(
@@ -42,7 +68,8 @@ def agree(
     kind: str,
     definition: dict[str, Any],
     timeout: timedelta,
-) -> None:
+    offer: Mapping[str, str] | None = None,
+) -> Agreement:
     """Return when all of ``ranks`` have come with an equal ``definition``.
 
     Args:
@@ -51,23 +78,36 @@ def agree(
         kind: what is being made, for messages and keys ("mesh", "group").
         definition: plain values; its "text" entry is shown where members differ.
         timeout: how long to wait for the last member.
+        offer: what this rank could share with the others, by slot; may differ between members.
 
     Raises:
         AgreementError: the definitions differ, or members wait for each other in different ones.
         CollectiveTimeoutError: a member did not come; the text names it.
     """
-    if len(ranks) == 1:
-        return
     members = tuple(sorted(ranks))
-    store = store_of_thread(world)
     counts: dict[tuple[str, tuple[int, ...]], int] = world.rooms.setdefault("agreements", {})
-    count = counts[kind, members] = counts.get((kind, members), 0) + 1
+    with _counting:
+        count = counts[kind, members] = counts.get((kind, members), 0) + 1
     base = f"agree/{kind}/{digest_of_ranks(members)}/{count}"
+    offer = dict(offer or {})
+    if len(members) == 1:
+        return Agreement(base, {world.rank: offer})
+    store = store_of_thread(world)
     mine = json.dumps(definition, sort_keys=True)
     try:
-        store.set(f"{base}/{world.rank}", mine)
+        check_store_served(world)
+        store.set(f"{base}/{world.rank}", f"{mine}\n{json.dumps(offer)}")
         _wait_for_all(world, store, base, members, kind, definition["text"], timeout)
-        texts = [blob.decode() for blob in store.multi_get([f"{base}/{r}" for r in members])]
+        outcome = store.compare_set(f"{base}/outcome", "", _ALL_HAVE_COME).decode()
+        if outcome != _ALL_HAVE_COME:
+            raise CollectiveTimeoutError(
+                f"others gave up to wait before rank {world.rank} came to make a {kind}",
+                where=f"rank {world.rank}, {definition['text']}, for {ranks_text(members)}",
+                expected=f"the same call on {ranks_text(members)}, at about the same time",
+                found=outcome,
+                fix=f"look at what kept rank {world.rank}, or raise the timeout",
+            )
+        blobs = store.multi_get([f"{base}/{r}" for r in members])
     except RuntimeError as error:
         if isinstance(error, (AgreementError, CollectiveTimeoutError)) or world.is_simulated:
             raise
@@ -77,6 +117,7 @@ def agree(
             found=str(error).splitlines()[0],
             fix="look at the rank that ended first: its error is the cause",
         ) from error
+    texts, offers = zip(*(blob.decode().split("\n") for blob in blobs), strict=True)
     if any(text != mine for text in texts):
         raise AgreementError(
             f"the ranks do not define the same {kind}",
@@ -85,6 +126,7 @@ def agree(
             found=_grouped(members, [json.loads(text) for text in texts]),
             fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
         )
+    return Agreement(base, dict(zip(members, map(json.loads, offers), strict=True)))
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
@@ -116,12 +158,16 @@ def _wait_for_all(
     if world.rooms.pop(waiting_key, False):
         store.set(waiting_key, "null")
     suspicion: tuple[str, int] = ("", 0)
-    while not _all_come(store, keys, min(_SLICE_S, max(deadline - time.monotonic(), 0.0))):
+    while not _all_come(world, store, keys, min(_SLICE_S, max(deadline - time.monotonic(), 0.0))):
         missing = [rank for rank in members if not store.check([f"{base}/{rank}"])]
         if not missing:
             break
         if time.monotonic() >= deadline:
-            raise _late(world, store, members, missing, kind, text, timeout)
+            told = f"rank {world.rank} waited {timeout.total_seconds():g} s for {text}"
+            outcome = store.compare_set(f"{base}/outcome", "", told).decode()
+            if outcome == _ALL_HAVE_COME:
+                break
+            raise _late(world, members, missing, kind, text, timeout)
         if not world.rooms.get(waiting_key):
             world.rooms[waiting_key] = True
             waiting = {
@@ -147,7 +193,7 @@ def _wait_for_all(
         store.set(waiting_key, "null")
 
 
-def _all_come(store: Store, keys: list[str], seconds: float) -> bool:
+def _all_come(world: World, store: Store, keys: list[str], seconds: float) -> bool:
     """Whether all keys are there within ``seconds``.
 
     Asks again and again instead of ``store.wait``, whose expiry torch reports on stderr.
@@ -159,6 +205,7 @@ def _all_come(store: Store, keys: list[str], seconds: float) -> bool:
             return False
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
+        check_store_served(world)
     return True
 
 
@@ -194,14 +241,13 @@ def _find_crossing(
 
 def _late(
     world: World,
-    store: Store,
     members: tuple[int, ...],
     missing: list[int],
     kind: str,
     text: str,
     timeout: timedelta,
 ) -> CollectiveTimeoutError:
-    answers = ask(store, tuple(missing))
+    answers = ask(world, tuple(missing))
     lines = []
     for rank in missing:
         calls = answers.get(rank)

@@ -145,10 +145,13 @@ class DeviceMesh:
         select_device(self._device_type, self._world)
         members = tuple(self._layout.ranks().ravel().tolist())
         timeout = max(self._timeout_of(options) for options in self._options)
+        offer: dict[str, str] = {}
+        for axis, group in enumerate(self._groups):
+            offer |= group.offer(self._device_type, f"{axis}/")
         with get_registry(self._world).opening():
-            agree(self._world, members, "mesh", self._definition(), timeout)
-            for group in self._groups:
-                group.open(self._device_type)
+            agreed = agree(self._world, members, "mesh", self._definition(), timeout, offer)
+            for axis, group in enumerate(self._groups):
+                group.open(self._device_type, agreed, f"{axis}/")
 
     def _timeout_of(self, options: AxisOptions) -> timedelta:
         return options.timeout or self._world.timeout or DEFAULT_TIMEOUT
@@ -253,7 +256,7 @@ class DeviceMesh:
         if self._flat_group is None:
             self._check_member("a verb")
             group = self._make_group(tuple(range(self.ndim)))
-            self._open_new(group)
+            group.open(self._device_type)
             self._flat_group = group
         return self._flat_group
 
@@ -384,17 +387,10 @@ class DeviceMesh:
                 groups.append(self._groups[old[axis]])
                 continue
             group = mesh._make_group((axis,))
-            self._open_new(group)
+            group.open(self._device_type)
             groups.append(group)
         mesh._groups = tuple(groups)
         return mesh
-
-    def _open_new(self, group: ProcessGroup) -> None:
-        definition = {"text": group.name, "ranks": group.ranks}
-        timeout = self._timeout_of(self._options[0])
-        with get_registry(self._world).opening():
-            agree(self._world, group.ranks, "group", definition, timeout)
-            group.open(self._device_type)
 
     # ------------------------------------------------------------------ its groups' lives
 

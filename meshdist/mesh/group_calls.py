@@ -87,8 +87,8 @@ def new_group(
         device=device_id,
     )
     with get_registry(world).opening():
-        agree(world, members, "group", definition, timeout or world.timeout or default)
-        made.open_all()
+        limit = timeout or world.timeout or default
+        made.open_all(agree(world, members, "group", definition, limit))
     return made
 
 

@@ -21,7 +21,7 @@ from ..errors import (
     NotInGroupError,
 )
 from ..reduce_op import ReduceKind, ReduceOp
-from ..runtime.handles import store_of_thread
+from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import (
@@ -34,7 +34,7 @@ from ..wires.base import (
     get_wire,
 )
 from ..wires.work import Work
-from .agreement import call_text
+from .agreement import Agreement, agree, call_text
 from .registry import OpenCommunicator, get_registry
 from .signals import ask
 
@@ -78,6 +78,8 @@ class ProcessGroup:
         desc: torch's ``group_desc``.
         device: the device bound to its NCCL wire, which then connects at once; None takes the
             world's.
+        agreement: what its members agreed when it was made; without one they agree when its
+            first communicator is opened.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class ProcessGroup:
         is_private: bool = False,
         desc: str = "",
         device: torch.device | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.world = world
         self.ranks = ranks
@@ -106,6 +109,7 @@ class ProcessGroup:
         self._number = next(_handle_numbers)
         self._group_rank = ranks.index(world.rank)
         self._process_id = world.process_id
+        self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
 
@@ -148,11 +152,28 @@ class ProcessGroup:
             )
         return name
 
-    def open(self, device_type: str) -> None:
-        """Open the wire for ``device_type``, together with all other members."""
-        self.channel(device_type)
+    def open(self, device_type: str, agreement: Agreement | None = None, slot: str = "") -> None:
+        """Open the wire for ``device_type``, together with all other members.
 
-    def open_all(self) -> None:
+        Args:
+            device_type: of the tensors.
+            agreement: what the members have just agreed upon, with their offers; None lets them
+                agree now.
+            slot: under which each of them made its offer.
+        """
+        self.check_usable()
+        if device_type not in self._channels:
+            self._open_channel(device_type, agreement, slot)
+
+    def offer(self, device_type: str, slot: str = "") -> dict[str, str]:
+        """What this member could share for ``device_type``, for an agreement."""
+        wire = get_wire(self.wire_name(device_type))
+        label = get_registry(self.world).find_label(
+            wire, self.ranks, self.options, is_private=self.is_private
+        )
+        return {f"{slot}{wire.name}": label}
+
+    def open_all(self, agreement: Agreement | None = None) -> None:
         """Open every wire of the group that this machine can serve, with all other members.
 
         NCCL does not communicate yet, unless a device is bound.
@@ -162,7 +183,7 @@ class ProcessGroup:
             if wire is None or not wire.is_available():
                 continue
             if device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available()):
-                self.open(device_type)
+                self.open(device_type, agreement)
 
     def channel(self, device_type: str) -> Channel:
         """Return the open way for ``device_type``, opened now if it was not yet."""
@@ -244,6 +265,7 @@ class ProcessGroup:
         call = {"group": self.name, **self.recorder.describe()}
         where = f"rank {self.world.rank}, {call_text(call)}"
         try:
+            check_store_served(self.world)
             abort = registry.find_abort(channel.opened.label)
             first = self._quote_first_failure(channel, call, str(failure))
         except RuntimeError:
@@ -280,7 +302,7 @@ class ProcessGroup:
             return ""
         others = tuple(rank for rank in self.ranks if rank != self.world.rank)
         try:
-            answers = ask(store_of_thread(self.world), others)
+            answers = ask(self.world, others)
         except RuntimeError:
             return "the store is lost: the rank that served it has ended"
         lines = []
@@ -313,7 +335,9 @@ class ProcessGroup:
     def _timeout_on(self, wire: Wire) -> timedelta:
         return self._timeout or self.world.timeout or wire.default_timeout
 
-    def _open_channel(self, device_type: str) -> Channel:
+    def _open_channel(
+        self, device_type: str, agreement: Agreement | None = None, slot: str = ""
+    ) -> Channel:
         self.check_usable()
         wire = get_wire(self.wire_name(device_type))
         timeout = self._timeout_on(wire)
@@ -323,6 +347,13 @@ class ProcessGroup:
             if channel.wire is wire:
                 self._channels[device_type] = channel
                 return channel
+        agreement = agreement or self._agreement
+        if agreement is None:
+            definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
+            offer = self.offer(device_type)
+            with registry.opening():
+                agreed = agree(self.world, self.ranks, "group", definition, timeout, offer)
+                return self._open_channel(device_type, agreed)
         try:
             opened = registry.acquire(
                 wire,
@@ -332,6 +363,7 @@ class ProcessGroup:
                 self.options,
                 device=self.device,
                 name=self.name,
+                label=agreement.label_for(self.ranks, f"{slot}{wire.name}"),
                 is_private=self.is_private,
             )
         except WireFailure as failure:
@@ -358,6 +390,8 @@ def world_group(world: World | None = None) -> ProcessGroup:
             name="the world",
             options=world.options,
             desc="default_pg",
+            # A world is all of its ranks by nature; there is nothing to ask.
+            agreement=Agreement("world", {rank: {} for rank in range(world.size)}),
         )
     return found
 

@@ -1,8 +1,9 @@
 """The communicators that this rank has open in its world, shared where equal.
 
 Two groups with equal ranks in equal order, on the same wire with the same options, use one
-communicator; private groups never share. Openings of one rank list are numbered as they come,
-so that its members name the communicator alike without asking anybody.
+communicator; private groups never share. Whether one can be shared is for all members to say, since
+one of them may have closed it, or seen it fail, before the others: they tell each other when they
+agree on what they make, and the agreement gives the communicator its label.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, Store
 
-from ..runtime.handles import cloned, store_of_thread
+from ..runtime.handles import check_store_served, cloned, store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
-from .agreement import digest_of_ranks
 from .signals import Sentinel, post
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
@@ -66,7 +66,6 @@ class Registry:
     aborts: dict[str, dict[str, Any]] = field(default_factory=dict)
     _by_key: dict[Any, OpenCommunicator] = field(default_factory=dict)
     _by_label: dict[str, OpenCommunicator] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _sentinel: Sentinel | None = None
 
@@ -80,9 +79,10 @@ class Registry:
         *,
         device: torch.device | None,
         name: str,
+        label: str,
         is_private: bool,
     ) -> OpenCommunicator:
-        """Return an open communicator for ``ranks``; opening one waits for all members.
+        """Return the communicator called ``label``; opening a new one waits for all members.
 
         Raises:
             WireFailure: the wire could not open it.
@@ -90,13 +90,10 @@ class Registry:
         world = self.world
         key = (wire.name, ranks, id(options))
         with self._lock:
-            shared = None if is_private else self._by_key.get(key)
+            shared = self._by_label.get(label)
             if shared is not None:
                 shared.num_users += 1
                 return shared
-            place = f"{digest_of_ranks(ranks)}/{wire.name}"
-            count = self._counts[place] = self._counts.get(place, 0) + 1
-        label = f"group/{place}/{count}"
         opening = Opening(
             store=PrefixStore(label, store_of_thread(world)),
             ranks=ranks,
@@ -117,6 +114,14 @@ class Registry:
                 self._by_key[key] = opened
         return opened
 
+    def find_label(
+        self, wire: Wire, ranks: tuple[int, ...], options: Any, *, is_private: bool
+    ) -> str:
+        """The label of the communicator that a new group could share, or ""."""
+        with self._lock:
+            found = None if is_private else self._by_key.get((wire.name, ranks, id(options)))
+        return "" if found is None else found.label
+
     def release(self, opened: OpenCommunicator) -> None:
         """Give up one use; the last one closes the communicator."""
         with self._lock:
@@ -134,12 +139,14 @@ class Registry:
         if not self._is_among_processes:
             yield
             return
+        check_store_served(self.world)
         store = store_of_thread(self.world)
         store.add(_NUM_OPENING, 1)
         try:
             yield
         finally:
             with suppress(RuntimeError):  # the store is lost: whoever waits for it knows
+                check_store_served(self.world)
                 store.add(_NUM_OPENING, -1)
 
     def forget(self, opened: OpenCommunicator) -> None:
@@ -152,11 +159,14 @@ class Registry:
         """Free whoever waits in the named communicators, on every rank of the world."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
         store = store_of_thread(self.world)
-        for label in labels:
-            store.set(f"{label}/abort", json.dumps(message))
-        if self._sentinel is not None:
-            post(store, message)
-        self._abort_here(message)
+        try:
+            check_store_served(self.world)
+            for label in labels:
+                store.set(f"{label}/abort", json.dumps(message))
+            if self._sentinel is not None:
+                post(store, message)
+        finally:
+            self._abort_here(message)
 
     def break_here(self, opened: OpenCommunicator, reason: str) -> None:
         """Let every later verb of this rank on a failed communicator tell why it is broken."""
@@ -167,6 +177,7 @@ class Registry:
         """Who aborted a communicator and why, if somebody did; asks the store."""
         known = self.aborts.get(label)
         if known is None:
+            check_store_served(self.world)
             store = store_of_thread(self.world)
             if store.check([f"{label}/abort"]):
                 known = json.loads(store.get(f"{label}/abort"))
@@ -179,6 +190,7 @@ class Registry:
         atexit.register(self._leave)
         store = cloned(self.world.store)
         self._sentinel = Sentinel(store, self.world.rank, self.last_calls, self._abort_here)
+        self.world.rooms["store probe"] = self._sentinel.is_store_served
 
     def last_calls(self) -> list[dict[str, Any]]:
         """What this rank called last on each of its groups, the most recent last."""
@@ -226,14 +238,15 @@ class Registry:
         if not self._is_among_processes:
             return
         store = store_of_thread(self.world)
+        deadline = time.monotonic() + _PATIENCE_S  # for all of them together
         for entry in opened:
             if entry.label not in self.aborts and entry.size > 1:
                 key = f"{entry.label}/opened"
-                self._wait_until(partial(_has_counted, store, key, entry.size))
+                self._wait_until(partial(_has_counted, store, key, entry.size), deadline)
 
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+    def _wait_until(self, is_so: Callable[[], bool], deadline: float | None = None) -> None:
         """Return when ``is_so()``, after a few seconds, or when the store is lost."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = deadline or time.monotonic() + _PATIENCE_S
         pause = 0.0005
         with suppress(RuntimeError):
             while self._sentinel is None or self._sentinel.is_store_served():

@@ -20,6 +20,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from ..runtime.handles import check_store_served, store_of_thread
+from ..runtime.world import World
+
 __all__ = ["Sentinel", "ask", "post"]
 
 _PERIOD_S = 0.25
@@ -69,16 +72,18 @@ class Sentinel:
         if self._process_id != os.getpid() or self._is_stopped:
             return
         self._is_stopped = True
-        os.close(self._stop)
+        os.write(self._stop, b"x")  # closing would not do: a forked child holds this end, too
         if self._thread is not threading.current_thread():
             self._thread.join(_ANSWER_S)
+        if not self._thread.is_alive():
+            os.close(self._stop)
+            os.close(self._stopping)
 
     def _run(self) -> None:
         ends = [self._stopping] if self._lifeline is None else [self._stopping, self._lifeline]
         try:
             self._watch(ends)
         finally:
-            os.close(self._stopping)
             if self._lifeline is not None:
                 self._lifeline.close()
 
@@ -124,8 +129,10 @@ def post(store: Store, message: dict[str, Any]) -> int:
     return number
 
 
-def ask(store: Store, ranks: tuple[int, ...]) -> dict[int, list[dict[str, Any]]]:
+def ask(world: World, ranks: tuple[int, ...]) -> dict[int, list[dict[str, Any]]]:
     """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out."""
+    check_store_served(world)
+    store = store_of_thread(world)
     number = post(store, {"kind": "ask"})
     deadline = time.monotonic() + _ANSWER_S
     answers: dict[int, list[dict[str, Any]]] = {}
@@ -136,4 +143,5 @@ def ask(store: Store, ranks: tuple[int, ...]) -> dict[int, list[dict[str, Any]]]
                 answers[rank] = json.loads(store.get(key))
         if len(answers) < len(ranks):
             time.sleep(0.05)
+            check_store_served(world)
     return answers

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.distributed import Store
 
+from ..errors import StoreError
 from .world import World
 
-__all__ = ["cloned", "store_of_thread"]
+__all__ = ["check_store_served", "cloned", "store_of_thread"]
 
 
 def cloned(store: Any) -> Store:
@@ -31,3 +32,20 @@ def store_of_thread(world: World) -> Store:
         store = cloned(world.store)
         clones.store = store
     return store
+
+
+def check_store_served(world: World) -> None:
+    """Raise StoreError where the process that serves the store is known to have ended.
+
+    torch reports a lost server on stderr, with a stack of its own, as soon as a client asks it
+    something: so ask this first.
+    """
+    is_served = world.rooms.get("store probe")
+    if is_served is not None and not is_served():
+        raise StoreError(
+            "the process that serves the store has ended",
+            where=f"rank {world.rank} of {world.size}",
+            expected="it to live as long as the others need it",
+            fix="look at what that rank (rank 0, as a rule) told last; let it leave last, for "
+            "example after a barrier",
+        )

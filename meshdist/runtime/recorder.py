@@ -14,7 +14,10 @@ from ..arrays import dtype_name
 
 __all__ = ["DebugLevel", "Recorder", "debug_level"]
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NOT_THE_PROGRAM = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+)
 
 
 def debug_level() -> DebugLevel:
@@ -62,7 +65,7 @@ class Recorder:
             self._shape = tensor.shape
             self._dtype = tensor.dtype
         frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             frame = frame.f_back
         self._code = frame.f_code
         self._instruction = frame.f_lasti

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
-from meshdist.mesh.agreement import agree, call_text, digest_of_ranks
+from meshdist.mesh.agreement import Agreement, agree, call_text, digest_of_ranks
 from meshdist.runtime.world import World
 
 LONG = timedelta(seconds=30)
@@ -90,6 +90,30 @@ def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() 
         return "agreed"
 
     assert together(3, body) == ["agreed"] * 3
+
+
+def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
+    def body(world: World) -> None:
+        if world.rank == 1:
+            time.sleep(2.5)
+        agree(world, (0, 1), "mesh", {"text": "a mesh"}, timedelta(seconds=1))
+
+    early, late = together(2, body)
+    assert isinstance(early, md.CollectiveTimeoutError)
+    assert "rank 1 did not come within 1 s to make a mesh" in str(early)
+    assert isinstance(late, md.CollectiveTimeoutError)
+    assert "others gave up to wait before rank 1 came to make a mesh" in str(late)
+    assert "found:    rank 0 waited 1 s for a mesh" in str(late)
+    assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
+
+
+def test_a_communicator_is_shared_only_where_all_members_have_it_still() -> None:
+    offers = {0: {"a": "group/1", "b": "group/2"}, 1: {"a": "group/1", "b": ""}, 2: {}}
+    agreement = Agreement("agree/mesh/7", offers)
+    assert agreement.label_for((0, 1), "a") == "group/1"
+    new = {agreement.label_for((0, 1), "b"), agreement.label_for((0, 1, 2), "a")}
+    assert len(new | {"group/1", "group/2"}) == 4
+    assert agreement.label_for((0, 1), "b") != Agreement("8", offers).label_for((0, 1), "b")
 
 
 def test_a_lost_store_is_reported_as_such() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
 from torch.distributed import HashStore, TCPStore
 
 from meshdist.mesh.signals import Sentinel, ask, find_lifeline, post
+from meshdist.runtime.world import World
 
 
 def until(is_so) -> bool:
@@ -30,7 +33,8 @@ def test_an_abort_reaches_every_sentinel_and_questions_are_answered() -> None:
         for rank in (0, 1)
     ]
     try:
-        assert ask(server, (0, 1)) == {0: [{"verb": "verb of 0"}], 1: [{"verb": "verb of 1"}]}
+        world = World(0, 2, server, {})
+        assert ask(world, (0, 1)) == {0: [{"verb": "verb of 0"}], 1: [{"verb": "verb of 1"}]}
         assert post(server, {"kind": "abort", "reason": "enough"}) == 2
         assert until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(0, "enough"), (1, "enough")]
@@ -57,8 +61,25 @@ def test_signals_of_before_are_not_acted_on() -> None:
 
 def test_a_rank_that_gives_no_answer_is_left_out() -> None:
     start = time.monotonic()
-    assert ask(HashStore(), (3,)) == {}
+    assert ask(World(0, 4, HashStore(), {}), (3,)) == {}
     assert 1.5 < time.monotonic() - start < 10
+
+
+def test_a_sentinel_stops_at_once_though_a_forked_child_lives() -> None:
+    # A child holds copies of all ends of its parent's pipes, those of data loaders for example.
+    sentinel = Sentinel(HashStore(), 0, list, lambda message: None)
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    try:
+        start = time.monotonic()
+        sentinel.stop()
+        assert time.monotonic() - start < 1
+        assert not [t for t in threading.enumerate() if t.name == "meshdist-sentinel"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_the_lifeline_is_for_a_served_store_alone() -> None:

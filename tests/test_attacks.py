@@ -1,0 +1,167 @@
+"""What goes wrong between rooms: groups made anew after trouble, stores that end, late ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshdist as md
+
+from .pool import Failure, Pool
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = timedelta(seconds=20)
+
+
+def mesh_of(*shape: int) -> md.DeviceMesh:
+    names = ("dp", "tp", "pp")[: len(shape)]
+    return md.init_device_mesh("cpu", shape, mesh_dim_names=names, timeout=SHORT)
+
+
+def total(group: md.DeviceMesh) -> float:
+    x = torch.ones(1)
+    md.all_reduce(x, group=group)
+    return float(x)
+
+
+def test_a_mesh_made_after_an_abort_works_on_ranks_that_have_not_heard_of_it(pool: Pool) -> None:
+    def program() -> float:
+        mesh = mesh_of(3)
+        if md.get_rank() == 0:
+            mesh.abort("enough")  # its communicator is the world's, which the others have still
+        return total(mesh_of(3)["dp"])
+
+    assert pool.run(program, 3) == [3.0] * 3
+
+
+def test_a_mesh_that_one_rank_has_closed_is_not_shared_by_the_next(pool: Pool) -> None:
+    def program() -> list[float]:
+        first = mesh_of(2, 2)
+        if md.get_rank() == 0:
+            first.close()
+        second = mesh_of(2, 2)
+        found = [total(second["dp"]), total(second["tp"])]
+        if md.get_rank():
+            first.close()
+        return [*found, total(second["dp"])]
+
+    assert pool.run(program, 4) == [[2.0] * 3] * 4
+
+
+def test_a_mesh_made_after_a_failed_verb_has_communicators_of_its_own(pool: Pool) -> None:
+    def program() -> float:
+        mesh = md.init_device_mesh("cpu", (3,), timeout=timedelta(seconds=1))
+        if md.get_rank():
+            with pytest.raises(md.BackendError):
+                md.barrier(mesh)
+        return total(mesh_of(3))
+
+    assert pool.run(program, 3) == [3.0] * 3
+
+
+def test_a_group_opened_at_first_use_is_shared_where_its_members_agree(pool: Pool) -> None:
+    def program() -> list[float]:
+        first = mesh_of(2, 2)
+        later = md.init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp", "tp"), open_groups=False, timeout=SHORT
+        )
+        if md.get_rank() in (0, 1):
+            first.close()
+        return [total(later["dp"]), total(later["tp"]), total(later["dp", "tp"])]
+
+    assert pool.run(program, 4) == [[2.0, 2.0, 4.0]] * 4
+
+
+def run(tmp_path: Path, body: str, size: int) -> subprocess.CompletedProcess[str]:
+    """Run ``body`` as processes that outlive each other (no launcher ends them)."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom datetime import timedelta\n"
+        "import torch\nimport meshdist as md\n" + textwrap.dedent(body)
+    )
+    starter = f"""
+import os, socket, subprocess, sys
+with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+ranks = [
+    subprocess.Popen(
+        [sys.executable, {str(script)!r}],
+        env={{**os.environ, "RANK": str(rank), "WORLD_SIZE": "{size}",
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}},
+    )
+    for rank in range({size})
+]
+for rank in ranks:
+    try:
+        rank.wait(60)
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        print("a rank hung")
+"""
+    return subprocess.run(
+        [sys.executable, "-c", starter],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+
+
+def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        md.init_process_group(timeout=timedelta(seconds=20))
+        x = torch.ones(1)
+        md.all_reduce(x)
+        if md.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        told = []
+        for call in (
+            lambda: md.all_reduce(x),
+            lambda: md.init_device_mesh("cpu", (3,)),
+            lambda: md.new_group([1, 2]),
+        ):
+            try:
+                call()
+            except md.MeshdistError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        os.write(1, ("\\n".join(told) + "\\n").encode())
+        md.destroy_process_group()
+        """,
+        3,
+    )
+    assert done.stderr == ""
+    assert "hung" not in done.stdout
+    assert done.stdout.count("BackendError: all_reduce on the world failed on wire 'gloo'") == 2
+    assert done.stdout.count("the store is lost: the rank that served it has ended") == 2
+    lost = "StoreError: the process that serves the store has ended\n  where:    rank {} of 3\n"
+    for rank in (1, 2):
+        assert done.stdout.count(lost.format(rank)) == 2
+    assert "fix:      look at what that rank (rank 0, as a rule) told last" in done.stdout
+
+
+def test_a_verb_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh(
+            "cpu", (2,), mesh_dim_names=("tp",), timeout=timedelta(seconds=1)
+        )
+        x = torch.ones(1, requires_grad=True)
+        y = md.lax.pvary(x, "tp", mesh=mesh)
+        if md.get_rank() == 0:
+            y.backward()
+
+    first = pool.outcomes(program, 2)[0]
+    assert isinstance(first, Failure)
+    assert isinstance(first.exception, md.BackendError)
+    where = next(line for line in str(first.exception).splitlines() if "where:" in line)
+    assert "test_attacks.py" in where and where.endswith(" in program")
