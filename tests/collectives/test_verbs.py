@@ -19,15 +19,6 @@ COMPLEX = ("complex64", "complex128")
 NUMPY_OF = {"bfloat16": "float32"}
 
 
-@pytest.fixture(params=["simulated", "gloo"])
-def on_ranks(request: pytest.FixtureRequest):
-    """Runs ``fn(*args)`` on ``size`` ranks over one wire and returns the results by rank."""
-    if request.param == "simulated":
-        return lambda fn, size, *args: md.simulate(fn, size, args=args)
-    pool = request.getfixturevalue("pool")
-    return lambda fn, size, *args: pool.run(fn, size, *args)
-
-
 def values(rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Small whole numbers, so that sums are exact in every dtype; different on every rank."""
     count = int(np.prod(shape))
@@ -314,75 +305,6 @@ def test_async_verbs_on_overlapping_groups_in_different_orders(on_ranks) -> None
         assert dp == [column + 1.0 + column + 3.0] * 10
         assert tp == [2 * row + 1.0 + 2 * row + 2.0] * 10
         assert everyone == [10.0] * 10
-
-
-def pairs_while_one_is_busy() -> float:
-    rank = md.get_rank()
-    x = torch.full((4,), float(rank))
-    if rank == 0:
-        md.send(x, dst=1)
-    elif rank == 1:
-        md.recv(x, src=0)
-    # Rank 2 has called nothing so far: two members talk while the third is busy elsewhere.
-    md.all_reduce(x)
-    return x[0].item()
-
-
-def test_two_members_talk_while_the_third_is_busy(on_ranks) -> None:
-    assert on_ranks(pairs_while_one_is_busy, 3) == [2.0] * 3
-
-
-def messages() -> list:
-    rank, size = md.get_rank(), md.get_world_size()
-    right, left = (rank + 1) % size, (rank - 1) % size
-    sent = [torch.full((2,), 10.0 * rank + tag) for tag in range(3)]
-    got = [torch.zeros(2) for _ in range(3)]
-    works = [md.isend(sent[tag], right, tag=tag) for tag in (2, 0, 1)]
-    works += [md.irecv(got[tag], left, tag=tag) for tag in (1, 2, 0)]
-    for work in works:
-        work.wait()
-    sources = [work.source_rank() for work in works[3:]]
-    return [g[0].item() for g in got], sources
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_immediate_point_to_point_by_tag_also_to_oneself(on_ranks, size: int) -> None:
-    for rank, (got, sources) in enumerate(on_ranks(messages, size)):
-        left = (rank - 1) % size
-        assert got == [10.0 * left + tag for tag in range(3)]
-        assert sources == [left] * 3
-
-
-def in_order() -> list[float]:
-    if md.get_rank() == 0:
-        for number in range(20):
-            md.send(torch.tensor([float(number)]), dst=1, tag=3)
-        return []
-    received = []
-    for _ in range(20):
-        x = torch.empty(1)
-        md.recv(x, src=0, tag=3)
-        received.append(x.item())
-    return received
-
-
-def test_messages_with_one_tag_arrive_in_the_order_sent(on_ranks) -> None:
-    assert on_ranks(in_order, 2)[1] == [float(number) for number in range(20)]
-
-
-def from_anyone() -> list:
-    if md.get_rank():
-        md.send(torch.tensor([md.get_rank()]), dst=0)
-        return []
-    found = []
-    for _ in range(md.get_world_size() - 1):
-        x = torch.empty(1, dtype=torch.int64)
-        found.append((md.recv(x), x.item()))
-    return sorted(found)
-
-
-def test_receive_from_any_sender_returns_its_global_rank(on_ranks) -> None:
-    assert on_ranks(from_anyone, 3)[0] == [(1, 1), (2, 2)]
 
 
 def group_ranks() -> list:

@@ -1,0 +1,250 @@
+"""Messages between two ranks, on simulated ranks and over Gloo; torch's tutorial as a program."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import meshdist as md
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pairs_while_one_is_busy() -> float:
+    rank = md.get_rank()
+    x = torch.full((4,), float(rank))
+    if rank == 0:
+        md.send(x, dst=1)
+    elif rank == 1:
+        md.recv(x, src=0)
+    # Rank 2 has called nothing so far: two members talk while the third is busy elsewhere.
+    md.all_reduce(x)
+    return x[0].item()
+
+
+def test_two_members_talk_while_the_third_is_busy(on_ranks) -> None:
+    assert on_ranks(pairs_while_one_is_busy, 3) == [2.0] * 3
+
+
+def messages() -> list:
+    rank, size = md.get_rank(), md.get_world_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sent = [torch.full((2,), 10.0 * rank + tag) for tag in range(3)]
+    got = [torch.zeros(2) for _ in range(3)]
+    works = [md.isend(sent[tag], right, tag=tag) for tag in (2, 0, 1)]
+    works += [md.irecv(got[tag], left, tag=tag) for tag in (1, 2, 0)]
+    for work in works:
+        work.wait()
+    sources = [work.source_rank() for work in works[3:]]
+    return [g[0].item() for g in got], sources
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_immediate_point_to_point_by_tag_also_to_oneself(on_ranks, size: int) -> None:
+    for rank, (got, sources) in enumerate(on_ranks(messages, size)):
+        left = (rank - 1) % size
+        assert got == [10.0 * left + tag for tag in range(3)]
+        assert sources == [left] * 3
+
+
+def in_order() -> list[float]:
+    if md.get_rank() == 0:
+        for number in range(20):
+            md.send(torch.tensor([float(number)]), dst=1, tag=3)
+        return []
+    received = []
+    for _ in range(20):
+        x = torch.empty(1)
+        md.recv(x, src=0, tag=3)
+        received.append(x.item())
+    return received
+
+
+def test_messages_with_one_tag_arrive_in_the_order_sent(on_ranks) -> None:
+    assert on_ranks(in_order, 2)[1] == [float(number) for number in range(20)]
+
+
+def from_anyone() -> list:
+    if md.get_rank():
+        md.send(torch.tensor([md.get_rank()]), dst=0)
+        return []
+    found = []
+    for _ in range(md.get_world_size() - 1):
+        x = torch.empty(1, dtype=torch.int64)
+        found.append((md.recv(x), x.item()))
+    return sorted(found)
+
+
+def test_receive_from_any_sender_returns_its_global_rank(on_ranks) -> None:
+    assert on_ranks(from_anyone, 3)[0] == [(1, 1), (2, 2)]
+
+
+def ranks_in_a_group() -> list:
+    if md.get_rank() not in (1, 3):
+        return []
+    group = md.new_group([3, 1], sort_ranks=False)
+    x = torch.tensor([float(md.get_rank())])
+    if md.get_rank() == 1:
+        md.send(x, dst=3, group=group)  # by global rank, or
+        md.send(x, group=group, group_dst=0)  # by place in the group
+        md.isend(x, group=group, group_dst=0).wait()
+        return []
+    found = []
+    for source in ({}, {"src": 1}, {"group_src": 1}):
+        x = torch.zeros(1)
+        found.append((md.recv(x, group=group, **source), x.item()))
+    return found
+
+
+def test_peers_are_global_ranks_or_group_ranks_and_recv_returns_the_global_one(on_ranks) -> None:
+    assert on_ranks(ranks_in_a_group, 4) == [[], [], [], [(1, 1.0)] * 3]
+
+
+def results() -> list:
+    x = torch.full((2,), md.get_rank() + 1.0)
+    if md.get_rank() == 0:
+        return [md.send(x, dst=1), type(md.isend(x, dst=1)).__name__]
+    return [md.recv(x, src=0), type(md.irecv(x, src=0)).__name__]
+
+
+def test_send_returns_none_recv_the_sender_and_the_others_a_work(on_ranks) -> None:
+    assert on_ranks(results, 2) == [[None, "Work"], [0, "Work"]]
+
+
+def arrays() -> list:
+    if md.get_rank() == 0:
+        md.send(np.arange(6.0).reshape(2, 3).T, dst=1)
+        md.send(torch.arange(4).view(2, 2).t(), dst=1)
+        return []
+    columns, rows = np.zeros((3, 2), order="F"), torch.zeros(4, 2, dtype=torch.int64)
+    md.recv(columns, src=0)
+    md.recv(rows[::2], src=0)
+    return [columns.tolist(), rows.tolist()]
+
+
+def test_arrays_of_any_layout_are_sent_and_written_where_they_lie(on_ranks) -> None:
+    columns = [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert on_ranks(arrays, 2)[1] == [columns, [[0, 2], [0, 0], [1, 3], [0, 0]]]
+
+
+# -- torch's tutorial "Writing distributed applications" ------------------------------------------
+
+TUTORIAL = """
+import os
+import sys
+import torch
+import meshdist as dist
+import torch.multiprocessing as mp
+
+def blocking(rank, size):
+    tensor = torch.zeros(1)
+    if rank == 0:
+        tensor += 1
+        # Send the tensor to process 1
+        dist.send(tensor=tensor, dst=1)
+    else:
+        # Receive tensor from process 0
+        dist.recv(tensor=tensor, src=0)
+    print('Rank ', rank, ' has data ', tensor[0])
+
+def immediate(rank, size):
+    tensor = torch.zeros(1)
+    req = None
+    if rank == 0:
+        tensor += 1
+        # Send the tensor to process 1
+        req = dist.isend(tensor=tensor, dst=1)
+        print('Rank 0 started sending')
+    else:
+        # Receive tensor from process 0
+        req = dist.irecv(tensor=tensor, src=0)
+        print('Rank 1 started receiving')
+    req.wait()
+    print('Rank ', rank, ' has data ', tensor[0])
+
+def collective(rank, size):
+    group = dist.new_group([0, 1])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    print('Rank ', rank, ' has data ', tensor[0])
+
+def run(rank, size):
+    for part in (blocking, immediate, collective):
+        part(rank, size)
+
+def init_process(rank, size, fn, backend='gloo'):
+    # Initialize the distributed environment.
+    os.environ['MASTER_ADDR'] = '127.0.0.1'
+    os.environ['MASTER_PORT'] = PORT
+    dist.init_process_group(backend, rank=rank, world_size=size)
+    fn(rank, size)
+
+PORT = sys.argv[1]
+
+if __name__ == "__main__":
+    world_size = 2
+    processes = []
+    mp.set_start_method("spawn")
+    for rank in range(world_size):
+        p = mp.Process(target=init_process, args=(rank, world_size, run))
+        p.start()
+        processes.append(p)
+    for p in processes:
+        p.join()
+    sys.exit(sum(p.exitcode for p in processes))
+"""
+
+
+def test_the_tutorial_with_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
+    script = tmp_path / "tutorial.py"
+    script.write_text(textwrap.dedent(TUTORIAL))
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        done = subprocess.run(
+            [sys.executable, script, str(reserved.getsockname()[1])],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    # Each process writes its lines at its end, so that they stay whole.
+    assert sorted(done.stdout.splitlines()) == sorted(
+        [
+            "Rank  0  has data  tensor(1.)",
+            "Rank  1  has data  tensor(1.)",
+            "Rank 0 started sending",
+            "Rank 1 started receiving",
+            "Rank  0  has data  tensor(1.)",
+            "Rank  1  has data  tensor(1.)",
+            "Rank  0  has data  tensor(2.)",
+            "Rank  1  has data  tensor(2.)",
+        ]
+    )
+
+
+def test_the_tutorials_parts_in_their_order_on_simulated_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names: dict = {"__name__": "tutorial"}
+    exec(compile(TUTORIAL.replace("sys.argv[1]", "'0'"), "tutorial", "exec"), names)
+    md.simulate(lambda: names["run"](md.get_rank(), md.get_world_size()), 2)
+    told = capsys.readouterr().out.splitlines()
+    for rank, verb in enumerate(("sending", "receiving")):
+        mine = [line for line in told if line.startswith((f"Rank  {rank}", f"Rank {rank}"))]
+        assert mine == [
+            f"Rank  {rank}  has data  tensor(1.)",
+            f"Rank {rank} started {verb}",
+            f"Rank  {rank}  has data  tensor(1.)",
+            f"Rank  {rank}  has data  tensor(2.)",
+        ]
