@@ -214,7 +214,7 @@ def test_the_tutorial_with_processes_of_torch_multiprocessing(tmp_path: Path) ->
             capture_output=True,
             text=True,
             timeout=100,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
             check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
