@@ -513,7 +513,8 @@ class DeviceMesh:
 
     def __str__(self) -> str:
         rank = None if self._coordinate is None else self._world.rank
-        return draw(self._layout, highlight_rank=rank)
+        hosts = None if self._world.is_one_host else self._world.hosts
+        return draw(self._layout, highlight_rank=rank, hosts=hosts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceMesh):

@@ -187,10 +187,10 @@ class Registry:
         """Watch for signals of other processes; simulated ranks need none."""
         if not self._is_among_processes or self._sentinel is not None:
             return
-        atexit.register(self._leave)
         store = cloned(self.world.store)
         self._sentinel = Sentinel(store, self.world.rank, self.last_calls, self._abort_here)
         self.world.rooms["store probe"] = self._sentinel.is_store_served
+        atexit.register(self._leave)  # runs before the sentinel's own, which was registered before
 
     def last_calls(self) -> list[dict[str, Any]]:
         """What this rank called last on each of its groups, the most recent last."""

@@ -14,9 +14,10 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from ..errors import ArgumentError, KindError, NotInGroupError, NotInitializedError, WorldError
-from ..runtime.rendezvous import DEFAULT_TIMEOUT, Meeting, meet
+from ..runtime.rendezvous import Meeting, meet
 from ..runtime.stores import HashStore, PrefixStore, Store
-from ..runtime.world import World, find_world, install_world, remove_world
+from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
+from ..runtime.world import World, find_world, get_world, install_world, remove_world
 from ..wires.base import find_wire, get_wire
 from ..wires.names import DEFAULT_WIRES, Backend, backends_text, parse_backends
 from .groups import GroupMember, ProcessGroup, resolve_group, world_group
@@ -81,7 +82,7 @@ def init_process_group(
         RendezvousError: the ranks did not find each other; the text names who is missing.
         WorldError: the process group is initialized already.
     """
-    _check_timeout(timeout)
+    check_timeout(timeout)
     backends = _chosen_backends(backend)
     is_mpi = set(backends.values()) == {"mpi"}
     if is_mpi and (rank != -1 or world_size != -1):
@@ -92,7 +93,7 @@ def init_process_group(
         )
         rank = world_size = -1
     found = find_world()
-    if found is not None and found.origin == "simulated":
+    if found is not None and found.is_simulated:
         _adopt_simulated(found, rank, world_size)
         return
     if found is not None:
@@ -150,7 +151,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         return
     if group is not None:
         closing = resolve_group(group)
-        if closing is not world.rooms.get("world group"):
+        if closing is not world_group(world):
             closing.close()
             return
     world.check_usable()
@@ -179,7 +180,7 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 
     Answers in a forked child too.
     """
-    world = _world_asked()
+    world = get_world()
     if group is None:
         return world.rank
     return -1 if _is_outsider(group) else resolve_group(group).rank()
@@ -190,7 +191,7 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 
     Answers in a forked child too.
     """
-    world = _world_asked()
+    world = get_world()
     if group is None:
         return world.size
     return -1 if _is_outsider(group) else resolve_group(group).size()
@@ -205,7 +206,7 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     backends = _backends_asked(group)
     if len(set(backends.values())) == 1:
         return Backend(next(iter(backends.values())))
-    world = _world_asked()
+    world = get_world()
     if backends == world.backends and world.rooms.get(_ROOM, {}).get("backend") is None:
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
@@ -240,7 +241,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         WorldError: none of the three is there.
     """
     world = find_world()
-    if world is not None and world.origin == "simulated":
+    if world is not None and world.is_simulated:
         return world.local_rank
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
@@ -294,23 +295,12 @@ def is_torchelastic_launched() -> bool:
 # -- how it is done -----------------------------------------------------------------------------
 
 
-def _check_timeout(timeout: timedelta | None) -> None:
-    if timeout is None:
-        return
-    if not isinstance(timeout, timedelta):
-        raise KindError(
-            "timeout must be a timedelta",
-            found=f"{timeout!r}",
-            fix="from datetime import timedelta; timeout=timedelta(seconds=60)",
-        )
-    if timeout <= timedelta(0):
-        raise ArgumentError("timeout must be positive", found=f"{timeout}")
-
-
 def _chosen_backends(backend: str | None) -> dict[str, str]:
     backends = parse_backends(backend)
-    if backend is not None:
-        return backends
+    return backends if backend is not None else _available(backends)
+
+
+def _available(backends: dict[str, str]) -> dict[str, str]:
     wires = {device_type: find_wire(name) for device_type, name in backends.items()}
     return {
         device_type: wire.name
@@ -400,13 +390,7 @@ def _meet_in_torch_world(
 
 
 def _backends_of_torch() -> dict[str, str]:
-    backends = parse_backends(torch_distributed.get_backend_config())
-    wires = {device_type: find_wire(name) for device_type, name in backends.items()}
-    return {
-        device_type: wire.name
-        for device_type, wire in wires.items()
-        if wire is not None and wire.is_available()
-    }
+    return _available(parse_backends(torch_distributed.get_backend_config()))
 
 
 def _make_world(
@@ -426,11 +410,11 @@ def _make_world(
         local_rank=joined.local_rank,
         local_size=joined.local_size,
         is_one_host=joined.hosts is None,
+        hosts=joined.hosts or (0,) * joined.size,
         origin=meeting.origin,
         options=options,
         device=device,
     )
-    world.rooms["hosts"] = joined.hosts or (0,) * joined.size
     world.closers.append(functools.partial(_leave, world, meeting.leave))
     return world
 
@@ -442,24 +426,12 @@ def _leave(world: World, leave: Callable[[], None]) -> None:
     leave()
 
 
-def _world_asked() -> World:
-    world = find_world()
-    if world is None or world.is_closed:
-        raise NotInitializedError(
-            "there is no world: the process group has not been initialized",
-            expected="init_process_group(...) or init_device_mesh(...) before this call",
-            fix="start the program with `meshdist run -n 4 script.py`, or call it under "
-            "meshdist.simulate(fn, 4)",
-        )
-    return world
-
-
 def _is_outsider(group: object) -> bool:
     return isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER
 
 
 def _backends_asked(group: ProcessGroup | None) -> dict[str, str]:
-    world = _world_asked()
+    world = get_world()
     if group is None:
         return world.backends
     if _is_outsider(group):

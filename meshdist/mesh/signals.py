@@ -27,6 +27,9 @@ __all__ = ["Sentinel", "ask", "post"]
 
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
+# A store may be slow to answer (a name server that its accepting side asks, a loaded machine), and
+# Python must not end before the thread is back from it.
+_END_S = 20.0
 
 
 class Sentinel:
@@ -74,7 +77,7 @@ class Sentinel:
         self._is_stopped = True
         os.write(self._stop, b"x")  # closing would not do: a forked child holds this end, too
         if self._thread is not threading.current_thread():
-            self._thread.join(_ANSWER_S)
+            self._thread.join(_END_S)
         if not self._thread.is_alive():
             os.close(self._stop)
             os.close(self._stopping)

@@ -38,6 +38,7 @@ from ..errors import (
 )
 from ..runtime.guard import Family
 from ..runtime.placing import rank_environment, reserve_port
+from ..runtime.timeouts import check_timeout
 from ..runtime.watching import Ending, Guard, Watch
 from .spawned import is_loading_main
 
@@ -136,12 +137,7 @@ def _check(fn: object, args: object, nprocs: object, timeout: object) -> None:
         raise KindError("nprocs must be an int", found=f"{nprocs!r}")
     if nprocs < 1:
         raise ArgumentError("nprocs must be at least 1", found=f"{nprocs}")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise KindError(
-            "timeout must be a timedelta",
-            found=f"{timeout!r}",
-            fix="from datetime import timedelta; timeout=timedelta(minutes=5)",
-        )
+    check_timeout(timeout)
 
 
 # -- what a rank is told ------------------------------------------------------------------------

@@ -37,10 +37,10 @@ from .stores import (
     numeric_loopback,
     serve_store,
 )
+from .timeouts import DEFAULT_TIMEOUT
 
 __all__ = ["Meeting", "meet", "register_rendezvous_handler", "rendezvous"]
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 _OUR_SCHEMES = ("env", "tcp", "file")
 
 

@@ -44,6 +44,7 @@ class World:
         local_rank: this rank among those of its host.
         local_size: how many ranks its host has.
         is_one_host: whether all ranks run on one host.
+        hosts: the number of each rank's host, counted by first appearance; () where nobody asked.
         origin: how the world came to be, for messages ("env://", "simulated", ...).
         options: what the caller gave for the wire (torch's options classes), or None.
         device: the device bound to this rank, or None.
@@ -57,6 +58,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     is_one_host: bool = True
+    hosts: tuple[int, ...] = ()
     origin: str = "env://"
     options: Any = None
     device: Any = None
@@ -125,7 +127,7 @@ def find_world() -> World | None:
 def get_world() -> World:
     """Return the world in force; raises NotInitializedError where there is none."""
     world = _of_context.get() or _of_process
-    if world is None:
+    if world is None or world.is_closed:
         raise NotInitializedError(
             "there is no world: the process group has not been initialized",
             expected="init_process_group(...) or init_device_mesh(...) before this call",

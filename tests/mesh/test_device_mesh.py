@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
+from meshdist.runtime.world import get_world
+from tests.pool import Pool
 
 
 def groups_by_loop(ranks: np.ndarray, axis: int) -> dict[int, tuple[int, ...]]:
@@ -246,6 +249,45 @@ def test_simulated_ranks_have_one_wire_whatever_an_axis_names(given: str) -> Non
         return x.item()
 
     assert md.simulate(program, 2) == [2.0, 2.0]
+
+
+def test_a_pickled_mesh_works_in_another_process(pool: Pool) -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        store = get_world().store
+        if md.get_rank() == 0:
+            store.set("meshes", pickle.dumps((mesh, mesh["dp"])))
+        copy, part = pickle.loads(store.get("meshes"))
+        assert copy == mesh and hash(copy) == hash(mesh) and copy is not mesh
+        assert copy.get_coordinate() == mesh.get_coordinate()  # this rank's, not the sender's
+        assert copy["tp"].get_group().communicator("cpu") is (
+            mesh["tp"].get_group().communicator("cpu")
+        )
+        # A slice is the sender's slice: the ranks beside it are not in it.
+        assert part.mesh.tolist() == [0, 2]
+        assert part.get_coordinate() == {0: (0,), 2: (1,)}.get(md.get_rank())
+        assert (part == mesh["dp"]) == (md.get_rank() in (0, 2))
+        x = torch.tensor([float(md.get_rank())])
+        md.all_reduce(x, group=copy["tp"])
+        y = torch.tensor([float(md.get_rank())])
+        if part.get_coordinate() is not None:
+            md.all_reduce(y, group=part)
+        return [x.item(), y.item()]
+
+    assert pool.run(program, 4) == [[1.0, 2.0], [1.0, 1.0], [5.0, 2.0], [5.0, 3.0]]
+
+
+def test_timeouts_belong_to_the_caller_of_a_shared_communicator() -> None:
+    def program() -> list[float]:
+        meshes = [
+            md.init_device_mesh("cpu", (2,), timeout=timedelta(seconds=seconds))
+            for seconds in (5, 50)
+        ]
+        channels = [mesh.get_group().channel("cpu") for mesh in meshes]
+        assert channels[0].communicator is channels[1].communicator
+        return [channel.timeout.total_seconds() for channel in channels]
+
+    assert md.simulate(program, 2) == [[5.0, 50.0]] * 2
 
 
 def test_lazy_mesh_opens_at_warmup() -> None:

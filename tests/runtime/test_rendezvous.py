@@ -344,7 +344,7 @@ def test_hosts_are_exchanged(pool: Pool, tmp_path: Path) -> None:
         os.environ["MESHDIST_HOST_ID"] = "ab"[rank % 2]
         md.init_process_group("gloo", f"file://{tmp_path}/meeting", LONG, 3, rank)
         world = get_world()
-        answer = (world.is_one_host, world.local_rank, world.local_size, world.rooms["hosts"])
+        answer = (world.is_one_host, world.local_rank, world.local_size, world.hosts)
         md.destroy_process_group()
         return answer
 
