@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if sys.platform == "win32":
-    raise ImportError("meshdist runs on Linux (complete) and macOS (without shared memory)")
+    raise ImportError(
+        "meshdist does not run on Windows; it runs on Linux (complete) and macOS (without shared "
+        "memory)"
+    )
 
 _ROOMS = {
     "errors": (

@@ -71,6 +71,30 @@ def test_the_front_door_imports_no_torch_until_a_name_is_touched() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[] True\n", "")
 
 
+@pytest.mark.parametrize(
+    ("platform", "told"),
+    [
+        (
+            "win32",
+            "meshdist does not run on Windows; it runs on Linux (complete) and macOS (without "
+            "shared memory)",
+        ),
+        ("darwin", "imported"),
+        ("linux", "imported"),
+    ],
+)
+def test_platforms(platform: str, told: str) -> None:
+    code = (
+        f"import sys\nsys.platform = {platform!r}\n"
+        "try:\n    import meshdist\n    print('imported')\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{told}\n", "")
+
+
 def test_a_type_checker_knows_the_types(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
