@@ -157,6 +157,25 @@ def test_numpy_arrays_are_written_in_place(on_ranks) -> None:
         np.testing.assert_array_equal(part, [2.0 * (rank + 1)])
 
 
+@pytest.mark.gpu
+def test_cupy_arrays_are_written_in_place() -> None:
+    cupy = pytest.importorskip("cupy")
+
+    def program():
+        rank = md.get_rank()
+        x = cupy.full((2, 3), rank + 1.0)
+        address = x.data.ptr
+        md.all_reduce(x)
+        out = cupy.empty((2, 2), dtype=cupy.int32)
+        md.all_gather_into_tensor(out, cupy.array([rank, 7], dtype=cupy.int32))
+        y = cupy.full(3, float(rank))
+        md.broadcast(y, src=1)
+        return x.get().tolist(), x.data.ptr == address, out.get().tolist(), y.get().tolist()
+
+    expected = ([[3.0] * 3] * 2, True, [[0, 7], [1, 7]], [1.0] * 3)
+    assert md.simulate(program, 2) == [expected] * 2
+
+
 def strided() -> tuple:
     rank = md.get_rank()
     turned = torch.full((3, 2), float(rank + 1)).t()

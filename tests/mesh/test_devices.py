@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import meshdist as md
 from meshdist.mesh.devices import select_device
 from meshdist.runtime.world import get_world
+from tests.pool import Pool
 
 
 def test_a_cuda_mesh_can_be_planned_without_a_gpu() -> None:
@@ -61,6 +63,40 @@ def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPat
         "rank 2 has local rank 2 on a host with 2 CUDA devices and takes device 0"
     )
     assert file == "test_devices.py"
+
+
+@pytest.mark.gpu
+def test_a_cuda_mesh_as_written() -> None:
+    torch.cuda.init()  # the device is chosen: simulated ranks share it
+
+    def program():
+        mesh = md.init_device_mesh("cuda", (2, 8))
+        x = torch.ones(1, device="cuda")
+        md.all_reduce(x, group=mesh.get_group(1))
+        y = torch.ones(1, device="cuda")
+        md.all_reduce(y, group=mesh.get_group(0))
+        return mesh.shape, x.item(), y.item()
+
+    assert md.simulate(program, 16) == [((2, 8), 8.0, 2.0)] * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_a_process_takes_the_device_of_local_rank_unless_it_chose(is_chosen: bool) -> None:
+    def program(rank: int) -> tuple[int, int]:
+        last = torch.cuda.device_count() - 1
+        os.environ["LOCAL_RANK"] = "0" if is_chosen else str(last)
+        if is_chosen:
+            torch.cuda.set_device(last)
+        md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
+        md.init_device_mesh("cuda", (1,))
+        answer = torch.cuda.current_device(), last
+        md.destroy_process_group()
+        return answer
+
+    with Pool() as fresh:  # a process that has not used CUDA yet
+        ((found, last),) = fresh.call(program, 1)
+    assert found == last
 
 
 def test_a_device_that_was_chosen_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,14 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
-from meshdist.wires.base import Opening, WireAborted, WireFailure, WireTimeout, get_wire
+from meshdist.wires.base import (
+    Opening,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    find_wire,
+    get_wire,
+)
 from meshdist.wires.c10d import gloo_devices, gloo_interfaces, is_timeout, plain_text
 
 SECONDS = timedelta(seconds=20)
@@ -195,6 +202,102 @@ def test_texts_lose_their_source_positions() -> None:
     assert plain_text(gloo) == "Connection closed by peer [127.0.0.1]:1"
     assert plain_text(RuntimeError("")) == "RuntimeError('')"
     assert is_timeout("Timed out waiting 5ms") and not is_timeout("Connection closed")
+
+
+class RecordedNccl:
+    """What the wire asks of torch's class, without a GPU."""
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank: int, size: int, options) -> None:
+        self.rank, self.size, self.options = rank, size, options
+        self.connected: list[torch.device] = []
+        self.barriers: list = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def barrier(self, options):
+        self.barriers.append(options.device)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[RecordedNccl]:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordedNccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    return RecordedNccl
+
+
+def test_nccl_connects_at_once_where_a_device_is_bound(nccl: type[RecordedNccl]) -> None:
+    device = torch.device("cuda", 1)
+    for bound in (None, torch.device("cpu"), device):
+        group = find_wire("nccl").open(opening(device=bound))._group
+        assert group.connected == ([device] if bound is device else [])
+
+
+def test_nccl_takes_torchs_own_options(nccl: type[RecordedNccl]) -> None:
+    given = nccl.Options()
+    given.is_high_priority_stream = True
+    group = find_wire("nccl").open(opening(options=given))._group
+    assert group.options is given and given._timeout == SECONDS
+    # Options of another wire are not its own.
+    assert type(find_wire("nccl").open(opening(options=object()))._group.options) is nccl.Options
+
+
+def test_a_failure_on_nccl_does_not_end_the_process(
+    nccl: type[RecordedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    find_wire("nccl").open(opening())
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_barrier_runs_on_the_device_named(nccl: type[RecordedNccl]) -> None:
+    communicator = find_wire("nccl").open(opening())
+    device = torch.device("cuda", 1)
+    for one in (None, device):
+        communicator.barrier(SECONDS, one)
+    assert communicator._group.barriers == [None, device]
+
+
+@pytest.mark.gpu
+def test_nccl_with_a_bound_device_and_options(tmp_path) -> None:
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    device = torch.device("cuda", 0)
+    md.init_process_group(
+        "nccl",
+        init_method=f"file://{tmp_path}/world",
+        rank=0,
+        world_size=1,
+        pg_options=options,
+        device_id=device,
+    )
+    try:
+        group = md.group.WORLD.communicator("cuda")._group
+        assert group.options.is_high_priority_stream
+        md.barrier(device_ids=[0])
+        md.barrier()
+        private = md.new_group(device_id=device)
+        x = torch.ones(2, device=device)
+        md.all_reduce(x, group=private)
+        assert x.tolist() == [1.0, 1.0]
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_one_world_serves_both_kinds_of_tensors(tmp_path) -> None:
+    md.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        assert md.get_backend() == "nccl"
+        assert md.get_backend_config() == "cpu:gloo,cuda:nccl"
+        for device, wire in (("cpu", "gloo"), ("cuda", "nccl")):
+            x = torch.ones(2, device=device)
+            md.all_reduce(x)
+            assert md.group.WORLD.communicator(device).wire == wire
+    finally:
+        md.destroy_process_group()
 
 
 @pytest.mark.gpu
