@@ -119,8 +119,27 @@ def test_what_is_available() -> None:
     assert md.is_backend_available("cpu:gloo,cuda:gloo")
     assert not md.is_backend_available("pigeon")
     assert not md.is_backend_available("cpu:gloo,cuda:pigeon")
-    for ask in (md.is_mpi_available, md.is_ucc_available, md.is_xccl_available):
-        assert ask() in (True, False)
+    assert md.is_ucc_available() == hasattr(torch.distributed, "ProcessGroupUCC")
+    assert md.is_xccl_available() == hasattr(torch.distributed, "ProcessGroupXCCL")
+
+
+def test_availability_is_that_of_our_wires_and_not_of_torchs_build(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("mpi", "gloo", "nccl", "ucc", "xccl")
+    before = [getattr(md, f"is_{name}_available")() for name in names]
+    for name in names:
+        there = getattr(torch.distributed, f"is_{name}_available")()
+        monkeypatch.setattr(
+            torch.distributed, f"is_{name}_available", lambda there=there: not there
+        )
+    assert [getattr(md, f"is_{name}_available")() for name in names] == before
+
+    def program(rank: int) -> bool:
+        md.Backend.register_backend("mpi", print, devices="cpu")
+        return md.is_mpi_available()
+
+    assert pool.call(program, 1) == [True]
 
 
 def test_torchelastic(monkeypatch: pytest.MonkeyPatch) -> None:
