@@ -926,6 +926,17 @@ def test_bad_arguments_are_refused(
     assert text in str(error.value)
 
 
+def test_groups_are_open_when_the_wrapper_is_made() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), open_groups=False)
+        opened = []
+        mesh.get_group().open = opened.append  # type: ignore[method-assign]
+        md.DDP(nn.Linear(1, 1), device_mesh=mesh["dp"], init_sync=False)
+        assert opened == ["cpu"]
+
+    md.simulate(program, 2)
+
+
 def test_wrapper_subclasses_are_refused() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -203,8 +203,19 @@ def test_get_waits_as_long_as_the_timeout(store: Any) -> None:
 
 
 def test_the_default_timeout_is_five_minutes(tmp_path: Path) -> None:
-    stores = [md.HashStore(), md.FileStore(str(tmp_path / "store"), -1)]
-    assert [store.timeout for store in stores] == [timedelta(minutes=5)] * 2
+    stores = [
+        md.HashStore(),
+        md.FileStore(str(tmp_path / "store"), -1),
+        md.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    ]
+    assert [store.timeout for store in stores] == [timedelta(minutes=5)] * 3
+
+
+def test_no_server_is_a_network_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with pytest.raises(md.DistNetworkError):
+        md.TCPStore("127.0.0.1", port, timeout=SHORT)
 
 
 @every_kind
