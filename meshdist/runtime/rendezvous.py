@@ -10,7 +10,7 @@ import atexit
 import functools
 import ipaddress
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,11 +37,9 @@ from .stores import (
     numeric_loopback,
     serve_store,
 )
-from .timeouts import DEFAULT_TIMEOUT
+from .timeouts import DEFAULT_TIMEOUT, check_timeout
 
 __all__ = ["Meeting", "meet", "register_rendezvous_handler", "rendezvous"]
-
-_OUR_SCHEMES = ("env", "tcp", "file")
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ def meet(
     timeout: timedelta = DEFAULT_TIMEOUT,
     is_mpi_asked: bool = False,
     origin: str = "a given store",
+    handler_arguments: Mapping[str, Any] | None = None,
 ) -> Meeting:
     """Meet the other ranks; return when all have joined.
 
@@ -82,6 +81,7 @@ def meet(
         timeout: how long to wait for the others.
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
         origin: where a given store comes from, for messages.
+        handler_arguments: what the handler of a scheme of your own is called with besides.
 
     Raises:
         ArgumentError: the arguments contradict each other.
@@ -101,7 +101,8 @@ def meet(
         return _meet_by_tcp(url, rank, world_size, group_name, timeout)
     if url.scheme == "file":
         return _meet_by_file(url, rank, world_size, group_name, timeout)
-    return _meet_by_handler(url, rank, world_size, group_name, timeout)
+    more = handler_arguments or {}
+    return _meet_by_handler(url, rank, world_size, group_name, timeout, more)
 
 
 def rendezvous(
@@ -114,13 +115,20 @@ def rendezvous(
             ``register_rendezvous_handler``, whose handler is then called as torch calls it.
         rank: as for ``init_process_group``.
         world_size: as for ``init_process_group``.
-        kwargs: ``timeout``, a timedelta.
+        kwargs: ``timeout``, a timedelta; a handler of your own is given the others too.
 
     Raises:
+        KindError, ArgumentError: as for ``init_process_group``.
         RendezvousError: as for ``init_process_group``; also when asked for a second world.
     """
+    timeout = kwargs.pop("timeout", None)
+    check_timeout(timeout)
     meeting = meet(
-        url, rank=rank, world_size=world_size, timeout=kwargs.pop("timeout", DEFAULT_TIMEOUT)
+        url,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or DEFAULT_TIMEOUT,
+        handler_arguments=kwargs,
     )
     joined = meeting.joined
     yield joined.store, joined.rank, joined.size
@@ -140,6 +148,12 @@ def _check_arguments(
     for name, value in (("rank", rank), ("world_size", world_size)):
         if not isinstance(value, int):
             raise KindError(f"{name} must be an int", found=f"{value!r}")
+        if value < -1:
+            raise ArgumentError(
+                f"{name} must not be negative",
+                expected="-1, or nothing, where the URL or the launcher tells it",
+                found=f"{name}={value}",
+            )
     if store is None:
         if init_method is not None and not isinstance(init_method, str):
             raise KindError(
@@ -418,10 +432,15 @@ def _once_in_this_process(action: Callable[[], None]) -> Callable[[], None]:
 
 
 def _meet_by_handler(
-    url: SplitResult, rank: int, size: int, group_name: str, timeout: timedelta
+    url: SplitResult,
+    rank: int,
+    size: int,
+    group_name: str,
+    timeout: timedelta,
+    more: Mapping[str, Any],
 ) -> Meeting:
     try:
-        found = torch.distributed.rendezvous(url.geturl(), rank, size, timeout=timeout)
+        found = torch.distributed.rendezvous(url.geturl(), rank, size, timeout=timeout, **more)
     except (RuntimeError, AssertionError) as error:
         if "No rendezvous handler" not in str(error):
             raise

@@ -106,6 +106,7 @@ def test_default_backends() -> None:
     assert md.get_default_backend_for_device("cpu") == "gloo"
     assert md.get_default_backend_for_device("cuda:1") == "nccl"
     assert md.get_default_backend_for_device(torch.device("cpu")) == "gloo"
+    assert md.get_default_backend_for_device("xpu") == "xccl"
     with pytest.raises(ValueError, match="no backend is known for device type 'meta'"):
         md.get_default_backend_for_device("meta")
     with pytest.raises(ValueError, match="'abacus' is no device"):

@@ -209,6 +209,19 @@ def test_an_own_scheme(pool: Pool, tmp_path: Path) -> None:
     assert pool.call(program, 2) == [(False, 2, ["own", "clo"])] * 2
 
 
+def test_the_rendezvous_function_hands_its_arguments_to_an_own_scheme() -> None:
+    told = {}
+
+    def handler(url: str, **settings: Any) -> Iterator[tuple[md.Store, int, int]]:
+        told.update(settings)
+        yield md.HashStore(), 0, 1
+
+    scheme = f"own{random.getrandbits(32)}"
+    md.register_rendezvous_handler(scheme, handler)
+    _, rank, size = next(md.rendezvous(f"{scheme}://x", timeout=LONG, color="red"))
+    assert (rank, size, told) == (0, 1, {"timeout": LONG, "color": "red"})
+
+
 def test_an_unknown_scheme() -> None:
     with pytest.raises(
         md.RendezvousError, match="no way to meet is known for nowhere://"
@@ -275,6 +288,8 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
         ("tcp://h:1?rank=x", {"world_size": 2}, "rank='x' in the URL is no whole number"),
         ("tcp://127.0.0.1:1", {"rank": 0}, "tcp:// needs the size of the world"),
         ("tcp://127.0.0.1:1", {"rank": 2, "world_size": 2}, "rank 2 does not exist in a world of"),
+        ("tcp://127.0.0.1:1", {"rank": -2, "world_size": 2}, "rank must not be negative"),
+        ("env://", {"world_size": -4}, "world_size must not be negative"),
         ("tcp://127.0.0.1", {"rank": 0, "world_size": 1}, "tcp:// needs a host and a port"),
         ("tcp://:7", {"rank": 0, "world_size": 1}, "tcp:// needs a host and a port"),
         ("tcp://h:99999", {"rank": 0, "world_size": 1}, "the URL has no valid port"),
@@ -315,6 +330,8 @@ def test_a_store_needs_rank_and_size(given: Mapping[str, int]) -> None:
 def test_kinds_of_arguments() -> None:
     with pytest.raises(md.KindError, match="rank must be an int"):
         meet(rank="0")  # type: ignore[arg-type]
+    with pytest.raises(md.KindError, match="timeout must be a"):
+        next(md.rendezvous("tcp://127.0.0.1:1", 0, 1, timeout=5))
     with pytest.raises(md.KindError, match="init_method must be a str"):
         meet(29500)  # type: ignore[arg-type]
     with pytest.raises(md.KindError, match="store must be a store"):
