@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import BackendError, KindError, MeshError
 from ..runtime.handles import cloned
+from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..runtime.world import World
+from .agreement import agree
 from .layout import Layout
 
 __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
@@ -31,8 +33,18 @@ def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh
     Raises:
         BackendError: the world's wires are none of torch's (simulated ranks).
         MeshError: torch's world has another rank or size.
+        AgreementError, CollectiveTimeoutError: ranks call it on another mesh, or do not come.
     """
-    _ensure_torch_world(world)
+    _check_torch_can(world)
+    everyone = tuple(range(world.size))
+    definition = {
+        "text": f"to_torch() of DeviceMesh({layout.axis_text()})",
+        "device_type": device_type,
+        "ranks": repr(layout),
+    }
+    timeout = world.timeout or DEFAULT_TIMEOUT
+    agree(world, everyone, "mesh for torch", definition, timeout)
+    _start_torch_world(world)
     groups: list[Any] = []
     for axis in range(layout.ndim):
         mine: Any = None
@@ -41,6 +53,8 @@ def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh
             if world.rank in ranks:
                 mine = group
         groups.append(mine)
+    # Whoever ends now would take its connections along while others still open theirs.
+    agree(world, everyone, "mesh for torch", definition, timeout)
     ranks_tensor = torch.from_numpy(layout.ranks()).to(torch.int)
     if world.rank not in layout.ranks():
         return TorchMesh(
@@ -73,7 +87,7 @@ def _names_of(layout: Layout) -> tuple[str, ...]:
     return layout.names or tuple(f"axis_{index}" for index in range(layout.ndim))
 
 
-def _ensure_torch_world(world: World) -> None:
+def _check_torch_can(world: World) -> None:
     wires = set(world.backends.values())
     if not wires & _TORCH_WIRES:
         raise BackendError(
@@ -92,6 +106,10 @@ def _ensure_torch_world(world: World) -> None:
                 found=f"torch: rank {found[0]} of {found[1]}",
                 fix="start meshdist after it, so that it adopts torch's world",
             )
+
+
+def _start_torch_world(world: World) -> None:
+    if torch_distributed.is_initialized():
         return
     usable = {
         device: wire

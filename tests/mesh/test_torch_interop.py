@@ -42,6 +42,19 @@ def test_a_mesh_of_one_axis_and_one_smaller_than_the_world(pool: Pool) -> None:
     assert pool.run(program, 3) == [[0, 1]] * 3
 
 
+def test_ranks_that_differ_are_told_before_torch_waits(pool: Pool) -> None:
+    def program() -> str:
+        shape = (1, 2) if md.get_rank() else (2, 1)
+        first, second = (md.init_device_mesh("cpu", one) for one in ((1, 2), (2, 1)))
+        with pytest.raises(md.AgreementError) as caught:
+            (first if shape == (1, 2) else second).to_torch()
+        return str(caught.value)
+
+    for text in pool.run(program, 2):
+        assert text.startswith("the ranks do not define the same mesh for torch")
+        assert "rank 0: to_torch() of DeviceMesh(2, 1)" in text
+
+
 def test_fully_sharded_training_on_our_mesh(pool: Pool) -> None:
     def program() -> float:
         from torch.distributed.fsdp import fully_shard
