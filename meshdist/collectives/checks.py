@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
-from ..arrays import as_tensor, dtype_name, shape_text
+from ..arrays import as_tensor, describe, dtype_name, shape_text
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,
@@ -30,6 +31,7 @@ __all__ = [
     "get_peer",
     "is_overwriting_history",
     "member_of",
+    "note_write",
 ]
 
 
@@ -96,8 +98,37 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
     if is_plain and x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
+    if writable:
+        _check_writable(tensor, argument, verb)
     plain = tensor.detach().resolve_conj().resolve_neg()
     return tensor, plain if plain.is_contiguous() else plain.contiguous()
+
+
+def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
+    """Refuse what torch would refuse to write into, before anything is sent."""
+    layout = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
+        raise ArgumentError(
+            f"{verb} cannot write into {argument}: several of its elements are one in memory",
+            where=f"argument {argument} of {verb}, {describe(tensor)}",
+            found=f"strides {tensor.stride()}: an expanded tensor",
+            fix=f"pass {argument}.clone()",
+        )
+    base = tensor._base
+    if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
+        raise GradientError(
+            f"{verb} cannot write into {argument}: a view of a leaf that requires a gradient",
+            where=f"argument {argument} of {verb}, {describe(tensor)}",
+            fix=f"call it under torch.no_grad(), or on {argument}.detach()",
+        )
+
+
+def note_write(tensor: torch.Tensor) -> None:
+    """Let autograd know that a verb writes into ``tensor``.
+
+    A backward that counts on what it held before then raises, where else it would be wrong.
+    """
+    increment_version(tensor)
 
 
 def member_of(group: ProcessGroup, place: int, role: str) -> int:
@@ -131,7 +162,7 @@ def find_peer(
         return None
     if global_rank not in group.ranks:
         raise NotInGroupError(
-            f"{verb}: {role}={global_rank} is not a member of {group.name}",
+            f"{verb}: {role}={global_rank!r} is not a member of {group.name}",
             where=f"rank {group.world.rank}",
             expected=f"a global rank of the group: {ranks_text(group.ranks)}",
             fix=f"use group_{role} to count in the group",
@@ -176,7 +207,7 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
 
 def is_overwriting_history(tensor: torch.Tensor) -> bool:
     """Whether writing into ``tensor`` destroys a value that autograd counts on."""
-    return tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None
 
 
 class _Overwritten(torch.autograd.Function):

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, KindError
 from ..mesh.groups import Channel, ProcessGroup, resolve_group
 from ..wires.base import Pending, WireFailure
 from ..wires.work import Work
-from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history
+from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history, note_write
 from .verbs import copy_home
 
 __all__ = ["irecv", "isend", "recv", "send"]
+
+_LARGEST_TAG = (1 << 30) - 1
+"""What every wire takes; wires use larger ones for themselves."""
 
 
 def send(
@@ -156,6 +159,7 @@ def _start_recv(
     """Start receiving into a buffer, which ``copy_home`` brings to the tensor beside it."""
     data, buffer = dense(tensor, "tensor", verb, writable=True)
     channel = _enter(target, buffer, tag, verb)
+    note_write(data)
     try:
         pending = channel.communicator.recv(buffer, peer, tag, channel.timeout)
     except WireFailure as failure:
@@ -188,6 +192,14 @@ def _check_not_me(target: ProcessGroup, peer: int, verb: str, other: str) -> Non
 
 
 def _check_tag(channel: Channel, tag: int) -> None:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise KindError(
+            f"{tag!r} is not a tag",
+            expected=f"a whole number from 0 to {_LARGEST_TAG}",
+            found=type(tag).__name__,
+        )
+    if not 0 <= tag <= _LARGEST_TAG:
+        raise ArgumentError(f"there is no tag {tag}", expected=f"0 to {_LARGEST_TAG}")
     if tag != 0 and channel.wire.name == "nccl":
         raise ArgumentError(
             f"tag={tag} on NCCL, which has no tags",

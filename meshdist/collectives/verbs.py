@@ -31,6 +31,7 @@ from .checks import (
     forbid_gradient,
     get_peer,
     is_overwriting_history,
+    note_write,
 )
 
 __all__ = [
@@ -77,6 +78,7 @@ def all_reduce(
     check_reducible(kind, buffer, "all_reduce")
     channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
     target.recorder.note("all_reduce", buffer)
+    note_write(data)
     communicator = channel.communicator
     try:
         pending = communicator.all_reduce(buffer, kind, channel.timeout)
@@ -124,6 +126,8 @@ def broadcast(
     data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
     channel = target.channel(buffer.device.type)
     target.recorder.note("broadcast", buffer)
+    if root != target.rank():
+        note_write(data)
     try:
         pending = channel.communicator.broadcast(buffer, root, channel.timeout)
     except WireFailure as failure:
@@ -164,6 +168,7 @@ def all_gather_into_tensor(
     check_blocks(buffer, block, target, verb, ("output_tensor", "input_tensor"))
     channel = target.channel(buffer.device.type)
     target.recorder.note(verb, block)
+    note_write(data)
     try:
         pending = channel.communicator.all_gather(buffer, block, channel.timeout)
     except WireFailure as failure:
@@ -205,6 +210,7 @@ def reduce_scatter_tensor(
     check_blocks(whole, buffer, target, verb, ("input", "output"))
     channel = target.channel(buffer.device.type)
     target.recorder.note(verb, whole)
+    note_write(data)
     try:
         pending = channel.communicator.reduce_scatter(buffer, whole, kind, channel.timeout)
     except WireFailure as failure:

@@ -11,13 +11,16 @@ __all__ = ["DEFAULT_TIMEOUT", "check_timeout"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's, for every wire but NCCL."""
 
+_LONGEST = timedelta(days=36500)
+"""Torch counts nanoseconds in 64 bits, which end after 292 years."""
+
 
 def check_timeout(timeout: object) -> None:
     """Return if ``timeout`` is None or a time to wait.
 
     Raises:
         KindError: it is no timedelta.
-        ArgumentError: it is not positive.
+        ArgumentError: it is not positive, or longer than clocks can count.
     """
     if timeout is None:
         return
@@ -29,3 +32,9 @@ def check_timeout(timeout: object) -> None:
         )
     if timeout <= timedelta(0):
         raise ArgumentError("timeout must be positive", found=f"{timeout}")
+    if timeout > _LONGEST:
+        raise ArgumentError(
+            "timeout is too long",
+            expected=f"at most {_LONGEST.days} days",
+            found=f"{timeout}",
+        )

@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 import time
+import zlib
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -32,6 +33,8 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from ..arrays import dtype_name
+from ..errors import DtypeError
 from ..reduce_op import ReduceKind, ReduceOp
 from .base import (
     Communicator,
@@ -51,7 +54,7 @@ _SLICE = timedelta(milliseconds=500)
 _EXPIRED_SLICE = "Operation timed out!"
 _LOOPBACK = ("127.0.0.1",)
 _YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
-_ABORT_TAG = (1 << 30) + 7
+_ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
 _GLOO_DTYPES = frozenset(
     {
         torch.bool,
@@ -65,6 +68,11 @@ _GLOO_DTYPES = frozenset(
         torch.float64,
     }
 )
+
+
+_GLOO_REDUCES = _GLOO_DTYPES | {torch.complex64, torch.complex128}
+_LARGE_TAG = 1 << 14
+_LARGE_SLOT = 1 << 30
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,11 +98,40 @@ def is_timeout(text: str) -> bool:
 class _Transfer:
     """A started send or receive; its wait must not be cut into slices."""
 
-    __slots__ = ("peer", "work")
+    __slots__ = ("_error", "_waiter", "peer", "timeout", "work")
 
-    def __init__(self, work: Any, peer: int | None) -> None:
+    def __init__(self, work: Any, peer: int | None, timeout: timedelta) -> None:
         self.work = work
         self.peer = peer
+        self.timeout = timeout
+        self._waiter: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+
+    @property
+    def has_waiter(self) -> bool:
+        """Whether another thread waits for it, or has waited."""
+        return self._waiter is not None
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Let another thread wait for it, and look for ``seconds`` whether that one is done."""
+        if self._waiter is None:
+            self._waiter = threading.Thread(
+                target=self._wait, name="meshdist-transfer", daemon=True
+            )
+            self._waiter.start()
+        self._waiter.join(seconds)
+        return not self._waiter.is_alive()
+
+    def check(self) -> None:
+        """Raise what the other thread's wait raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        try:
+            self.work.wait(self.timeout)
+        except RuntimeError as error:
+            self._error = error
 
 
 class _OwnBlock:
@@ -127,15 +164,18 @@ class C10dCommunicator(Communicator):
         self._group = process_group
         self._aborted = False
         self._mailbox = Mailbox()
-        self._reduce_options: tuple[Any, Any, AllreduceOptions] = (None, None, AllreduceOptions())
+        self._reduce_options: tuple[Any, Any, Any, AllreduceOptions]
+        self._reduce_options = (None, None, None, AllreduceOptions())
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
-        last_op, last_timeout, options = self._reduce_options  # made once for calls that repeat
-        if last_op is not op or last_timeout is not timeout:
+        # Checked and made once for calls that repeat.
+        last_op, last_timeout, last_dtype, options = self._reduce_options
+        if last_op is not op or last_timeout is not timeout or last_dtype is not tensor.dtype:
+            self._check_reducible(tensor.dtype)
             options = AllreduceOptions()
             options.reduceOp = op  # type: ignore[assignment]
             options.timeout = timeout
-            self._reduce_options = (op, timeout, options)
+            self._reduce_options = (op, timeout, tensor.dtype, options)
         try:
             return self._group.allreduce([tensor], options)
         except RuntimeError as error:
@@ -191,18 +231,22 @@ class C10dCommunicator(Communicator):
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
+        slot = self._slot(tag, tensor)
         try:
-            return _Transfer(self._group.send([_movable(tensor)], peer, tag), peer)
+            return _Transfer(self._group.send([_movable(tensor)], peer, slot), peer, timeout)
         except RuntimeError as error:
             raise self._failure(error) from error
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
             return self._mailbox.recv(tensor, tag)
+        slot = self._slot(tag, tensor)
         try:
             if peer is None:
-                return _Transfer(self._group.recv_anysource([_movable(tensor)], tag), None)
-            return _Transfer(self._group.recv([_movable(tensor)], peer, tag), peer)
+                work = self._group.recv_anysource([_movable(tensor)], slot)
+            else:
+                work = self._group.recv([_movable(tensor)], peer, slot)
+            return _Transfer(work, peer, timeout)
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -237,7 +281,15 @@ class C10dCommunicator(Communicator):
     def close(self) -> None:
         self._group = None
 
+    def _check_reducible(self, dtype: torch.dtype) -> None:
+        """Raise where the wire would fail on ``dtype``, before anything is sent."""
+
+    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
+        """The wire's own tag for a message."""
+        return tag
+
     def _finish_self(self, transfer: SelfTransfer, timeout: timedelta) -> None:
+        transfer.buffer()
         deadline = time.monotonic() + timeout.total_seconds()
         while not transfer.done:  # the counterpart can only come from another thread
             if self._aborted:
@@ -258,6 +310,23 @@ class C10dCommunicator(Communicator):
 class GlooCommunicator(C10dCommunicator):
     """Gloo's connection: waits notice an abort, a timeout and Ctrl-C."""
 
+    def _check_reducible(self, dtype: torch.dtype) -> None:
+        if dtype not in _GLOO_REDUCES:
+            raise DtypeError(
+                f"the wire 'gloo' does not reduce {dtype_name(dtype)}",
+                expected=f"one of {', '.join(sorted(map(dtype_name, _GLOO_REDUCES)))}",
+                fix="convert the tensor, for example to int32 or float32",
+            )
+
+    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
+        # Gloo ends the process where a message is larger than the tensor that receives it, and
+        # takes a smaller one without a word. So size and dtype are part of its tag: a message
+        # that does not fit is not received, and the timeout's report shows both calls. Large tags
+        # leave no room for that.
+        if tag >= _LARGE_TAG:
+            return _LARGE_SLOT + tag
+        return tag << 16 | zlib.crc32(f"{tensor.numel()} {tensor.dtype}".encode()) & 0xFFFF
+
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -269,6 +338,9 @@ class GlooCommunicator(C10dCommunicator):
         return _OwnBlock(self.all_reduce(reduced, op, timeout), reduced, output)
 
     def is_finished(self, pending: Pending) -> bool:
+        if type(pending) is _Transfer:
+            # Gloo learns that a message has come or gone only while somebody waits for it.
+            return pending.is_over()
         if type(pending) is not _OwnBlock:
             return super().is_finished(pending)
         if not pending.work.is_completed():
@@ -310,34 +382,25 @@ class GlooCommunicator(C10dCommunicator):
                 raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
 
     def _finish_transfer(self, transfer: _Transfer, timeout: timedelta) -> None:
-        if transfer.peer is None:
-            self._finish_any_source(transfer, timeout)
-            return
         try:
-            transfer.work.wait(timeout)
+            if transfer.peer is None or transfer.has_waiter:
+                self._finish_beside(transfer, timeout)
+            else:
+                transfer.work.wait(timeout)
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def _finish_any_source(self, transfer: _Transfer, timeout: timedelta) -> None:
+    def _finish_beside(self, transfer: _Transfer, timeout: timedelta) -> None:
         # A receive from any member belongs to no connection, so that closing all of them does
         # not free it: another thread waits, and this one watches for the abort.
-        outcome: list[RuntimeError | None] = []
-
-        def wait() -> None:
-            try:
-                transfer.work.wait(timeout)
-                outcome.append(None)
-            except RuntimeError as error:
-                outcome.append(error)
-
-        waiter = threading.Thread(target=wait, name="meshdist-any-source", daemon=True)
-        waiter.start()
-        while waiter.is_alive():
-            waiter.join(_SLICE.total_seconds())
-            if self._aborted and waiter.is_alive():
-                raise WireAborted("aborted while receiving from any member")
-        if outcome[0] is not None:
-            raise self._failure(outcome[0]) from outcome[0]
+        transfer.timeout = timeout
+        deadline = time.monotonic() + timeout.total_seconds() + _SLICE.total_seconds()
+        while not transfer.is_over(_SLICE.total_seconds()):
+            if self._aborted:
+                raise WireAborted("aborted while waiting for a message")
+            if time.monotonic() > deadline:
+                raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
+        transfer.check()
 
     def abort(self) -> None:
         self._aborted = True

@@ -12,17 +12,25 @@ __all__ = ["Mailbox", "SelfTransfer"]
 class SelfTransfer:
     """One send or receive of a rank to itself; done once its counterpart was started."""
 
-    __slots__ = ("done", "tensor")
+    __slots__ = ("done", "is_send", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_send: bool) -> None:
         self.tensor = tensor
+        self.is_send = is_send
         self.done = False
+
+    def buffer(self) -> None:
+        """Keep a copy of what is sent; the send is done."""
+        if self.is_send and not self.done:
+            self.tensor = self.tensor.clone()
+            self.done = True
 
 
 class Mailbox:
     """Pairs sends and receives of one rank to itself, by tag, in the order they were started.
 
-    Starting the second of a pair copies the data, so nothing waits and nothing is buffered.
+    Starting the second of a pair copies the data. A send that is waited for before its receive has
+    started is buffered, so that it is done: nobody else could start the receive.
     """
 
     def __init__(self) -> None:
@@ -46,7 +54,7 @@ class Mailbox:
         *,
         is_send: bool,
     ) -> SelfTransfer:
-        transfer = SelfTransfer(tensor)
+        transfer = SelfTransfer(tensor, is_send=is_send)
         waiting = others.get(tag)
         if not waiting:
             mine.setdefault(tag, deque()).append(transfer)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import BackendError
+from ..runtime.timeouts import check_timeout
 from .base import Communicator, Pending, WireFailure
 
 __all__ = ["Work"]
@@ -63,6 +64,8 @@ class Work:
             if self._error is not None:
                 raise self._error
             return True
+        if timeout:
+            check_timeout(timeout)
         try:
             self._communicator.finish(self._pending, timeout or self._timeout)
         except WireFailure as failure:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import meshdist as md
+from tests.pool import Failure, Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -248,3 +251,91 @@ def test_the_tutorials_parts_in_their_order_on_simulated_ranks(
             f"Rank  {rank}  has data  tensor(1.)",
             f"Rank  {rank}  has data  tensor(2.)",
         ]
+
+
+def polled() -> bool:
+    rank = md.get_rank()
+    x = torch.full((4,), float(rank))
+    work = md.isend(x, 1) if rank == 0 else md.irecv(x, 0)
+    deadline = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    is_done = work.is_completed()
+    work.wait()
+    return is_done and x.tolist() == [0.0] * 4
+
+
+def test_polling_a_message_sees_it_come_and_go(on_ranks) -> None:
+    assert on_ranks(polled, 2) == [True, True]
+
+
+def to_oneself() -> list[float]:
+    x = torch.ones(2)
+    md.isend(x, md.get_rank()).wait()
+    x.fill_(7.0)  # it may be written again
+    got = torch.zeros(2)
+    md.irecv(got, md.get_rank()).wait()
+    return got.tolist()
+
+
+def test_a_send_to_oneself_may_be_waited_for_before_the_receive(on_ranks) -> None:
+    assert on_ranks(to_oneself, 2) == [[1.0, 1.0]] * 2
+
+
+def bad_tags() -> list[str]:
+    found = []
+    for tag in (-1, 1 << 30, "a", None, 1.5, True):
+        with pytest.raises((md.ArgumentError, md.KindError)) as caught:
+            md.isend(torch.ones(1), 0, tag=tag)
+        found.append(str(caught.value))
+    md.barrier()  # nothing was sent, nothing is broken
+    return found
+
+
+def test_a_wrong_tag_is_refused_before_anything_is_sent(on_ranks) -> None:
+    largest = (1 << 30) - 1
+    for found in on_ranks(bad_tags, 2):
+        assert found[0] == f"there is no tag -1\n  expected: 0 to {largest}"
+        assert found[2] == (
+            f"'a' is not a tag\n  expected: a whole number from 0 to {largest}\n  found:    str"
+        )
+
+
+def large_tags() -> list[float]:
+    rank = md.get_rank()
+    tags = (0, 1 << 14, (1 << 30) - 1, (1 << 14) - 1)
+    got = [torch.full((2,), float(place)) for place in range(len(tags))]
+    works = [
+        md.isend(x, 1, tag=tag) if rank == 0 else md.irecv(x.zero_(), 0, tag=tag)
+        for x, tag in reversed(list(zip(got, tags, strict=True)))
+    ]
+    for work in works:
+        work.wait()
+    return [x[0].item() for x in got]
+
+
+def test_tags_of_every_size_tell_messages_apart(on_ranks) -> None:
+    assert on_ranks(large_tags, 2) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "given", [torch.zeros(2), torch.zeros(8), torch.zeros(4, dtype=torch.int32)]
+)
+def test_a_message_that_does_not_fit_over_gloo_ends_in_a_report(
+    pool: Pool, given: torch.Tensor
+) -> None:
+    def program(given: torch.Tensor) -> None:
+        md.barrier()
+        group = md.new_group(timeout=timedelta(seconds=2))
+        if md.get_rank() == 0:
+            md.send(torch.ones(4), 1, group)
+        else:
+            md.recv(given, 0, group)
+
+    first, second = pool.outcomes(program, 2, given)
+    for outcome in (first, second):
+        assert isinstance(outcome, Failure)
+        assert isinstance(outcome.exception, md.BackendError)
+    text = str(first.exception) + str(second.exception)
+    assert "send((4,) float32)" in text
+    assert f"recv({tuple(given.shape)} {str(given.dtype).removeprefix('torch.')})" in text

@@ -478,3 +478,103 @@ def test_without_a_world() -> None:
     with pytest.raises(md.NotInitializedError, match=r"there is no world") as caught:
         md.all_reduce(torch.ones(1))
     assert "meshdist run -n 4 script.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "broadcast"])
+def test_elements_that_are_one_in_memory_are_refused_before_anything_is_sent(verb: str) -> None:
+    def program() -> str:
+        more = {"src": 0} if verb == "broadcast" else {}
+        with pytest.raises(md.ArgumentError) as caught:
+            getattr(md, verb)(torch.ones(1).expand(3), **more)
+        md.barrier()
+        return str(caught.value)
+
+    assert (
+        md.simulate(program, 2)
+        == [
+            f"{verb} cannot write into tensor: several of its elements are one in memory\n"
+            f"  where:    argument tensor of {verb}, shape (3,), float32\n"
+            "  found:    strides (0,): an expanded tensor\n"
+            "  fix:      pass tensor.clone()"
+        ]
+        * 2
+    )
+
+
+def test_a_view_of_a_leaf_is_refused_before_anything_is_sent() -> None:
+    def program() -> list[float]:
+        leaf = torch.ones(4, requires_grad=True)
+        with pytest.raises(md.GradientError) as caught:
+            md.all_reduce(leaf[:2])
+        assert str(caught.value) == (
+            "all_reduce cannot write into tensor: a view of a leaf that requires a gradient\n"
+            "  where:    argument tensor of all_reduce, shape (2,), float32\n"
+            "  fix:      call it under torch.no_grad(), or on tensor.detach()"
+        )
+        with torch.no_grad():
+            md.all_reduce(leaf[:2])
+        return leaf.tolist()
+
+    assert md.simulate(program, 2) == [[2.0, 2.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "verb", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "recv"]
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_backward_that_counts_on_overwritten_values_raises(verb: str, is_async: bool) -> None:
+    def write(x: torch.Tensor) -> None:
+        if verb == "recv":
+            if md.get_rank() == 0:
+                md.send(torch.zeros(2), 1)
+            elif is_async:
+                md.irecv(x, 0).wait()
+            else:
+                md.recv(x, 0)
+            return
+        work = {
+            "all_reduce": lambda: md.all_reduce(x, async_op=is_async),
+            "broadcast": lambda: md.broadcast(x, src=0, async_op=is_async),
+            "all_gather": lambda: md.all_gather_into_tensor(x, torch.ones(1), async_op=is_async),
+            "reduce_scatter": lambda: md.reduce_scatter_tensor(x, torch.ones(4), async_op=is_async),
+        }[verb]()
+        if work is not None:
+            work.wait()
+
+    def program() -> str:
+        weight = torch.ones(2, requires_grad=True)
+        x = torch.full((2,), 3.0)  # needs no gradient, and is needed for one
+        loss = (weight * x).sum()
+        write(x)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        assert weight.grad is not None
+        return str(weight.grad.tolist())
+
+    found = md.simulate(program, 2)
+    is_source_spared = verb in ("broadcast", "recv")
+    assert found[0] == "[3.0, 3.0]" if is_source_spared else "modified by an inplace" in found[0]
+    assert "modified by an inplace operation" in found[1]
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "complex32"])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_a_dtype_that_gloo_does_not_reduce_is_refused_and_breaks_nothing(
+    pool: Pool, dtype: str
+) -> None:
+    def program(dtype: str) -> tuple[str, float]:
+        import warnings
+
+        warnings.simplefilter("ignore")
+        with pytest.raises(md.DtypeError) as caught:
+            md.all_reduce(torch.ones(2).to(getattr(torch, dtype)))
+        x = torch.ones(1)
+        md.all_reduce(x)
+        return str(caught.value), x.item()
+
+    for text, after in pool.run(program, 2, dtype):
+        assert text.startswith(f"the wire 'gloo' does not reduce {dtype}\n  expected: one of bf")
+        assert text.endswith("fix:      convert the tensor, for example to int32 or float32")
+        assert after == 2.0

@@ -28,6 +28,16 @@ def test_anything_but_a_timedelta_is_refused(wrong: object) -> None:
     )
 
 
+def test_times_that_no_clock_can_count_are_refused() -> None:
+    check_timeout(timedelta(days=36500))
+    with pytest.raises(md.ArgumentError) as caught:
+        check_timeout(timedelta.max)
+    assert str(caught.value) == (
+        "timeout is too long\n  expected: at most 36500 days\n"
+        "  found:    999999999 days, 23:59:59.999999"
+    )
+
+
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_times_that_are_over_before_they_begin_are_refused(seconds: int) -> None:
     with pytest.raises(md.ArgumentError, match=r"^timeout must be positive\n  found: "):

@@ -41,3 +41,19 @@ def test_shapes_may_differ_where_the_numbers_agree() -> None:
     box.recv(x, 0)
     box.send(torch.arange(4.0), 0)
     assert x.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_a_send_is_buffered_for_whoever_waits_for_it() -> None:
+    box = Mailbox()
+    x = torch.ones(2)
+    sent = box.send(x, 0)
+    sent.buffer()
+    assert sent.done
+    x.zero_()
+    got = torch.zeros(2)
+    received = box.recv(got, 0)
+    received.buffer()
+    assert received.done and got.tolist() == [1.0, 1.0]
+    waiting = box.recv(torch.zeros(2), 0)
+    waiting.buffer()
+    assert not waiting.done
