@@ -16,7 +16,7 @@ from ..errors import ArgumentError, GradientError, KindError, MeshError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import ProcessGroup, resolve_group, world_group
 from .buckets import bucket_caps
-from .reducer import Reducer
+from .reducer import Reducer, is_reduced
 from .replicas import broadcast_from_first, check_equal_lines, tensor_line
 
 __all__ = ["DDP", "DistributedDataParallel"]
@@ -269,6 +269,13 @@ def _check_module(module: object) -> None:
                 f"{name} has no shape yet",
                 expected="parameters that are initialized",
                 fix="run one forward on the module before it is wrapped",
+            )
+        if is_reduced(parameter):
+            raise GradientError(
+                f"{name} belongs to another DistributedDataParallel",
+                expected="a parameter whose gradient one wrapper averages",
+                fix="wrap the module once; before it is wrapped again, let go of the first "
+                "wrapper and of its outputs: del ddp",
             )
         if is_traceable_wrapper_subclass(parameter):
             raise KindError(

@@ -38,12 +38,18 @@ from .flat_bucket import Bucket
 from .replicas import gather_texts
 from .reports import Reports
 
-__all__ = ["Reducer", "tensors_in"]
+__all__ = ["Reducer", "is_reduced", "tensors_in"]
 
 # Places of the flags; each is 1 on a rank for which it holds, and their sums are compared with 0
 # alone, since sums of many ones are inexact in half precision.
 _LACKING, _INTERRUPTED, _WENT_ON = 0, 1, 2
 _NUM_FLAGS = 3
+
+
+def is_reduced(parameter: torch.Tensor) -> bool:
+    """Whether a Reducer averages the gradient of ``parameter``."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "is_reducing", False) for hook in hooks.values())
 
 
 class Reducer:
@@ -219,6 +225,7 @@ class Reducer:
             if not bucket.num_pending:
                 self._start_full_buckets()
 
+        gradient_came.is_reducing = True  # type: ignore[attr-defined]
         return gradient_came
 
     # -- one backward -----------------------------------------------------------------------------

@@ -562,6 +562,27 @@ def test_a_second_backward_after_an_interrupted_one_needs_a_forward() -> None:
     assert "fix:      run the forward again" in twice
 
 
+def test_a_module_is_wrapped_once_at_a_time() -> None:
+    def program() -> tuple[str, list[float]]:
+        module = nn.Linear(1, 1)
+        first = md.DDP(module)
+        with pytest.raises(GradientError) as error:
+            md.DDP(nn.Sequential(nn.ReLU(), module))
+        del first
+        again = md.DDP(module)
+        again(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
+        return str(error.value), [p.grad.item() for p in module.parameters()]
+
+    for text, grads in md.simulate(program, 2):
+        assert grads == [1.5, 1.0]
+        assert text == (
+            "1.weight belongs to another DistributedDataParallel\n"
+            "  expected: a parameter whose gradient one wrapper averages\n"
+            "  fix:      wrap the module once; before it is wrapped again, let go of the first "
+            "wrapper and of its outputs: del ddp"
+        )
+
+
 def test_sparse_gradients_are_refused() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
