@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -165,3 +167,64 @@ def test_a_verb_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -
     assert isinstance(first.exception, md.BackendError)
     where = next(line for line in str(first.exception).splitlines() if "where:" in line)
     assert "test_attacks.py" in where and where.endswith(" in program")
+
+
+def test_a_dead_member_is_named_by_all_others(pool: Pool) -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), timeout=SHORT)
+        md.barrier(mesh)
+        if md.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        md.all_reduce(torch.ones(1), group=mesh["dp"])
+
+    outcomes = pool.outcomes(program, 3)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, Failure)
+        assert isinstance(outcome.exception, md.BackendError)
+        text = str(outcome.exception)
+        assert "all_reduce on axis 'dp' of DeviceMesh(dp=3) failed on wire 'gloo'" in text
+        assert "rank 2: gives no answer: it has ended or is stopped" in text
+
+
+@pytest.mark.parametrize("victim", [2])
+def test_a_dead_member_frees_all_others_though_they_live_on(pool: Pool, victim: int) -> None:
+    def program(victim: int) -> float:
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",), timeout=SHORT)
+        md.barrier(mesh)
+        if md.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(md.BackendError):
+            md.all_reduce(torch.ones(100_000), group=mesh["dp"])
+        took = time.monotonic() - start
+        time.sleep(max(0.0, 6 - took))  # its end must not be what frees the others
+        return took
+
+    outcomes = pool.outcomes(program, 4, victim)
+    assert all(took < 6 for rank, took in enumerate(outcomes) if rank != victim), outcomes
+
+
+def test_an_abort_by_the_rank_that_serves_the_store_and_leaves_is_heard(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        md.init_process_group(timeout=timedelta(seconds=40))
+        own = {0: md.AxisOptions(private=True)}
+        mesh = md.init_device_mesh("cpu", (3,), axis_options=own)
+        rank = md.get_rank()
+        if rank == 0:
+            time.sleep(0.5)
+            mesh.abort("rank 0 has had enough")
+            sys.exit()
+        x, start = torch.ones(1), time.monotonic()
+        try:
+            md.recv(x, 3 - rank, mesh)  # nobody sends, and both connections to rank 0 are idle
+        except md.AbortedError as error:
+            took = time.monotonic() - start
+            told = f"{rank} freed: {took < 20} {'rank 0: rank 0 has had enough' in str(error)}"
+            os.write(1, f"{told}\\n".encode())
+        """,
+        3,
+    )
+    assert done.stderr == ""
+    assert sorted(done.stdout.splitlines()) == ["1 freed: True True", "2 freed: True True"]

@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 _handle_numbers = itertools.count(1)
+_LIFE_SIGN_S = 1.0
 
 
 class Channel:
@@ -292,7 +293,7 @@ class ProcessGroup:
         return BackendError(
             f"{call['verb']} on {self.name} failed on wire {channel.wire.name!r}",
             where=where,
-            found="\n".join(filter(None, (str(failure), first))),
+            found="\n".join(filter(None, (str(failure), self._silent_members(), first))),
             fix="look at the rank that ended or failed first; the group is broken now",
         )
 
@@ -317,6 +318,22 @@ class ProcessGroup:
             last = f"last {call_text(calls[-1])}" if calls else "has called no verb"
             lines.append(f"rank {rank}: {state}{last}")
         return "\n".join(lines)
+
+    def _silent_members(self) -> str:
+        """Who gives no sign of life."""
+        if self.world.is_simulated:
+            return ""
+        others = tuple(rank for rank in self.ranks if rank != self.world.rank)
+        try:
+            answers = ask(self.world, others, _LIFE_SIGN_S)
+        except RuntimeError:  # the store is lost, as other lines tell
+            return ""
+        silent = [rank for rank in others if rank not in answers]
+        if not silent:
+            return ""
+        if len(silent) == 1:
+            return f"rank {silent[0]}: gives no answer: it has ended or is stopped"
+        return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
 
     def _quote_first_failure(self, channel: Channel, call: dict[str, Any], text: str) -> str:
         if self.world.is_simulated:
@@ -371,7 +388,7 @@ class ProcessGroup:
             raise kind(
                 f"{self.name} could not be opened on wire {wire.name!r}",
                 where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
-                found=str(failure),
+                found="\n".join(filter(None, (str(failure), self._silent_members()))),
                 fix="see that all of these ranks come to this point, and that no one has ended",
             ) from failure
         channel = Channel(wire, opened, timeout)

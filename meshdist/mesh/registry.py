@@ -27,12 +27,13 @@ from ..runtime.handles import check_store_served, cloned, store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
-from .signals import Sentinel, post
+from .signals import Sentinel, heard_key, post
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 
 _making = threading.Lock()
 _PATIENCE_S = 5.0
+_HEARD_S = 1.0
 _NUM_OPENING = "group/opening"
 
 
@@ -68,6 +69,7 @@ class Registry:
     _by_label: dict[str, OpenCommunicator] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _sentinel: Sentinel | None = None
+    _last_abort: int = 0
 
     def acquire(
         self,
@@ -164,7 +166,7 @@ class Registry:
             for label in labels:
                 store.set(f"{label}/abort", json.dumps(message))
             if self._sentinel is not None:
-                post(store, message)
+                message["number"] = post(store, message)
         finally:
             self._abort_here(message)
 
@@ -227,6 +229,9 @@ class Registry:
         self._await_members(opened)
         if self.world.rank == 0:  # it serves the store as a rule
             store = store_of_thread(self.world)
+            if self._last_abort:
+                key, deadline = heard_key(self._last_abort), time.monotonic() + _HEARD_S
+                self._wait_until(partial(_has_counted, store, key, self.world.size), deadline)
             self._wait_until(lambda: int(store.add(_NUM_OPENING, 0)) <= 0)
 
     def _await_members(self, opened: list[OpenCommunicator]) -> None:
@@ -257,6 +262,7 @@ class Registry:
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:
+            self._last_abort = max(self._last_abort, message.get("number", 0))
             for label in message["labels"]:
                 self.aborts.setdefault(label, message)
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]

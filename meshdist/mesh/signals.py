@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.world import World
 
-__all__ = ["Sentinel", "ask", "post"]
+__all__ = ["Sentinel", "ask", "heard_key", "post"]
 
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
@@ -106,7 +106,13 @@ class Sentinel:
             answer = json.dumps(self._last_calls())
             self._store.set(f"signal/{number}/answer/{self._rank}", answer)
         else:
-            self._abort(message)
+            self._abort({**message, "number": number})
+            self._store.add(heard_key(number), 1)
+
+
+def heard_key(number: int) -> str:
+    """Under which the sentinels count who has heard of an abort."""
+    return f"signal/{number}/heard"
 
 
 def find_lifeline(store: Any) -> socket.socket | None:
@@ -132,12 +138,14 @@ def post(store: Store, message: dict[str, Any]) -> int:
     return number
 
 
-def ask(world: World, ranks: tuple[int, ...]) -> dict[int, list[dict[str, Any]]]:
+def ask(
+    world: World, ranks: tuple[int, ...], patience_s: float = _ANSWER_S
+) -> dict[int, list[dict[str, Any]]]:
     """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out."""
     check_store_served(world)
     store = store_of_thread(world)
     number = post(store, {"kind": "ask"})
-    deadline = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + patience_s
     answers: dict[int, list[dict[str, Any]]] = {}
     while len(answers) < len(ranks) and time.monotonic() < deadline:
         for rank in ranks:

@@ -407,11 +407,14 @@ class GlooCommunicator(C10dCommunicator):
         group = self._group
         if group is None or self.size == 1:
             return
-        peer = (self.rank + 1) % self.size
-        try:
-            group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:  # the expiry that closes the connections, or they are closed already
-            return
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            try:
+                group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if is_timeout(str(error)):  # the expiry that closes all connections
+                    return
+                # That connection was lost already, and with it nothing expires: try the next.
 
 
 class C10dWire(Wire):
