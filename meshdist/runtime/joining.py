@@ -291,6 +291,14 @@ class _Attempt:
 
     def _missing(self, keys: Store) -> dict[str, Any]:
         present, absent = self._with_and_without(keys, "card")
+        if not absent:
+            return _failure(
+                f"the last ranks of the world of {self._size} came after "
+                f"{self._timeout.total_seconds():g} s, when others had given up",
+                where=self._origin,
+                expected="all ranks within the timeout",
+                fix="give more time: init_process_group(timeout=timedelta(minutes=30))",
+            )
         who = ranks_text(absent)
         verb = "has" if len(absent) == 1 else "have"
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in present[:8]]

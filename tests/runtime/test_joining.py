@@ -152,6 +152,13 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     keys.add("joined", 1)
 
 
+def test_a_rank_that_comes_when_others_give_up() -> None:
+    store = md.HashStore()
+    leave_claim(store, 1)  # it has left its card, and is not counted yet
+    (error,) = join_all(store, [as_rank(0, 2, SHORT)])
+    assert str(error).startswith("the last ranks of the world of 2 came after 0.3 s")
+
+
 def test_the_claim_of_a_dead_process_is_passed_over() -> None:
     store = md.HashStore()
     leave_claim(store, 0, start="1")
