@@ -154,7 +154,8 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
 
 def test_a_rank_that_comes_when_others_give_up() -> None:
     store = md.HashStore()
-    leave_claim(store, 1)  # it has left its card, and is not counted yet
+    leave_claim(store, 1)
+    md.PrefixStore("0", store).add("joined", -1)  # it has left its card, and is not counted yet
     (error,) = join_all(store, [as_rank(0, 2, SHORT)])
     assert str(error).startswith("the last ranks of the world of 2 came after 0.3 s")
 
