@@ -210,18 +210,18 @@ class _Answer:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._data = bytearray()
-        self._is_whole = False
+        self.is_whole = False
 
     def read(self) -> bool:
         """Take what there is; return False at the end."""
         part = os.read(self.descriptor, 1 << 20)
         self._data += part
-        self._is_whole = not part
+        self.is_whole = not part
         return bool(part)
 
     def find(self) -> tuple[str, Any]:
         """Return the answer: its kind and its value; kind "none" as long as it is incomplete."""
-        if not self._is_whole or not self._data:
+        if not self.is_whole or not self._data:
             return "none", None
         try:
             kind, value = pickle.loads(self._data)
@@ -289,11 +289,7 @@ class _Team:
         """Read what is on its way, and see who else ends."""
         end = time.monotonic() + _FOLLOWERS_S
         while (rest := end - time.monotonic()) > 0:
-            is_done = not self._watch.running and all(
-                self._answers[rank].find()[0] != "none" or ending.code != 0
-                for rank, ending in self._endings.items()
-            )
-            if is_done:
+            if not self._watch.running and all(one.is_whole for one in self._answers.values()):
                 return
             self._step(rest)
 

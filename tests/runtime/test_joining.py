@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -108,7 +109,12 @@ def test_after_a_failure_the_next_generation_begins() -> None:
 
 
 def test_one_rank_claimed_twice() -> None:
-    outcomes = join_all(md.HashStore(), [as_rank(0, 3), as_rank(1, 3), as_rank(1, 3)])
+    def latecomer(store: md.Store) -> Joined:
+        while md.PrefixStore("0", store).add("joined", 0) < 2:  # when the others wait for it
+            time.sleep(0.01)
+        return as_rank(1, 3)(store)
+
+    outcomes = join_all(md.HashStore(), [as_rank(0, 3), as_rank(1, 3), latecomer])
     assert len({str(one) for one in outcomes}) == 1
     text = str(outcomes[0])
     assert "rank 1 was claimed by two processes" in text

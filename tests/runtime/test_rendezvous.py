@@ -425,6 +425,7 @@ def test_on_one_host_nothing_listens_beyond_loopback(
 # -- launchers ----------------------------------------------------------------------------------
 
 PROGRAM = """
+    import os
     import torch
     import meshdist as md
     from meshdist.runtime.world import get_world
@@ -435,7 +436,7 @@ PROGRAM = """
         world = get_world()
         line = (md.get_rank(), md.get_world_size(), x.item(), world.local_rank, world.origin)
         md.destroy_process_group()
-    print(*line)
+    os.write(1, (" ".join(map(str, line)) + "\\n").encode())  # one write: lines stay whole
 """
 
 
