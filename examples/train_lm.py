@@ -247,7 +247,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--sample", type=int, default=200, help="bytes to write at the end")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--backend", help="how to move bytes: gloo, nccl, mpi, ...; chosen by the device if absent")
+    add("--backend", help="how to move bytes: gloo, nccl, ...; chosen by the device if absent")
     args = parser.parse_args(argv)
     if min(args.steps, args.batch, args.context, args.layers, args.heads, args.sample) < 1:
         parser.error("steps, batch, context, layers, heads and sample are at least 1")

@@ -31,7 +31,7 @@ def get_reduce_op(op: object) -> ReduceKind:
     raise KindError(
         f"{op!r} is not a reduction",
         expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME),
-        fix="pass for example op=meshdist.ReduceOp.SUM",
+        fix="pass for example op=meshdist.ReduceOp.SUM; a group or mesh goes as group=",
     )
 
 

@@ -150,7 +150,7 @@ def _start_send(
     try:
         return channel, channel.communicator.send(buffer, peer, tag, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
 
 
 def _start_recv(
@@ -163,7 +163,7 @@ def _start_recv(
     try:
         pending = channel.communicator.recv(buffer, peer, tag, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     return channel, pending, data, buffer
 
 
@@ -179,7 +179,7 @@ def _finish(target: ProcessGroup, channel: Channel, pending: Pending) -> None:
     try:
         channel.communicator.finish(pending, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
 
 
 def _check_not_me(target: ProcessGroup, peer: int, verb: str, other: str) -> None:

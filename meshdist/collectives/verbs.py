@@ -86,7 +86,7 @@ def all_reduce(
             communicator.finish(pending, channel.timeout)
             return None
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     return _conclude(target, channel, pending, "all_reduce", tensor, data, buffer, async_op)
 
 
@@ -131,7 +131,7 @@ def broadcast(
     try:
         pending = channel.communicator.broadcast(buffer, root, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     return _conclude(target, channel, pending, "broadcast", tensor, data, buffer, async_op)
 
 
@@ -172,7 +172,7 @@ def all_gather_into_tensor(
     try:
         pending = channel.communicator.all_gather(buffer, block, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     return _conclude(target, channel, pending, verb, output_tensor, data, buffer, async_op)
 
 
@@ -214,7 +214,7 @@ def reduce_scatter_tensor(
     try:
         pending = channel.communicator.reduce_scatter(buffer, whole, kind, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     return _conclude(target, channel, pending, verb, output, data, buffer, async_op)
 
 
@@ -248,7 +248,7 @@ def barrier(
             return target.work(channel, pending, [])
         channel.communicator.finish(pending, limit)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     return None
 
 
@@ -270,7 +270,7 @@ def _conclude(
     try:
         channel.communicator.finish(pending, channel.timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from failure
+        raise target.explain(failure, channel) from None
     if data is not buffer or data is not original:
         if is_overwriting_history(data):
             forbid_gradient(data, verb)

@@ -314,6 +314,12 @@ def _find_devices(
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
     """Check ``device_ids`` against the module's devices; both come back as devices."""
+    if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
+        raise KindError(
+            "the second argument of DistributedDataParallel is device_ids",
+            found=f"{device_ids!r}",
+            fix="name the axis: DistributedDataParallel(module, device_mesh=mesh['dp'])",
+        )
     devices = sorted({str(p.device) for p in module.parameters()})
     if not device_ids:
         if output_device is not None:

@@ -22,6 +22,7 @@ from .groups import ProcessGroup, resolve_group
 from .layout import Axis, Layout
 from .registry import get_registry
 from .session import init_process_group
+from .svg import draw_svg
 from .torch_interop import make_torch_mesh, parts_of_torch_mesh
 
 __all__ = ["DeviceMesh"]
@@ -515,6 +516,11 @@ class DeviceMesh:
         rank = None if self._coordinate is None else self._world.rank
         hosts = None if self._world.is_one_host else self._world.hosts
         return draw(self._layout, highlight_rank=rank, hosts=hosts)
+
+    def _repr_svg_(self) -> str:
+        """The drawing that a notebook shows."""
+        rank = None if self._coordinate is None else self._world.rank
+        return draw_svg(self._layout, highlight_rank=rank)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceMesh):

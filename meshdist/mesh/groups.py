@@ -222,7 +222,7 @@ class ProcessGroup:
         try:
             pending = channel.communicator.all_reduce(tensor, op, channel.timeout)
         except WireFailure as failure:
-            raise self.explain(failure, channel) from failure
+            raise self.explain(failure, channel) from None
         return self.work(channel, pending, [tensor])
 
     def work(self, channel: Channel, pending: Any, tensors: list[Any], settle: Any = None) -> Work:
@@ -288,7 +288,10 @@ class ProcessGroup:
                 where=where,
                 expected=f"the same call on {ranks_text(self.ranks)}",
                 found="\n".join(filter(None, (report, first))) or str(failure),
-                fix="look at the ranks that did not come to this call; the group is broken now",
+                fix="look at the ranks that did not come to this call; the group is broken now"
+                if self.recorder.is_collective
+                else "a message meets a receive of its tag, dtype and number of elements alone; "
+                "the group is broken now",
             )
         return BackendError(
             f"{call['verb']} on {self.name} failed on wire {channel.wire.name!r}",

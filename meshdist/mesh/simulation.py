@@ -52,13 +52,13 @@ def simulate(
         ranks are ended before.
 
     Example:
-        >>> from meshdist.runtime.world import get_world
+        >>> import meshdist as md, torch
         >>> def program(offset):
-        ...     world = get_world()
-        ...     world.store.set(f"from {world.rank}", str(world.rank + offset))
-        ...     return int(world.store.get(f"from {(world.rank + 1) % world.size}"))
-        >>> simulate(program, 4, args=(10,))
-        [11, 12, 13, 10]
+        ...     x = torch.tensor([md.get_rank() + offset])
+        ...     md.all_reduce(x)
+        ...     return x.item()
+        >>> md.simulate(program, 4, args=(10,))
+        [46, 46, 46, 46]
     """
     size = _count_ranks(ranks)
     if not callable(fn):
@@ -66,6 +66,10 @@ def simulate(
             "simulate needs a function",
             found=f"{fn!r}",
             fix="pass the function itself, its arguments as args: simulate(fn, 4, args=(x,))",
+        )
+    if not isinstance(args, (tuple, list)):
+        raise KindError(
+            "args must be a tuple", found=f"{args!r}", fix="for one argument write args=(x,)"
         )
     copies = [_copy_arguments(args, kwargs or {}, rank, size) for rank in range(size)]
     scheduler: Scheduler[T] = Scheduler(size)

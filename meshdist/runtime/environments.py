@@ -243,24 +243,13 @@ class _Reader:
             verb = "is" if len(self.missing) == 1 else "are"
             parts.append(f"{', '.join(self.missing)} {verb} missing")
         parts += self.wrong
-        script = _script()
-        commands = (
-            [f"{command} {script}"]
-            if command
-            else [
-                f"meshdist run -n 4 {script}",
-                f"torchrun --nproc-per-node 4 {script}",
-                f"mpiexec -n 4 python {script}",
-                f"srun -n 4 python {script}",
-            ]
-        )
         return RendezvousError(
             "the environment does not say where this process belongs: " + "; ".join(parts),
             where=f"process {os.getpid()}, init_method env://",
             expected="RANK, WORLD_SIZE, MASTER_PORT, and MASTER_ADDR on every rank but 0; "
             "or the variables of mpiexec or srun",
             found=self._found(),
-            fix="start the program with one of:\n" + "\n".join(commands),
+            fix="start the program with one of:\n" + "\n".join(_ways_to_start(command)),
         )
 
     def _found(self) -> str:
@@ -272,6 +261,26 @@ class _Reader:
         if not names:
             return "none of them: the program was started without a launcher"
         return ", ".join(f"{name}={self._environment[name]}" for name in names)
+
+
+def _ways_to_start(command: str | None) -> list[str]:
+    """What to type: the launcher that was half recognised, or what works here."""
+    script = _script()
+    if command:
+        return [f"{command} {script}"]
+    if _is_interactive():
+        return ["meshdist.simulate(fn, 4)", "meshdist.spawn(fn, nprocs=4)"]
+    return [
+        f"meshdist run -n 4 {script}",
+        f"torchrun --nproc-per-node 4 {script}",
+        f"mpiexec -n 4 python {script}",
+        f"srun -n 4 python {script}",
+    ]
+
+
+def _is_interactive() -> bool:
+    """Whether this is a notebook or a prompt, which no launcher can start."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def _script() -> str:

@@ -179,7 +179,7 @@ class C10dCommunicator(Communicator):
         try:
             return self._group.allreduce([tensor], options)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
         options = BroadcastOptions()
@@ -189,7 +189,7 @@ class C10dCommunicator(Communicator):
         try:
             return self._group.broadcast([_movable(tensor)], options)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         if output.numel() == 0:  # c10d refuses to cut nothing into blocks; wait for all the same
@@ -199,7 +199,7 @@ class C10dCommunicator(Communicator):
         try:
             return self._group._allgather_base(_movable(output), _movable(tensor), options)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def reduce_scatter(
         self,
@@ -216,7 +216,7 @@ class C10dCommunicator(Communicator):
         try:
             return self._group._reduce_scatter_base(output.view(-1), tensor.view(-1), options)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         options = BarrierOptions()
@@ -226,7 +226,7 @@ class C10dCommunicator(Communicator):
         try:
             return self._group.barrier(options)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
@@ -235,7 +235,7 @@ class C10dCommunicator(Communicator):
         try:
             return _Transfer(self._group.send([_movable(tensor)], peer, slot), peer, timeout)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
@@ -248,7 +248,7 @@ class C10dCommunicator(Communicator):
                 work = self._group.recv([_movable(tensor)], peer, slot)
             return _Transfer(work, peer, timeout)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         if isinstance(pending, SelfTransfer):
@@ -258,7 +258,7 @@ class C10dCommunicator(Communicator):
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def is_finished(self, pending: Pending) -> bool:
         if isinstance(pending, SelfTransfer):
@@ -364,7 +364,7 @@ class GlooCommunicator(C10dCommunicator):
             pending.wait(_SLICE)
         except RuntimeError as error:
             if str(error) != _EXPIRED_SLICE:
-                raise self._failure(error) from error
+                raise self._failure(error) from None
             self._finish_slowly(pending, timeout)
 
     def _finish_slowly(self, pending: Any, timeout: timedelta) -> None:
@@ -375,7 +375,7 @@ class GlooCommunicator(C10dCommunicator):
                 return
             except RuntimeError as error:
                 if str(error) != _EXPIRED_SLICE:
-                    raise self._failure(error) from error
+                    raise self._failure(error) from None
             if self._aborted:
                 raise WireAborted("aborted while waiting")
             if time.monotonic() > deadline:
@@ -388,7 +388,7 @@ class GlooCommunicator(C10dCommunicator):
             else:
                 transfer.work.wait(timeout)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def _finish_beside(self, transfer: _Transfer, timeout: timedelta) -> None:
         # A receive from any member belongs to no connection, so that closing all of them does
@@ -433,7 +433,7 @@ class C10dWire(Wire):
         try:
             group = kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
         except RuntimeError as error:
-            raise WireFailure(plain_text(error)) from error
+            raise WireFailure(plain_text(error)) from None
         return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 
@@ -459,7 +459,7 @@ class NcclWire(C10dWire):
             if opening.device is not None and opening.device.type == "cuda":
                 group.eager_connect_single_device(opening.device)
         except RuntimeError as error:
-            raise WireFailure(plain_text(error)) from error
+            raise WireFailure(plain_text(error)) from None
         return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 
@@ -482,7 +482,7 @@ class GlooWire(Wire):
             group = kind(opening.store, opening.rank, len(opening.ranks), options)
         except RuntimeError as error:
             text = plain_text(error)
-            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from error
+            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
         return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
 
 

@@ -71,7 +71,7 @@ class Work:
         except WireFailure as failure:
             self._error = self._explain(failure)
             self._done = True
-            raise self._error from failure
+            raise self._error from None
         self._conclude()
         return True
 

@@ -1011,3 +1011,13 @@ def test_on_a_gpu_the_rank_concerned_raises(tmp_path: Path) -> None:
         assert [p.grad.item() for p in fragile.parameters()] == [1.0, 1.0]
     finally:
         md.destroy_process_group()
+
+
+def test_an_axis_in_the_place_of_device_ids_is_told_its_name() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        for wrong in (mesh["dp"], mesh.get_group("dp"), "dp"):
+            with pytest.raises(md.KindError, match=r"device_mesh=mesh\['dp'\]"):
+                md.DDP(nn.Linear(1, 1), wrong)
+
+    md.simulate(program, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from datetime import timedelta
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -423,3 +424,14 @@ def test_abort_frees_simulated_ranks() -> None:
         return "freed"
 
     assert md.simulate(program, 2) == ["freed", "aborted"]
+
+
+def test_a_notebook_shows_a_picture() -> None:
+    def program() -> str:
+        return md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))._repr_svg_()
+
+    for picture in md.simulate(program, 4):
+        root = ElementTree.fromstring(picture)
+        assert root.tag.endswith("svg")
+        shown = " ".join(root.itertext())
+        assert "dp" in shown and "tp" in shown and "3" in shown

@@ -494,3 +494,9 @@ def test_inside_hypothesis(values: list[int]) -> None:
         return int(x)
 
     assert md.simulate(program, len(values)) == [sum(values)] * len(values)
+
+
+@pytest.mark.parametrize("wrong", [3, "ab", torch.ones(2)])
+def test_args_are_a_tuple(wrong: object) -> None:
+    with pytest.raises(md.KindError, match=r"args must be a tuple\n(.|\n)*write args=\(x,\)"):
+        md.simulate(print, 2, wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import meshdist as md
@@ -203,3 +205,11 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 def test_no_list_of_hosts(nodes: str) -> None:
     with pytest.raises(ValueError, match=r"no list of hosts|substring not found"):
         first_host(nodes)
+
+
+def test_a_notebook_is_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(md.RendezvousError) as caught:
+        read_surroundings({}, rank=-1, world_size=-1, is_mpi_asked=False)
+    assert "meshdist.simulate(fn, 4)" in str(caught.value)
+    assert "meshdist run" not in str(caught.value)
