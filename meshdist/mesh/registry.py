@@ -130,8 +130,7 @@ class Registry:
             opened.num_users -= 1
             if opened.num_users > 0 or self._by_label.pop(opened.label, None) is None:
                 return
-            for key in [key for key, value in self._by_key.items() if value is opened]:
-                del self._by_key[key]
+            self.forget(opened)
         self._await_members([opened])
         opened.communicator.close()
 
