@@ -46,18 +46,19 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "wires": (
+            "pending",
+            "reductions",
+            "fallbacks",
             "base",
             "work",
             "mailbox",
             "c10d",
             "turns",
-            "reductions",
             "simulated_store",
             "simulated",
             "shm",
             "mpi",
             "hierarchical",
-            "fallbacks",
             "registered",
             "names",
         )

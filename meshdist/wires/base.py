@@ -2,16 +2,20 @@
 
 A ``Wire`` opens a ``Communicator`` among the members of one group. A communicator starts
 operations and returns each as a ``Pending``; ``finish`` waits for one. Tensors that reach a wire
-are dense torch tensors of a device type it serves, checked by the verbs above; roots and peers
-count inside the group.
+are contiguous torch tensors of a device type it serves, without gradients, checked by the verbs
+above; roots and peers count inside the group; only numbers of elements matter, never shapes.
+
+A wire writes the verbs that are abstract here; the others have a way of their own where the wire
+has one, and else are built from those (``fallbacks``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -19,6 +23,8 @@ from torch.distributed import Store
 from ..errors import BackendError
 from ..reduce_op import ReduceKind
 from ..runtime.timeouts import DEFAULT_TIMEOUT
+from . import fallbacks
+from .pending import Chain, Pending
 
 __all__ = [
     "Communicator",
@@ -33,9 +39,6 @@ __all__ = [
     "register_wire",
     "wire_names",
 ]
-
-Pending: TypeAlias = Any
-"""An operation that a communicator has started; opaque to everyone else."""
 
 
 class WireFailure(Exception):
@@ -103,12 +106,6 @@ class Communicator(ABC):
         """Lay the members' tensors one after the other, in group order, into ``output``."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
-    ) -> Pending:
-        """Cut ``tensor`` into one equal block per member; ``output`` is my block, reduced."""
-
-    @abstractmethod
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         """Finished on a member when every member has started it.
 
@@ -122,6 +119,96 @@ class Communicator(ABC):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         """Receive from member ``peer``, or from any member."""
+
+    def all_reduce_list(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, timeout: timedelta
+    ) -> Pending:
+        """Reduce each of ``tensors`` (one dtype or several) in place, as if one after the other."""
+        return Chain([self.all_reduce(tensor, op, timeout) for tensor in tensors])
+
+    def reduce(
+        self, tensor: torch.Tensor, op: ReduceKind, root: int, timeout: timedelta
+    ) -> Pending:
+        """Reduce in place on member ``root``; the other members' tensors stay as they are."""
+        return fallbacks.reduce(self, tensor, op, root, timeout)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        root: int,
+        timeout: timedelta,
+    ) -> Pending:
+        """Give member ``root`` everyone's tensor: ``outputs[j]``, of equal size, is member j's.
+
+        ``outputs`` is empty on the other members.
+        """
+        return fallbacks.gather(self, outputs, tensor, root, timeout)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        timeout: timedelta,
+    ) -> Pending:
+        """Give every member its tensor of those on ``root``: ``inputs[j]``, of equal size, to j.
+
+        ``inputs`` is empty on the other members.
+        """
+        return fallbacks.scatter(self, tensor, inputs, root, timeout)
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta
+    ) -> Pending:
+        """Write member j's tensor into ``outputs[j]``; sizes may differ between members."""
+        return fallbacks.all_gather_list(self, outputs, tensor, timeout)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
+    ) -> Pending:
+        """Cut ``tensor`` into one equal block per member; ``output`` is my block, reduced."""
+        return fallbacks.reduce_scatter(self, output, tensor, op, timeout)
+
+    def reduce_scatter_list(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: ReduceKind,
+        timeout: timedelta,
+    ) -> Pending:
+        """``output`` is the reduction of all members' ``inputs[my rank]``; sizes may differ."""
+        return fallbacks.reduce_scatter_list(self, output, inputs, op, timeout)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        timeout: timedelta,
+    ) -> Pending:
+        """Send ``inputs[j]`` to member j, and receive member j's into ``outputs[j]``; any sizes."""
+        return fallbacks.all_to_all(self, outputs, inputs, timeout)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        timeout: timedelta,
+    ) -> Pending:
+        """As ``all_to_all`` over consecutive parts of flat tensors; sizes in elements."""
+        return fallbacks.all_to_all_single(self, output, tensor, output_sizes, input_sizes, timeout)
+
+    def finish_chain(self, chain: Chain, timeout: timedelta) -> None:
+        """Wait for every part of ``chain`` and bring its results home; for ``finish``."""
+        for pending in chain.pendings:
+            self.finish(pending, timeout)
+        chain.settle()
+
+    def is_chain_finished(self, chain: Chain) -> bool:
+        """Whether every part of ``chain`` is done; for ``is_finished``."""
+        return all(self.is_finished(pending) for pending in chain.pendings)
 
     @abstractmethod
     def finish(self, pending: Pending, timeout: timedelta) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -76,20 +77,22 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the verb is done (on CUDA: enqueued), without waiting."""
-        return self._done or self._communicator.is_finished(self._pending)
+        """Whether the verb is done (on CUDA: enqueued), without waiting.
+
+        Its results are in place then, as after ``wait``.
+        """
+        if not self._done and self._communicator.is_finished(self._pending):
+            with suppress(Exception):  # told by exception() and wait()
+                self.wait()
+        return self._done
 
     def is_success(self) -> bool:
         """Whether the verb is done and did not fail."""
-        return self.is_completed() and self.exception() is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
         """The error of a verb that is done, or None."""
-        if not self._done and self._communicator.is_finished(self._pending):
-            try:
-                self.wait()
-            except Exception:
-                return self._error
+        self.is_completed()
         return self._error
 
     def result(self) -> list[Any]:
