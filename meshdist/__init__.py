@@ -52,7 +52,7 @@ _ROOMS = {
         "StoreError",
         "WorldError",
     ),
-    "reduce_op": ("ReduceOp",),
+    "reduce_ops": ("ReduceOp",),
     "runtime.world": ("World",),
     "runtime.stores": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "runtime.rendezvous": ("register_rendezvous_handler", "rendezvous"),
@@ -197,7 +197,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
     )
     from .mesh.simulation import simulate as simulate
     from .mesh.spawning import spawn as spawn
-    from .reduce_op import ReduceOp as ReduceOp
+    from .reduce_ops import ReduceOp as ReduceOp
     from .runtime.rendezvous import (
         register_rendezvous_handler as register_rendezvous_handler,
         rendezvous as rendezvous,

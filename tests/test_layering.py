@@ -24,7 +24,7 @@ PACKAGE = "meshdist"
 # From the ground up. A floor maps its rooms to their modules, bottom-up: a room is a folder, or one
 # file that lies directly in the package ("" where several do). A folder's __init__ is its top.
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
-    {"": ("error_text", "errors", "reduce_op", "arrays")},
+    {"": ("error_text", "errors", "reduce_ops", "arrays")},
     {
         "runtime": (
             "timeouts",

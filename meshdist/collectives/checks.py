@@ -18,7 +18,7 @@ from ..errors import (
     ShapeError,
 )
 from ..mesh.groups import ProcessGroup
-from ..reduce_op import ReduceKind, ReduceOp, find_refusal, op_name
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
 
 __all__ = [
     "check_alike",

@@ -18,7 +18,7 @@ import torch
 
 from ..arrays import finish_writes
 from ..mesh.groups import Channel, ProcessGroup, resolve_group
-from ..reduce_op import ReduceKind, ReduceOp, get_reduce_op
+from ..reduce_ops import ReduceKind, ReduceOp, get_reduce_op
 from ..runtime.timeouts import check_timeout
 from ..wires.base import Pending, WireFailure
 from ..wires.work import Work

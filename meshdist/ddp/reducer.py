@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from ..collectives.verbs import all_reduce, broadcast
 from ..errors import GradientError
 from ..mesh.groups import ProcessGroup
-from ..reduce_op import ReduceOp
+from ..reduce_ops import ReduceOp
 from .buckets import assign_buckets, items_of
 from .flat_bucket import Bucket
 from .replicas import gather_texts

@@ -20,7 +20,7 @@ from ..errors import (
     MeshdistError,
     NotInGroupError,
 )
-from ..reduce_op import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import Recorder
 from ..runtime.world import World, find_world, get_usable_world, get_world

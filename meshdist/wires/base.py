@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Store
 
 from ..errors import BackendError
-from ..reduce_op import ReduceKind
+from ..reduce_ops import ReduceKind
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
 from .pending import Chain, Pending

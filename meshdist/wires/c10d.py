@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import (
 
 from ..arrays import dtype_name
 from ..errors import DtypeError
-from ..reduce_op import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceKind, ReduceOp
 from .base import (
     Communicator,
     Opening,

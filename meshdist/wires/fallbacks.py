@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..reduce_op import ReduceKind
+from ..reduce_ops import ReduceKind
 from .pending import Chain
 from .reductions import reduced
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..reduce_op import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceKind, ReduceOp
 
 __all__ = ["reduced"]
 

@@ -17,7 +17,7 @@ import torch
 from ..arrays import dtype_name
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError
-from ..reduce_op import ReduceKind, find_refusal, op_name
+from ..reduce_ops import ReduceKind, find_refusal, op_name
 from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
 from .reductions import reduced
 from .turns import Rank, Site, call_site, find_rank_here, show_site

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from meshdist.errors import AgreementError, BackendError, DeadlockError
 from meshdist.mesh.simulation import simulate
-from meshdist.reduce_op import ReduceOp
+from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.world import get_world
 from meshdist.wires.base import Opening, WireAborted, WireFailure, get_wire
 from meshdist.wires.simulated import SimulatedCommunicator

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import meshdist as md
-from meshdist.reduce_op import find_refusal, get_reduce_op, op_name
+from meshdist.reduce_ops import find_refusal, get_reduce_op, op_name
 
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
