@@ -7,9 +7,18 @@ from typing import Any
 
 import torch
 
-from ..reduce_ops import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 
-__all__ = ["reduced"]
+__all__ = ["find_lack", "reduced"]
+
+_REDUCIBLE = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint16, torch.uint32, torch.uint64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+    | {torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128}
+)
+"""All but quantized numbers, and bits that share a byte: torch converts none of those."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -39,6 +48,13 @@ _OF_BOOL: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.BAND: torch.Tensor.logical_and_,
     ReduceOp.BXOR: torch.Tensor.logical_xor_,
 }
+
+
+def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
+    """Return what ``op`` serves, for messages, where ``reduced`` cannot reduce ``dtype``."""
+    if dtype not in _REDUCIBLE:
+        return "bool, or integers, floats and complex numbers of 8 bits and more"
+    return find_refusal(op, dtype)
 
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
