@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, KindError
-from ..mesh.groups import Channel, ProcessGroup, resolve_group
+from ..mesh.channel import Channel
+from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.base import Pending, WireFailure
 from ..wires.work import Work
 from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history, note_write
@@ -146,7 +147,7 @@ def _start_send(
     target: ProcessGroup, peer: int, tensor: Any, tag: int, verb: str
 ) -> tuple[Channel, Pending]:
     _, buffer = dense(tensor, "tensor", verb, writable=False)
-    channel = _enter(target, buffer, tag, verb)
+    channel = _enter(target, buffer, peer, tag, verb, is_send=True)
     try:
         return channel, channel.communicator.send(buffer, peer, tag, channel.timeout)
     except WireFailure as failure:
@@ -158,7 +159,7 @@ def _start_recv(
 ) -> tuple[Channel, Pending, torch.Tensor, torch.Tensor]:
     """Start receiving into a buffer, which ``copy_home`` brings to the tensor beside it."""
     data, buffer = dense(tensor, "tensor", verb, writable=True)
-    channel = _enter(target, buffer, tag, verb)
+    channel = _enter(target, buffer, peer, tag, verb, is_send=False)
     note_write(data)
     try:
         pending = channel.communicator.recv(buffer, peer, tag, channel.timeout)
@@ -167,11 +168,19 @@ def _start_recv(
     return channel, pending, data, buffer
 
 
-def _enter(target: ProcessGroup, buffer: torch.Tensor, tag: int, verb: str) -> Channel:
+def _enter(
+    target: ProcessGroup,
+    buffer: torch.Tensor,
+    peer: int | None,
+    tag: int,
+    verb: str,
+    *,
+    is_send: bool,
+) -> Channel:
     """Return the channel for ``buffer``, once the tag is known to be fit; note the call."""
     channel = target.channel(buffer.device.type)
     _check_tag(channel, tag)
-    target.recorder.note(verb, buffer, is_collective=False)
+    channel.enter_message(verb, buffer, peer, tag, is_send=is_send)
     return channel
 
 

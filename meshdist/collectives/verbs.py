@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ..arrays import finish_writes
-from ..mesh.groups import Channel, ProcessGroup, resolve_group
+from ..mesh.channel import Channel
+from ..mesh.groups import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceKind, ReduceOp, get_reduce_op
 from ..runtime.timeouts import check_timeout
 from ..wires.base import Pending, WireFailure
@@ -77,7 +78,7 @@ def all_reduce(
     kind = op if type(op) is ReduceKind else get_reduce_op(op)
     check_reducible(kind, buffer, "all_reduce")
     channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
-    target.recorder.note("all_reduce", buffer)
+    channel.enter("all_reduce", buffer, kind)
     note_write(data)
     communicator = channel.communicator
     try:
@@ -125,7 +126,7 @@ def broadcast(
     root = get_peer(target, src, group_src, "broadcast", "src")
     data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
     channel = target.channel(buffer.device.type)
-    target.recorder.note("broadcast", buffer)
+    channel.enter("broadcast", buffer, None, root)
     if root != target.rank():
         note_write(data)
     try:
@@ -167,7 +168,7 @@ def all_gather_into_tensor(
     check_alike(buffer, block, verb, ("output_tensor", "input_tensor"))
     check_blocks(buffer, block, target, verb, ("output_tensor", "input_tensor"))
     channel = target.channel(buffer.device.type)
-    target.recorder.note(verb, block)
+    channel.enter(verb, block)
     note_write(data)
     try:
         pending = channel.communicator.all_gather(buffer, block, channel.timeout)
@@ -209,7 +210,7 @@ def reduce_scatter_tensor(
     check_alike(buffer, whole, verb, ("output", "input"))
     check_blocks(whole, buffer, target, verb, ("input", "output"))
     channel = target.channel(buffer.device.type)
-    target.recorder.note(verb, whole)
+    channel.enter(verb, whole, kind)
     note_write(data)
     try:
         pending = channel.communicator.reduce_scatter(buffer, whole, kind, channel.timeout)
@@ -241,7 +242,7 @@ def barrier(
     device = target.device if device_ids is None else first_cuda_device(device_ids, "barrier")
     channel = target.channel("cuda" if device_ids else target.first_device_type())
     limit = timeout or channel.timeout
-    target.recorder.note("barrier", None)
+    channel.enter("barrier", None)
     try:
         pending = channel.communicator.barrier(limit, device)
         if async_op:

@@ -22,10 +22,11 @@ from torch.distributed import Store
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, CollectiveTimeoutError, StoreError
 from ..runtime.handles import check_store_served, store_of_thread
+from ..runtime.recorder import call_text
 from ..runtime.world import World
 from .signals import ask
 
-__all__ = ["Agreement", "agree", "call_text", "digest_of_ranks"]
+__all__ = ["Agreement", "agree", "digest_of_ranks"]
 
 _SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
@@ -250,13 +251,13 @@ def _late(
     answers = ask(world, tuple(missing))
     lines = []
     for rank in missing:
-        calls = answers.get(rank)
-        if calls is None:
+        answer = answers.get(rank)
+        if answer is None:
             lines.append(f"rank {rank}: gives no answer; it has not opened a group, or has ended")
-        elif not calls:
+        elif not answer["calls"]:
             lines.append(f"rank {rank}: runs, and has called no verb")
         else:
-            lines.extend(f"rank {rank}: {call_text(call)}" for call in calls[-1:])
+            lines.append(f"rank {rank}: {call_text(answer['calls'][-1])}")
     return CollectiveTimeoutError(
         f"{ranks_text(missing)} did not come within {timeout.total_seconds():g} s to make a {kind}",
         where=f"rank {world.rank}, {text}, for {ranks_text(members)}",
@@ -264,9 +265,3 @@ def _late(
         found="\n".join(lines),
         fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
     )
-
-
-def call_text(call: dict[str, Any]) -> str:
-    """One call as a recorder describes it, as text for messages."""
-    tensor = f"({call['tensor']})" if call["tensor"] else "()"
-    return f"call {call['sequence']} on {call['group']}: {call['verb']}{tensor} at {call['where']}"

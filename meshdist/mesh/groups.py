@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from datetime import timedelta
 from os import getpid
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from ..error_text import ranks_text
 from ..errors import (
-    AbortedError,
     BackendError,
     CollectiveTimeoutError,
     GroupClosedError,
@@ -21,25 +19,15 @@ from ..errors import (
     NotInGroupError,
 )
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.handles import check_store_served, store_of_thread
-from ..runtime.recorder import Recorder
 from ..runtime.world import World, find_world, get_usable_world, get_world
-from ..wires.base import (
-    Communicator,
-    Wire,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
-    find_wire,
-    get_wire,
-)
+from ..wires.base import Communicator, Wire, WireFailure, WireTimeout, find_wire, get_wire
 from ..wires.work import Work
-from .agreement import Agreement, agree, call_text
-from .registry import OpenCommunicator, get_registry
-from .signals import ask
+from .agreement import Agreement, agree
+from .channel import Channel
+from .failures import explain, silent_members
+from .registry import get_registry
 
 __all__ = [
-    "Channel",
     "GroupMember",
     "ProcessGroup",
     "group",
@@ -48,19 +36,6 @@ __all__ = [
 ]
 
 _handle_numbers = itertools.count(1)
-_LIFE_SIGN_S = 1.0
-
-
-class Channel:
-    """One group's way to move tensors of one device type."""
-
-    __slots__ = ("communicator", "opened", "timeout", "wire")
-
-    def __init__(self, wire: Wire, opened: OpenCommunicator, timeout: timedelta) -> None:
-        self.wire = wire
-        self.opened = opened
-        self.communicator: Communicator = opened.communicator
-        self.timeout = timeout
 
 
 class ProcessGroup:
@@ -105,7 +80,6 @@ class ProcessGroup:
         self.device = device or world.device
         self.is_private = is_private
         self.group_desc = desc or name
-        self.recorder = Recorder()
         self._timeout = timeout
         self._number = next(_handle_numbers)
         self._group_rank = ranks.index(world.rank)
@@ -218,7 +192,7 @@ class ProcessGroup:
         """Start reducing the one tensor of ``tensors`` in place; the call of torch's comm hooks."""
         (tensor,) = tensors
         channel = self.channel(tensor.device.type)
-        self.recorder.note("allreduce", tensor)
+        channel.enter("allreduce", tensor, op)
         try:
             pending = channel.communicator.all_reduce(tensor, op, channel.timeout)
         except WireFailure as failure:
@@ -258,96 +232,8 @@ class ProcessGroup:
         get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
 
     def explain(self, failure: WireFailure, channel: Channel) -> MeshdistError:
-        """Turn a wire's failure into the error that tells who, where and why.
-
-        The first rank that fails leaves its reason in the store; later ones quote it.
-        """
-        registry = get_registry(self.world)
-        call = {"group": self.name, **self.recorder.describe()}
-        where = f"rank {self.world.rank}, {call_text(call)}"
-        try:
-            check_store_served(self.world)
-            abort = registry.find_abort(channel.opened.label)
-            first = self._quote_first_failure(channel, call, str(failure))
-        except RuntimeError:
-            abort, first = None, "the store is lost: the rank that served it has ended"
-        if abort is not None or isinstance(failure, WireAborted):
-            reason = abort or {"rank": self.world.rank, "reason": str(failure)}
-            return AbortedError(
-                f"{call['verb']} on {self.name} was aborted",
-                where=where,
-                found=f"rank {reason['rank']}: {reason['reason']}",
-                fix="make a new mesh on the ranks that are left",
-            )
-        registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
-        if isinstance(failure, WireTimeout):
-            report = self._report(call)
-            return CollectiveTimeoutError(
-                f"{call['verb']} on {self.name} was not finished within "
-                f"{channel.timeout.total_seconds():g} s",
-                where=where,
-                expected=f"the same call on {ranks_text(self.ranks)}",
-                found="\n".join(filter(None, (report, first))) or str(failure),
-                fix="look at the ranks that did not come to this call; the group is broken now"
-                if self.recorder.is_collective
-                else "a message meets a receive of its tag, dtype and number of elements alone; "
-                "the group is broken now",
-            )
-        return BackendError(
-            f"{call['verb']} on {self.name} failed on wire {channel.wire.name!r}",
-            where=where,
-            found="\n".join(filter(None, (str(failure), self._silent_members(), first))),
-            fix="look at the rank that ended or failed first; the group is broken now",
-        )
-
-    def _report(self, mine: dict[str, Any]) -> str:
-        is_collective = self.recorder.is_collective
-        if self.world.is_simulated:
-            return ""
-        others = tuple(rank for rank in self.ranks if rank != self.world.rank)
-        try:
-            answers = ask(self.world, others)
-        except RuntimeError:
-            return "the store is lost: the rank that served it has ended"
-        lines = []
-        for rank in others:
-            calls = answers.get(rank)
-            if calls is None:
-                lines.append(f"rank {rank}: gives no answer: it has ended or is stopped")
-                continue
-            here = [call for call in calls if call["group"] == self.name]
-            arrived = bool(here) and here[-1]["sequence"] >= mine["sequence"]
-            state = f"{'arrived' if arrived else 'did not arrive'}; " if is_collective else ""
-            last = f"last {call_text(calls[-1])}" if calls else "has called no verb"
-            lines.append(f"rank {rank}: {state}{last}")
-        return "\n".join(lines)
-
-    def _silent_members(self) -> str:
-        """Who gives no sign of life."""
-        if self.world.is_simulated:
-            return ""
-        others = tuple(rank for rank in self.ranks if rank != self.world.rank)
-        try:
-            answers = ask(self.world, others, _LIFE_SIGN_S)
-        except RuntimeError:  # the store is lost, as other lines tell
-            return ""
-        silent = [rank for rank in others if rank not in answers]
-        if not silent:
-            return ""
-        if len(silent) == 1:
-            return f"rank {silent[0]}: gives no answer: it has ended or is stopped"
-        return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
-
-    def _quote_first_failure(self, channel: Channel, call: dict[str, Any], text: str) -> str:
-        if self.world.is_simulated:
-            return ""
-        mine = json.dumps({"rank": self.world.rank, "text": text, "call": call_text(call)})
-        store = store_of_thread(self.world)
-        first = store.compare_set(f"{channel.opened.label}/failure", "", mine).decode()
-        if first == mine:
-            return ""
-        other = json.loads(first)
-        return f"rank {other['rank']} failed first, in {other['call']}: {other['text']}"
+        """Turn a wire's failure into the error that tells who, where and why."""
+        return explain(self, failure, channel)
 
     def _serves_cpu(self) -> bool:
         return "cpu" in self.backends
@@ -391,10 +277,10 @@ class ProcessGroup:
             raise kind(
                 f"{self.name} could not be opened on wire {wire.name!r}",
                 where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
-                found="\n".join(filter(None, (str(failure), self._silent_members()))),
+                found="\n".join(filter(None, (str(failure), silent_members(self)))),
                 fix="see that all of these ranks come to this point, and that no one has ended",
             ) from failure
-        channel = Channel(wire, opened, timeout)
+        channel = Channel(self, wire, opened, device_type, timeout)
         self._channels[device_type] = channel
         return channel
 

@@ -9,6 +9,7 @@ agree on what they make, and the agreement gives the communicator its label.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import threading
@@ -23,11 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, Store
 
+from ..runtime.boards import Board, BoardAddress, BoardView, find_board, find_view
 from ..runtime.handles import check_store_served, cloned, store_of_thread
+from ..runtime.ledger import Ledger
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
-from .signals import Sentinel, heard_key, post
+from .signals import Answer, Sentinel, heard_key, post
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 
@@ -40,9 +43,6 @@ _NUM_OPENING = "group/opening"
 class Handle(Protocol):
     """A group that uses communicators of the registry."""
 
-    name: str
-    recorder: Recorder
-
     def forget_channels(self) -> None:
         """Reach no communicator any more."""
 
@@ -53,9 +53,17 @@ class OpenCommunicator:
 
     label: str
     communicator: Communicator
-    size: int
+    recorder: Recorder
+    aborts: dict[str, dict[str, Any]]
+    ledger: Ledger | None = None
+    spans_hosts: bool = False
     options: Any = None  # kept, since equal options are known by their identity
     num_users: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.recorder.ranks)
 
 
 @dataclass
@@ -69,6 +77,8 @@ class Registry:
     _by_label: dict[str, OpenCommunicator] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _sentinel: Sentinel | None = None
+    _board: Board | None = None
+    _views: dict[int, BoardView | None] = field(default_factory=dict)
     _last_abort: int = 0
 
     def acquire(
@@ -102,12 +112,26 @@ class Registry:
             rank=ranks.index(world.rank),
             device_type=device_type,
             timeout=timeout,
-            is_one_host=world.is_one_host,
+            is_one_host=not self._spans_hosts(ranks),
             options=options,
             device=device,
             name=name,
         )
-        opened = OpenCommunicator(label, wire.open(opening), len(ranks), options)
+        ledger = self._make_ledger(label, ranks)  # first, so that members who are done find it
+        try:
+            communicator = wire.open(opening)
+        except BaseException:
+            self._drop_ledger(label)
+            raise
+        opened = OpenCommunicator(
+            label,
+            communicator,
+            Recorder(ranks),
+            self.aborts,
+            ledger,
+            self._spans_hosts(ranks),
+            options,
+        )
         if self._is_among_processes:
             store_of_thread(world).add(f"{label}/opened", 1)
         with self._lock:
@@ -133,6 +157,7 @@ class Registry:
             self.forget(opened)
         self._await_members([opened])
         opened.communicator.close()
+        self._drop_ledger(opened.label)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -189,15 +214,27 @@ class Registry:
         if not self._is_among_processes or self._sentinel is not None:
             return
         store = cloned(self.world.store)
-        self._sentinel = Sentinel(store, self.world.rank, self.last_calls, self._abort_here)
+        self._board = find_board()
+        if self._board is not None:
+            address = json.dumps(self._board.address.to_json())
+            store.set(_board_key(self.world.rank), address)
+        self._sentinel = Sentinel(store, self.world.rank, self.answer, self._abort_here)
         self.world.rooms["store probe"] = self._sentinel.is_store_served
         atexit.register(self._leave)  # runs before the sentinel's own, which was registered before
 
-    def last_calls(self) -> list[dict[str, Any]]:
-        """What this rank called last on each of its groups, the most recent last."""
-        noted = [handle for handle in list(self.handles.values()) if handle.recorder.moment]
-        noted.sort(key=lambda handle: handle.recorder.moment)
-        return [{"group": handle.name, **handle.recorder.describe()} for handle in noted]
+    def answer(self, about: dict[str, Any]) -> Answer:
+        """What this rank called last on each communicator, and the call that is asked about."""
+        with self._lock:
+            opened = [entry for entry in self._by_label.values() if entry.recorder.moment]
+            asked = self._by_label.get(about.get("label", ""))
+        opened.sort(key=lambda entry: entry.recorder.moment)
+        calls = [{"label": entry.label, **entry.recorder.describe()} for entry in opened]
+        found = None
+        if asked is not None and "sequence" in about:
+            found = asked.recorder.find_call(about["sequence"])
+        elif asked is not None:
+            found = asked.recorder.find_message(*about["message"])
+        return {"calls": calls, "about": found}
 
     def close(self) -> None:
         """Close all communicators and stop watching."""
@@ -213,10 +250,62 @@ class Registry:
             self._by_key.clear()
         for entry in opened:
             entry.communicator.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     @property
     def _is_among_processes(self) -> bool:
         return self.world.size > 1 and not self.world.is_simulated
+
+    def _spans_hosts(self, ranks: tuple[int, ...]) -> bool:
+        hosts = self.world.hosts
+        return len({hosts[rank] for rank in ranks}) > 1 if hosts else not self.world.is_one_host
+
+    def _make_ledger(self, label: str, ranks: tuple[int, ...]) -> Ledger | None:
+        """The headers of a new communicator, shared with its members on this host."""
+        world, board = self.world, self._board
+        if board is None or len(ranks) == 1:
+            return None
+        hosts = world.hosts or (0,) * world.size
+        me = ranks.index(world.rank)
+        others = [
+            member
+            for member, rank in enumerate(ranks)
+            if member != me and hosts[rank] == hosts[world.rank]
+        ]
+        if not others:
+            return None
+        key = _board_region(label)
+        try:
+            region = board.reserve(key, Ledger.num_words(len(ranks)))
+        except MemoryError:
+            return None
+
+        def find_region(member: int, num_words: int) -> memoryview | None:
+            view = self._find_view(ranks[member])
+            return None if view is None else view.find(key, num_words)
+
+        def is_current(member: int) -> bool:
+            view = self._find_view(ranks[member])
+            return view is not None and view.has(key)
+
+        return Ledger(region, me, others, len(ranks), find_region, is_current)
+
+    def _drop_ledger(self, label: str) -> None:
+        if self._board is not None:
+            self._board.release(_board_region(label))
+
+    def _find_view(self, rank: int) -> BoardView | None:
+        """The board of a rank of this host, or None where it cannot be reached, or not yet."""
+        if rank not in self._views:
+            check_store_served(self.world)
+            store = store_of_thread(self.world)
+            if not store.check([_board_key(rank)]):
+                return None
+            address = BoardAddress.from_json(json.loads(store.get(_board_key(rank))))
+            self._views[rank] = find_view(address)
+        return self._views[rank]
 
     def _leave(self) -> None:
         """Wait, a little, for ranks that still need this one to open what it has open already."""
@@ -268,6 +357,16 @@ class Registry:
         for entry in opened:
             self.forget(entry)
             entry.communicator.abort()
+
+
+def _board_key(rank: int) -> str:
+    return f"board/{rank}"
+
+
+def _board_region(label: str) -> int:
+    """The key of a communicator's headers on every member's board; never 0."""
+    digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "little") | 1
 
 
 def _has_counted(store: Store, key: str, count: int) -> bool:

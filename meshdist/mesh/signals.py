@@ -16,14 +16,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.world import World
 
-__all__ = ["Sentinel", "ask", "heard_key", "post"]
+__all__ = ["Answer", "Sentinel", "ask", "heard_key", "post"]
 
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
@@ -32,13 +32,22 @@ _ANSWER_S = 2.0
 _END_S = 20.0
 
 
+class Answer(TypedDict):
+    """What a rank tells who asks it."""
+
+    calls: list[dict[str, Any]]
+    """What it called last on each communicator, the most recent last."""
+    about: dict[str, Any] | None
+    """The one call or message that was asked about, if it has come there."""
+
+
 class Sentinel:
     """Posts signals of this rank and acts on those of others.
 
     Args:
         store: a handle of its own, used by the sentinel's thread alone.
         rank: this rank.
-        last_calls: answers a question: what this rank called last, as plain values.
+        answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
     """
 
@@ -46,12 +55,12 @@ class Sentinel:
         self,
         store: Store,
         rank: int,
-        last_calls: Callable[[], list[dict[str, Any]]],
+        answer: Callable[[dict[str, Any]], Answer],
         abort: Callable[[dict[str, Any]], None],
     ) -> None:
         self._store = store
         self._rank = rank
-        self._last_calls = last_calls
+        self._answer = answer
         self._abort = abort
         self._seen = int(store.add("signal/count", 0))
         self._lifeline = find_lifeline(store)
@@ -103,7 +112,7 @@ class Sentinel:
     def _act(self, number: int) -> None:
         message = json.loads(self._store.get(f"signal/{number}"))
         if message["kind"] == "ask":
-            answer = json.dumps(self._last_calls())
+            answer = json.dumps(self._answer(message["about"]))
             self._store.set(f"signal/{number}/answer/{self._rank}", answer)
         else:
             self._abort({**message, "number": number})
@@ -139,14 +148,25 @@ def post(store: Store, message: dict[str, Any]) -> int:
 
 
 def ask(
-    world: World, ranks: tuple[int, ...], patience_s: float = _ANSWER_S
-) -> dict[int, list[dict[str, Any]]]:
-    """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out."""
+    world: World,
+    ranks: tuple[int, ...],
+    about: dict[str, Any] | None = None,
+    *,
+    patience_s: float = _ANSWER_S,
+) -> dict[int, Answer]:
+    """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out.
+
+    Args:
+        world: the world of all of them.
+        ranks: whom to ask.
+        about: a call or message of one communicator that the answer shall describe as well.
+        patience_s: how long to wait for answers.
+    """
     check_store_served(world)
     store = store_of_thread(world)
-    number = post(store, {"kind": "ask"})
+    number = post(store, {"kind": "ask", "about": about or {}})
     deadline = time.monotonic() + patience_s
-    answers: dict[int, list[dict[str, Any]]] = {}
+    answers: dict[int, Answer] = {}
     while len(answers) < len(ranks) and time.monotonic() < deadline:
         for rank in ranks:
             key = f"signal/{number}/answer/{rank}"

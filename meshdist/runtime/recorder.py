@@ -1,9 +1,10 @@
-"""What this rank called last, cheap enough to note at every verb; and the debug level."""
+"""What this rank called on one communicator, cheap enough to note at every verb."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from torch.distributed import DebugLevel, get_debug_level
 
 from ..arrays import dtype_name
+from ..reduce_ops import ReduceKind, op_name
 
-__all__ = ["DebugLevel", "Recorder", "debug_level"]
+__all__ = ["NUM_NOTES", "DebugLevel", "Recorder", "call_text", "debug_level"]
+
+NUM_NOTES = 128
+"""How many calls a recorder remembers."""
 
 _NOT_THE_PROGRAM = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
@@ -26,68 +31,148 @@ def debug_level() -> DebugLevel:
 
 
 class Recorder:
-    """The last verb that one rank called on one group.
+    """The last verbs that one rank called on one communicator.
 
-    Noting keeps a frame's code and position, which cost nothing to take; text is made only when
-    somebody asks.
+    Noting keeps shapes, dtypes and a frame's code and position, which cost little to take; text is
+    made only when somebody asks.
+
+    Args:
+        ranks: the members' global ranks, in group order.
     """
 
     __slots__ = (
-        "_code",
-        "_dtype",
-        "_instruction",
-        "_shape",
-        "_verb",
+        "_notes",
+        "_num_messages",
+        "_num_notes",
         "is_collective",
         "moment",
+        "ranks",
         "sequence",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks
         self.sequence = 0
         self.moment = 0.0
         self.is_collective = True
-        self._verb = ""
-        self._shape: torch.Size | None = None
-        self._dtype: torch.dtype | None = None
-        self._code: Any = None
-        self._instruction = 0
+        self._notes: list[tuple[Any, ...]] = [()] * NUM_NOTES
+        self._num_notes = 0
+        self._num_messages: dict[tuple[bool, int | None, int], int] = {}
 
-    def note(self, verb: str, tensor: torch.Tensor | None, *, is_collective: bool = True) -> None:
-        """Note a call of ``verb``; only collectives count in the members' common sequence."""
-        self.is_collective = is_collective
-        self.sequence += is_collective
+    def note(
+        self,
+        group: str,
+        verb: str,
+        tensor: torch.Tensor | None,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Note a collective, the next in the members' common sequence.
+
+        Args:
+            group: what messages call the group.
+            verb: its name.
+            tensor: whose shape and dtype tell what is communicated, or None.
+            op: the reduction, if it is one.
+            root: the place of the source or destination in the group, if it has one.
+            sizes: how many elements go to and come from each member, where members may differ.
+        """
+        self.is_collective = True
+        self.sequence += 1
+        self._keep(group, verb, tensor, (op, root, sizes))
+
+    def note_message(
+        self, group: str, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
+    ) -> None:
+        """Note a send to or a receive from ``peer`` (None: any member); it does not count."""
+        self.is_collective = False
+        kind = (verb.endswith("send"), peer, tag)
+        number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
+        self._keep(group, verb, tensor, (*kind, number))
+
+    def _keep(
+        self, group: str, verb: str, tensor: torch.Tensor | None, more: tuple[Any, ...]
+    ) -> None:
         self.moment = monotonic()
-        self._verb = verb
-        if tensor is None:
-            self._shape = self._dtype = None
-        else:
-            self._shape = tensor.shape
-            self._dtype = tensor.dtype
-        frame = sys._getframe(2)
+        frame = sys._getframe(3)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             frame = frame.f_back
-        self._code = frame.f_code
-        self._instruction = frame.f_lasti
+        data = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        self._notes[self._num_notes % NUM_NOTES] = (
+            self.sequence,
+            group,
+            verb,
+            data,
+            more,
+            frame.f_code,
+            frame.f_lasti,
+        )
+        self._num_notes += 1
 
     def describe(self) -> dict[str, Any]:
-        """What was called last, as plain values: sequence, verb, tensor, where."""
-        tensor = ""
-        if self._shape is not None:
-            tensor = f"{tuple(self._shape)} {dtype_name(self._dtype)}"
+        """What was called last, as plain values: sequence, group, verb, argument, where."""
+        if not self._num_notes:
+            return {"sequence": 0, "group": "", "verb": "", "argument": "", "where": ""}
+        return self._described(self._notes[(self._num_notes - 1) % NUM_NOTES])
+
+    def find_call(self, sequence: int) -> dict[str, Any] | None:
+        """The collective numbered ``sequence``, if it was called and is remembered."""
+        for note in self._notes:
+            if note and note[0] == sequence and len(note[4]) == 3:
+                return self._described(note)
+        return None
+
+    def find_message(
+        self, is_send: bool, peer: int, tag: int, number: int
+    ) -> dict[str, Any] | None:
+        """The ``number``-th send to or receive from ``peer`` under ``tag``, if remembered."""
+        for note in self._notes:
+            if note and note[4] == (is_send, peer, tag, number):
+                return self._described(note)
+        return None
+
+    def _described(self, note: tuple[Any, ...]) -> dict[str, Any]:
+        sequence, group, verb, (shape, dtype), more, code, instruction = note
+        told = [] if shape is None else [f"{tuple(shape)} {dtype_name(dtype)}"]
+        if len(more) == 3:
+            op, root, sizes = more
+            if op is not None:
+                told.append(op_name(op))
+            if root is not None:
+                told.append(f"root {self._rank_text(root)}")
+            if sizes:
+                told.append(f"sending {list(sizes[0])}, taking {list(sizes[1])} elements")
+        else:
+            is_send, peer, tag, _ = more
+            way = "to" if is_send else "from"
+            told.append(f"{way} {'any rank' if peer is None else self._rank_text(peer)}")
+            if tag:
+                told.append(f"tag {tag}")
         return {
-            "sequence": self.sequence,
-            "verb": self._verb,
-            "tensor": tensor,
-            "where": self._where(),
+            "sequence": sequence,
+            "group": group,
+            "verb": verb,
+            "argument": ", ".join(told),
+            "where": _where(code, instruction),
         }
 
-    def _where(self) -> str:
-        if self._code is None:
-            return ""
-        line = self._code.co_firstlineno
-        for start, end, number in self._code.co_lines():
-            if start <= self._instruction < end and number is not None:
-                line = number
-                break
-        return f"{self._code.co_filename}:{line} in {self._code.co_name}"
+    def _rank_text(self, member: int) -> str:
+        return f"rank {self.ranks[member]}" if self.ranks else f"member {member}"
+
+
+def _where(code: Any, instruction: int) -> str:
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+            break
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def call_text(call: dict[str, Any]) -> str:
+    """One call as a recorder describes it, as text for messages."""
+    return (
+        f"call {call['sequence']} on {call['group']}: "
+        f"{call['verb']}({call['argument']}) at {call['where']}"
+    )

@@ -1,0 +1,228 @@
+"""Errors that tell what every member of a group did: timeouts, lost members, disagreements."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..error_text import grouped_text, ranks_text
+from ..errors import (
+    AbortedError,
+    AgreementError,
+    BackendError,
+    CollectiveTimeoutError,
+    MeshdistError,
+    StoreError,
+)
+from ..runtime.handles import check_store_served, store_of_thread
+from ..runtime.recorder import call_text
+from ..wires.base import WireAborted, WireFailure, WireTimeout
+from .registry import get_registry
+from .signals import Answer, ask
+
+if TYPE_CHECKING:
+    from .channel import Channel
+    from .groups import ProcessGroup
+
+__all__ = ["call_disagreement", "explain", "message_disagreement", "silent_members"]
+
+_LIFE_SIGN_S = 1.0
+_STORE_LOST = "the store is lost: the rank that served it has ended"
+
+
+def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> MeshdistError:
+    """Turn a wire's failure into the error that tells who, where and why.
+
+    The first rank that fails leaves its reason in the store; later ones quote it.
+    """
+    registry = get_registry(group.world)
+    call = channel.recorder.describe()
+    where = f"rank {group.world.rank}, {call_text(call)}"
+    try:
+        check_store_served(group.world)
+        abort = registry.find_abort(channel.opened.label)
+        first = _quote_first_failure(group, channel, call, str(failure))
+    except RuntimeError:
+        abort, first = None, _STORE_LOST
+    if abort is not None and abort.get("disagreement"):
+        return _disagreement_error(where, abort["disagreement"])
+    if abort is not None or isinstance(failure, WireAborted):
+        reason = abort or {"rank": group.world.rank, "reason": str(failure)}
+        return AbortedError(
+            f"{call['verb']} on {group.name} was aborted",
+            where=where,
+            found=f"rank {reason['rank']}: {reason['reason']}",
+            fix="make a new mesh on the ranks that are left",
+        )
+    registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
+    if isinstance(failure, WireTimeout):
+        report = _report(group, channel, call)
+        return CollectiveTimeoutError(
+            f"{call['verb']} on {group.name} was not finished within "
+            f"{channel.timeout.total_seconds():g} s",
+            where=where,
+            expected=f"the same call on {ranks_text(group.ranks)}",
+            found="\n".join(filter(None, (report, first))) or str(failure),
+            fix="look at the ranks that did not come to this call; the group is broken now"
+            if channel.recorder.is_collective
+            else "a message meets a receive of its tag, dtype and number of elements alone; "
+            "the group is broken now",
+        )
+    return BackendError(
+        f"{call['verb']} on {group.name} failed on wire {channel.wire.name!r}",
+        where=where,
+        found="\n".join(filter(None, (str(failure), silent_members(group), first))),
+        fix="look at the rank that ended or failed first; the group is broken now",
+    )
+
+
+def call_disagreement(group: ProcessGroup, channel: Channel, sequence: int) -> MeshdistError:
+    """The error of members whose calls number ``sequence`` differ; raised on all of them."""
+    mine = channel.recorder.find_call(sequence)
+    about = {"label": channel.opened.label, "sequence": sequence}
+    summary = f"the members of a group disagree about their call {sequence}"
+    where = f"{group.name}, {ranks_text(group.ranks)}; no data was moved"
+    expected = "the same verb, dtype, number of elements, op and root on every member"
+    if mine is not None and "sending" in mine["argument"]:
+        expected = "the same verb and dtype, and what one member takes as the other sends it"
+    fix = "make every member call the same verbs in the same order, on fitting tensors"
+    return _disagree(group, channel, about, mine, summary, where, expected, fix)
+
+
+def message_disagreement(
+    group: ProcessGroup, channel: Channel, is_send: bool, peer: int, tag: int, number: int
+) -> MeshdistError:
+    """The error of a sender and a receiver whose tensors differ; raised on both."""
+    mine = channel.recorder.find_message(is_send, peer, tag, number)
+    message = [not is_send, group.rank(), tag, number]
+    about = {"label": channel.opened.label, "message": message, "asked": group.ranks[peer]}
+    summary = "a message does not fit the tensor that receives it"
+    where = f"{group.name}, tag {tag}"
+    expected = "equal dtype and number of elements on both sides"
+    fix = (
+        "receive into a tensor like the one that is sent, or give messages of different kinds "
+        "different tags"
+    )
+    return _disagree(group, channel, about, mine, summary, where, expected, fix)
+
+
+def silent_members(group: ProcessGroup) -> str:
+    """Who gives no sign of life, as text; "" where all do."""
+    if group.world.is_simulated:
+        return ""
+    others = tuple(rank for rank in group.ranks if rank != group.world.rank)
+    try:
+        answers = ask(group.world, others, patience_s=_LIFE_SIGN_S)
+    except RuntimeError:  # the store is lost, as other lines tell
+        return ""
+    silent = [rank for rank in others if rank not in answers]
+    if not silent:
+        return ""
+    if len(silent) == 1:
+        return f"rank {silent[0]}: gives no answer: it has ended or is stopped"
+    return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
+
+
+def _disagree(
+    group: ProcessGroup,
+    channel: Channel,
+    about: dict[str, Any],
+    mine: dict[str, Any] | None,
+    summary: str,
+    where: str,
+    expected: str,
+    fix: str,
+) -> MeshdistError:
+    """Let every member raise one and the same error."""
+    registry = get_registry(group.world)
+    label = channel.opened.label
+    rank = group.world.rank
+    others = tuple(member for member in group.ranks if member != rank)
+    asked = (about["asked"],) if "asked" in about else others
+    try:
+        known = registry.find_abort(label)
+        if known is not None:  # another member has seen it first
+            return explain(group, WireAborted("aborted"), channel)
+        answers = ask(group.world, asked, about)
+        told = [(rank, _one_call(mine))]
+        told += [(other, _answered(answers.get(other))) for other in asked]
+        disagreement = {
+            "summary": summary,
+            "where": where,
+            "expected": expected,
+            "found": grouped_text(sorted(told)),
+            "fix": fix,
+        }
+        text = json.dumps(disagreement)
+        store = store_of_thread(group.world)
+        first = store.compare_set(f"{label}/disagreement", "", text).decode()
+        disagreement = json.loads(first)
+        if first == text:
+            reason = f"{summary}: {disagreement['found']}"
+            message = {"reason": reason, "group": group.name, "disagreement": disagreement}
+            registry.abort([label], message)
+    except StoreError as lost:
+        return lost
+    call = channel.recorder.describe()
+    return _disagreement_error(f"rank {rank}, {call_text(call)}", disagreement)
+
+
+def _disagreement_error(where: str, disagreement: dict[str, str]) -> AgreementError:
+    return AgreementError(
+        disagreement["summary"],
+        where=f"{disagreement['where']}\nseen by {where}",
+        expected=disagreement["expected"],
+        found=disagreement["found"],
+        fix=disagreement["fix"],
+    )
+
+
+def _one_call(call: dict[str, Any] | None) -> str:
+    if call is None:
+        return "its call is no longer known"
+    return f"{call['verb']}({call['argument']}) at {call['where']}"
+
+
+def _answered(answer: Answer | None) -> str:
+    if answer is None:
+        return "gives no answer: it has ended or is stopped"
+    if answer["about"] is None:
+        return "has not come there yet"
+    return _one_call(answer["about"])
+
+
+def _report(group: ProcessGroup, channel: Channel, mine: dict[str, Any]) -> str:
+    if group.world.is_simulated:
+        return ""
+    others = tuple(rank for rank in group.ranks if rank != group.world.rank)
+    try:
+        answers = ask(group.world, others)
+    except RuntimeError:
+        return _STORE_LOST
+    lines = []
+    for rank in others:
+        answer = answers.get(rank)
+        if answer is None:
+            lines.append(f"rank {rank}: gives no answer: it has ended or is stopped")
+            continue
+        calls = answer["calls"]
+        here = [call for call in calls if call["label"] == channel.opened.label]
+        arrived = bool(here) and here[-1]["sequence"] >= mine["sequence"]
+        state = f"{'arrived' if arrived else 'did not arrive'}; "
+        last = f"last {call_text(calls[-1])}" if calls else "has called no verb"
+        lines.append(f"rank {rank}: {state if channel.recorder.is_collective else ''}{last}")
+    return "\n".join(lines)
+
+
+def _quote_first_failure(
+    group: ProcessGroup, channel: Channel, call: dict[str, Any], text: str
+) -> str:
+    if group.world.is_simulated:
+        return ""
+    mine = json.dumps({"rank": group.world.rank, "text": text, "call": call_text(call)})
+    store = store_of_thread(group.world)
+    first = store.compare_set(f"{channel.opened.label}/failure", "", mine).decode()
+    if first == mine:
+        return ""
+    other = json.loads(first)
+    return f"rank {other['rank']} failed first, in {other['call']}: {other['text']}"

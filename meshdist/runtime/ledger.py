@@ -1,0 +1,263 @@
+"""What the members of one group on one host tell each other before each call: headers.
+
+Every member writes one word per collective on its own board: the call's number and a fingerprint
+of verb, dtype, count, op and root. Then it looks at the others' words for the same call. Of two
+members whose calls differ the later one sees it, before it has sent anything; nobody waits for
+anybody, so that asynchronous calls overlap as ever. Where members may differ in how much they send
+(uneven verbs), they write beside it what they send to and take from each other member, and compare
+pair by pair. Messages are compared in the order of their tags, sender with receiver.
+
+A write is one aligned 64-bit store of the interpreter's, far apart from the loads that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["WINDOW", "Ledger", "fingerprint"]
+
+WINDOW = 1024
+"""How many collectives a member may be ahead of another."""
+_UNEVEN_WINDOW = 64
+_MESSAGES = 128  # of one pair that can be looked back upon
+_CHECK_EVERY = 256
+_LOW = 0xFFFFFFFF
+
+FindRegion = Callable[[int, int], "memoryview | None"]
+
+
+def fingerprint(*values: int) -> int:
+    """A number of 32 bits, equal for equal values on every process that runs this Python."""
+    return hash(values) & _LOW
+
+
+class Ledger:
+    """One member's part in one group's headers.
+
+    Args:
+        region: this member's own words, ``num_words(size)`` of them.
+        member: its place in the group.
+        others: the places of the members on this host, without itself.
+        size: of the group.
+        find_region: finds another member's words (its place, how many words), or None as long as
+            they are not there.
+        is_current: whether a member's words are still this group's.
+    """
+
+    def __init__(
+        self,
+        region: memoryview,
+        member: int,
+        others: Sequence[int],
+        size: int,
+        find_region: FindRegion,
+        is_current: Callable[[int], bool],
+    ) -> None:
+        self._mine = region
+        self._member = member
+        self._size = size
+        self._find_region = find_region
+        self._is_current = is_current
+        self._uneven_words = 1 + 2 * size
+        self._missing = list(others)
+        self._views: list[tuple[int, memoryview]] = []
+        self._messages = {peer: _MessageLog(self, peer) for peer in others}
+
+    @staticmethod
+    def num_words(size: int) -> int:
+        """How many words a member of a group of ``size`` writes on."""
+        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MessageLog.num_words
+
+    def enter(
+        self, sequence: int, header: int, sent: Sequence[int] = (), taken: Sequence[int] = ()
+    ) -> list[int]:
+        """Write the header of call ``sequence``; return the members there that differ from it.
+
+        Args:
+            sequence: the call's number, from 1.
+            header: its fingerprint.
+            sent, taken: how much goes to and comes from each member, for a verb whose members may
+                differ in that.
+        """
+        if self._missing:
+            self._find_missing()
+        stamp = sequence & _LOW
+        word = stamp << 32 | header
+        if sent:
+            self._write_uneven(sequence, sent, taken)
+        place = sequence % WINDOW
+        self._mine[place] = word
+        differing = []
+        for member, view in self._views:
+            theirs = view[place]
+            if theirs == word:
+                if sent and not self._fits(sequence, member, view, sent, taken):
+                    differing.append(member)
+            elif theirs >> 32 == stamp and self._is_current(member):
+                differing.append(member)
+        return differing
+
+    def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
+        """A member so far behind that call ``sequence`` would overwrite what it has not seen.
+
+        Looked for now and then only; until none is found the call has to wait.
+        """
+        if not is_uneven and sequence % _CHECK_EVERY:
+            return None
+        window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - _CHECK_EVERY
+        reached = sequence - window
+        if reached <= 0:
+            return None
+        if self._missing:
+            self._find_missing()
+        for member, view in self._views:
+            ahead = (view[reached % WINDOW] >> 32) - reached & _LOW
+            if ahead >= 1 << 31 and self._is_current(member):
+                return member
+        return None
+
+    def has_come(self, member: int, sequence: int) -> bool:
+        """Whether a member has started call ``sequence``, or a later one."""
+        for other, view in self._views:
+            if other == member:
+                return (view[sequence % WINDOW] >> 32) - sequence & _LOW < 1 << 31
+        return False
+
+    def send(self, peer: int, tag: int, header: int) -> int | None:
+        """Note a message to ``peer``; returns its number where the receive for it differs."""
+        return self._transfer(peer, 0, tag, header)
+
+    def recv(self, peer: int, tag: int, header: int) -> int | None:
+        """Note a receive from ``peer``; returns its number where the message differs."""
+        return self._transfer(peer, 1, tag, header)
+
+    def recv_any(self, tag: int) -> None:
+        """Note a receive from any member: messages of its tag are compared no more."""
+        if self._missing:
+            self._find_missing()
+        for log in self._messages.values():
+            log.note_any(tag)
+
+    def _transfer(self, peer: int, direction: int, tag: int, header: int) -> int | None:
+        if self._missing:
+            self._find_missing()
+        log = self._messages.get(peer)
+        return None if log is None else log.note(direction, tag, header)
+
+    def view_of(self, peer: int) -> memoryview | None:
+        """The words of ``peer``, if they have been found."""
+        return next((view for member, view in self._views if member == peer), None)
+
+    def message_words(self, writer: memoryview | None, reader: int) -> memoryview:
+        """Where the owner of ``writer`` (None: this member) notes what it does with ``reader``."""
+        words = self._mine if writer is None else writer
+        start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MessageLog.num_words
+        return words[start : start + _MessageLog.num_words]
+
+    @property
+    def member(self) -> int:
+        """This member's place in the group."""
+        return self._member
+
+    def is_current(self, member: int) -> bool:
+        """Whether a member's words are still this group's."""
+        return self._is_current(member)
+
+    def _find_missing(self) -> None:
+        for member in list(self._missing):
+            view = self._find_region(member, self.num_words(self._size))
+            if view is not None:
+                self._missing.remove(member)
+                self._views.append((member, view))
+
+    def _write_uneven(self, sequence: int, sent: Sequence[int], taken: Sequence[int]) -> None:
+        start = self._uneven_start(sequence)
+        for place, value in enumerate((*sent, *taken), start + 1):
+            self._mine[place] = value
+        self._mine[start] = sequence
+
+    def _fits(
+        self,
+        sequence: int,
+        member: int,
+        view: memoryview,
+        sent: Sequence[int],
+        taken: Sequence[int],
+    ) -> bool:
+        start = self._uneven_start(sequence)
+        sent_to_me = view[start + 1 + self._member]
+        taken_from_me = view[start + 1 + self._size + self._member]
+        if view[start] != sequence:
+            return True
+        return bool(sent_to_me == taken[member] and taken_from_me == sent[member])
+
+    def _uneven_start(self, sequence: int) -> int:
+        return WINDOW + sequence % _UNEVEN_WINDOW * self._uneven_words
+
+
+class _MessageLog:
+    """The messages between this member and one other, as both note them.
+
+    An entry is two words: direction, tag and number; and the fingerprint. The number counts the
+    messages of one direction and tag, so that the n-th send meets the n-th receive; it is 0 for a
+    receive from any member, after which messages of that tag cannot be told apart.
+    """
+
+    num_words = 1 + 2 * _MESSAGES
+
+    def __init__(self, ledger: Ledger, peer: int) -> None:
+        self._ledger = ledger
+        self._peer = peer
+        self._mine = ledger.message_words(None, peer)
+        self._theirs: memoryview | None = None
+        self._num_mine = 0
+        self._num_read = 0
+        self._counts: dict[int, int] = {}
+        self._ahead: dict[int, dict[int, int]] = {}
+        self._loose: set[int] = set()
+
+    def note(self, direction: int, tag: int, header: int) -> int | None:
+        """Note one transfer; returns its number where its counterpart is there and differs."""
+        kind = tag << 1 | direction
+        number = self._counts.get(kind, 0) + 1
+        self._write(kind, number, header)
+        self._read()  # before the count: what comes for an earlier number was compared over there
+        self._counts[kind] = number
+        expected = self._ahead.get(kind ^ 1, {}).pop(number, header)
+        if expected == header or tag in self._loose or not self._ledger.is_current(self._peer):
+            return None
+        return number
+
+    def note_any(self, tag: int) -> None:
+        """Note a receive from any member."""
+        if tag not in self._loose:
+            self._loose.add(tag)
+            self._write(tag << 1 | 1, 0, 0)
+
+    def _write(self, kind: int, number: int, header: int) -> None:
+        place = 1 + 2 * (self._num_mine % _MESSAGES)
+        self._mine[place] = kind << 32 | number & _LOW
+        self._mine[place + 1] = header
+        self._num_mine += 1
+        self._mine[0] = self._num_mine
+
+    def _read(self) -> None:
+        if self._theirs is None:
+            view = self._ledger.view_of(self._peer)
+            if view is None:
+                return
+            self._theirs = self._ledger.message_words(view, self._ledger.member)
+        theirs = self._theirs
+        written = theirs[0]
+        for entry in range(max(self._num_read, written - _MESSAGES + 1), written):
+            place = 1 + 2 * (entry % _MESSAGES)
+            name, header = theirs[place], theirs[place + 1]
+            if theirs[0] - entry < _MESSAGES:  # else it was overwritten meanwhile
+                self._take(name >> 32, name & _LOW, header)
+        self._num_read = written
+
+    def _take(self, kind: int, number: int, header: int) -> None:
+        if number == 0:
+            self._loose.add(kind >> 1)
+        elif number > self._counts.get(kind ^ 1, 0):
+            self._ahead.setdefault(kind, {})[number] = header
