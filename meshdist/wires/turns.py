@@ -24,6 +24,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from ..error_text import grouped_text
 from ..errors import DeadlockError, RankFailedError, WorldError
+from .futures import Errand, collecting_by_need
 
 __all__ = [
     "Rank",
@@ -199,6 +200,8 @@ class Rank:
         self.ending = ""
         self.waiting: Waiting | None = None
         self.interruption: BaseException | None = None
+        self._errands: list[Errand] = []
+        self._is_looking = False
         self.turn = threading.Lock()
         self.turn.acquire()
 
@@ -237,6 +240,7 @@ class Rank:
             self.scheduler.hand_on(self)
         finally:
             self.waiting = None
+        self.run_errands()
 
     def poll(self, awaited: Waiting) -> None:
         """Hand the turn on, keeping a claim to it: this rank asked for ``awaited`` in vain.
@@ -244,12 +248,35 @@ class Rank:
         A rank that asks in vain without end waits in truth: then this waits, too, so that a
         deadlock is found.
         """
+        if self._is_looking:
+            return
         self.num_vain_polls += 1
         if self.num_vain_polls > _MOST_VAIN_POLLS:
             self.wait(awaited)
         else:
             self.check_here()
             self.scheduler.hand_on(self)
+            self.run_errands()
+
+    def watch(self, errand: Errand) -> None:
+        """Run ``errand`` when it is due: after one of this rank's waits, or at its end."""
+        self._errands.append(errand)
+
+    def run_errands(self) -> None:
+        """Run what is due, here and now; the turn stays with this rank while it looks."""
+        if not self._errands or self._is_looking:
+            return
+        due: list[Errand] = []
+        later: list[Errand] = []
+        self._is_looking = True
+        try:
+            for errand in self._errands:
+                (due if errand.is_due() else later).append(errand)
+        finally:
+            self._is_looking = False
+        self._errands = later
+        for errand in due:
+            errand.run()
 
     def take_interruption(self) -> None:
         """Raise what the scheduler left for this rank, once."""
@@ -303,7 +330,8 @@ class Scheduler(Generic[T]):
             for rank in self.ranks
         ]
         try:
-            self._run_threads(threads)
+            with collecting_by_need():
+                self._run_threads(threads)
         finally:
             callers.restore()
         if self._failure is not None:
@@ -376,7 +404,9 @@ class Scheduler(Generic[T]):
             # A context of its own, and the backward on this thread on every device: the engine's
             # device threads serve all ranks, and one that waits in a verb would stop them all.
             with torch.autograd.set_multithreading_enabled(False):
-                self._results[rank.index] = contextvars.Context().run(body, rank.index)
+                context = contextvars.Context()
+                self._results[rank.index] = context.run(body, rank.index)
+                context.run(rank.run_errands)
             rank.ending = "returned"
         except RankReleased:
             rank.ending = "was released"

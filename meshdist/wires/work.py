@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from time import monotonic
+from typing import Any, NoReturn
 
 import torch
+from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
-from ..errors import BackendError
+from ..errors import BackendError, CollectiveTimeoutError, MeshdistError
 from ..runtime.timeouts import check_timeout
-from .base import Communicator, Pending, WireFailure
+from .base import Communicator, Pending, WireFailure, WireTimeout
+from .futures import WorkFuture, get_watcher
+from .turns import find_rank_here
 
 __all__ = ["Work"]
 
 _UNSET = timedelta(0)
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class Work:
     """One verb in flight. Until ``wait`` returns, leave its tensors alone.
 
     On CUDA ``wait()`` orders the current stream after the verb; the CPU goes on.
+
+    Args:
+        communicator: what started the verb.
+        pending: the verb.
+        timeout: bounds a wait that names none.
+        explain: makes the error to raise of a wire's failure.
+        result: the tensors that hold the result.
+        settle: brings the result home, once the wire is done.
+        is_transfer: whether this is a send or a receive, which have no future.
     """
 
     __slots__ = (
         "_communicator",
+        "_deadline",
         "_done",
         "_error",
         "_explain",
+        "_future",
+        "_guard",
+        "_is_transfer",
+        "_ordered",
         "_pending",
         "_result",
         "_settle",
@@ -43,6 +62,8 @@ class Work:
         explain: Callable[[WireFailure], Exception],
         result: Callable[[], list[Any]],
         settle: Callable[[], None] | None = None,
+        *,
+        is_transfer: bool = False,
     ) -> None:
         self._communicator = communicator
         self._pending = pending
@@ -50,8 +71,13 @@ class Work:
         self._explain = explain
         self._result = result
         self._settle = settle
+        self._is_transfer = is_transfer
+        self._guard = threading.Lock()  # one thread at a time ends the verb
         self._done = False
         self._error: Exception | None = None
+        self._future: _WorksFuture | None = None
+        self._ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = []
+        self._deadline = 0.0
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when the verb is done; zero means the group's timeout.
@@ -61,19 +87,19 @@ class Work:
             AbortedError: the group was aborted.
             BackendError: the wire failed, for example because a member died.
         """
-        if self._done:
-            if self._error is not None:
-                raise self._error
-            return True
         if timeout:
             check_timeout(timeout)
-        try:
-            self._communicator.finish(self._pending, timeout or self._timeout)
-        except WireFailure as failure:
-            self._error = self._explain(failure)
-            self._done = True
-            raise self._error from None
-        self._conclude()
+        if not self._done:
+            with self._guard:
+                self._finish(timeout or self._timeout)
+        if self._future is not None:
+            self._future.tell()
+        if self._error is not None:
+            raise self._error
+        for stream, event in self._ordered:
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_event(event)
         return True
 
     def is_completed(self) -> bool:
@@ -81,9 +107,8 @@ class Work:
 
         Its results are in place then, as after ``wait``.
         """
-        if not self._done and self._communicator.is_finished(self._pending):
-            with suppress(Exception):  # told by exception() and wait()
-                self.wait()
+        if self._is_due() and self._future is not None:
+            self._future.tell()
         return self._done
 
     def is_success(self) -> bool:
@@ -117,61 +142,202 @@ class Work:
         """The same as ``wait()``."""
         self.wait()
 
+    def block_current_stream(self) -> None:
+        """Let what is enqueued on the current CUDA stream from now on come after the verb.
+
+        Raises:
+            BackendError: the result lies on the CPU, where there is no stream to order.
+        """
+        if not _cuda_devices(self._result()):
+            raise BackendError(
+                "no stream can be made to wait for a verb whose result lies on the CPU",
+                expected="a verb on CUDA arrays",
+                fix="call wait(), which returns when the result is there",
+            )
+        self.wait()
+
     def get_future(self) -> torch.futures.Future[list[Any]]:
-        """A torch Future of the result's tensors; ``then`` chains callbacks."""
-        return WorkFuture(self.result, self.is_completed)
+        """A torch Future of the result's tensors; ``then`` chains callbacks.
 
-    def _conclude(self) -> None:
-        self._done = True
-        if self._settle is not None:
-            self._settle()
-            self._settle = None
+        It is completed when the verb is done, whether anybody waits or not: callbacks run in the
+        thread that finds it so, on a simulated rank after one of its waits or at its end.
 
+        Raises:
+            BackendError: this is a send or a receive.
+        """
+        if self._is_transfer:
+            raise BackendError(
+                "a send or a receive has no future",
+                expected="the Work of a collective",
+                fix="call wait() or is_completed() on it",
+            )
+        with self._guard:
+            is_new = self._future is None
+            future = self._future = self._future or _WorksFuture(self)
+        if is_new:
+            self._deadline = monotonic() + self._timeout.total_seconds()
+            if self._done:
+                future.tell()
+            else:
+                (find_rank_here() or get_watcher()).watch(future)
+        return future
 
-class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A Future that is resolved by whoever first waits for it or asks about it.
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A torch Future of how the verb ended, as the number of a WorkResult; it never raises.
 
-    Simulated ranks cannot be called back from outside their turn, so resolution is by need.
+        SUCCESS is 0, TIMEOUT 1; COMM_ERROR, 2, stands for every other failure.
 
-    Args:
-        resolve: waits, and returns the value.
-        is_ready: whether ``resolve`` would not wait.
-    """
+        Raises:
+            BackendError: this is a send or a receive.
+        """
+        return self.get_future().then(lambda _: int(self._ending()))
 
-    def __init__(self, resolve: Callable[[], Any], is_ready: Callable[[], bool]) -> None:
-        super().__init__()
-        self._resolve = resolve
-        self._is_ready = is_ready
+    def boxed(self) -> NoReturn:
+        """Refused: only works of torch's own can be boxed for its dispatcher.
 
-    def done(self) -> bool:
-        """Whether the value, or the error, is there, without waiting."""
-        if not super().done() and self._is_ready():
-            self._settle()
-        return super().done()
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            "a Work of meshdist cannot be boxed for torch's dispatcher",
+            expected="a Work that torch.distributed made, which lives in C++",
+            fix="hand on the Work itself, or its get_future()",
+        )
 
-    def wait(self) -> Any:
-        """Resolve, and return the value or raise the error."""
-        self._settle()
-        return super().wait()
+    @staticmethod
+    def unbox(arg0: object) -> NoReturn:
+        """Refused: see ``boxed``.
 
-    def value(self) -> Any:
-        """Resolve, and return the value or raise the error."""
-        self._settle()
-        return super().value()
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            "no box holds a Work of meshdist",
+            found=type(arg0).__name__,
+            fix="open a box of torch's with torch.distributed.Work.unbox",
+        )
 
-    def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
-        """A Future of ``callback(this)``, called once this one is resolved."""
+    def _fail(self, error: Exception) -> None:
+        """End the verb with ``error``, unless it has ended."""
+        with self._guard:
+            if not self._done:
+                self._end(error)
 
-        def chained() -> Any:
-            self._settle()
-            return callback(self)
-
-        return WorkFuture(chained, self.done)
-
-    def _settle(self) -> None:
-        if super().done():
+    def _finish(self, timeout: timedelta) -> None:
+        """End the verb, unless another thread has; called with the guard."""
+        if self._done:
             return
         try:
-            self.set_result(self._resolve())
+            self._communicator.finish(self._pending, timeout)
+        except WireFailure as failure:
+            self._end(self._explain(failure))
+        except MeshdistError as error:
+            self._end(error)
+        else:
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        settle, self._settle = self._settle, None
+        error: Exception | None = None
+        if settle is not None:
+            try:
+                settle()
+            except Exception as failure:
+                error = failure
+        for device in _cuda_devices(self._result()):
+            stream = torch.cuda.current_stream(device)
+            self._ordered.append((stream, stream.record_event()))
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        self._error = error
+        self._settle = None
+        self._done = True
+
+    def _is_due(self) -> bool:
+        """Whether the verb is done, ended here if it takes no waiting."""
+        if self._done:
+            return True
+        if not self._guard.acquire(blocking=False):
+            return False  # somebody waits for it
+        try:
+            if not self._done and self._communicator.is_finished(self._pending):
+                self._finish(self._timeout)
+        except WireFailure as failure:
+            self._end(self._explain(failure))
+        except Exception as error:  # nobody is there to take it: wait() and exception() tell it
+            self._end(error)
+        finally:
+            self._guard.release()
+        return self._done
+
+    def _is_overdue(self) -> bool:
+        """Whether the time was up since the future was asked for; the verb has failed then."""
+        if monotonic() < self._deadline or not self._guard.acquire(blocking=False):
+            return False
+        try:
+            if not self._done:
+                self._communicator.finish(self._pending, _AT_ONCE)
+                self._bring_home()
+        except WireTimeout:
+            limit = self._timeout.total_seconds()
+            self._end(self._explain(WireTimeout(f"not finished after {limit:g} s")))
+        except WireFailure as failure:
+            self._end(self._explain(failure))
         except Exception as error:
-            self.set_exception(error)
+            self._end(error)
+        finally:
+            self._guard.release()
+        return True
+
+    def _ending(self) -> WorkResult:
+        if self._error is None:
+            return WorkResult.SUCCESS
+        is_late = isinstance(self._error, CollectiveTimeoutError)
+        return WorkResult.TIMEOUT if is_late else WorkResult.COMM_ERROR
+
+
+class _WorksFuture(WorkFuture):
+    """The future of a Work's result, and the errand of completing it."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(self._wait_quietly, work.is_completed, _cuda_devices(work._result()))
+        self._work = work
+        self._telling = threading.Lock()
+
+    def is_due(self) -> bool:
+        work = self._work
+        return work._is_due() or (find_rank_here() is None and work._is_overdue())
+
+    def run(self) -> None:
+        self.tell()
+
+    def tell(self) -> None:
+        """Complete the future, once, with what the verb, which is done, gave."""
+        if not self._telling.acquire(blocking=False):
+            return
+        if self._work._error is None:
+            self.set_result(self._work._result())
+        else:
+            self.set_exception(self._work._error)
+
+    def _wait_quietly(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:  # told by the future, whatever it is
+            self._work._fail(error)
+            self.tell()
+
+
+def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
+    """The CUDA devices on which arrays, or lists of them, lie."""
+    found: dict[torch.device, None] = {}
+    for x in arrays:
+        if isinstance(x, torch.Tensor):
+            if x.is_cuda:
+                found[x.device] = None
+        elif isinstance(x, (list, tuple)):
+            found.update(dict.fromkeys(_cuda_devices(x)))
+        elif hasattr(x, "__cuda_array_interface__"):
+            found[torch.device("cuda", x.device.id)] = None
+    return list(found)

@@ -1,0 +1,284 @@
+"""Futures of verbs in flight.
+
+A ``WorkFuture`` is completed by whoever first waits for it or asks about it, in that thread. What
+waits for it where no Python is asked (``torch.futures.collect_all``, torch's C++) needs somebody
+else to complete it: for a process that is a ``Watcher``, a thread that looks from time to time.
+Simulated ranks have no such thread, since nothing may happen outside a rank's turn: there a rank
+looks after its futures whenever it has waited, and ``collect_all`` is replaced while they run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import BackendError
+
+__all__ = ["Errand", "Watcher", "WorkFuture", "collecting_by_need", "get_watcher"]
+
+_log = logging.getLogger("meshdist.futures")
+
+
+class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
+    """A Future that its own methods complete, where they can.
+
+    Its callbacks run in the thread that completes it, in the order added.
+
+    Args:
+        pull: waits until it is completed, in this thread or another; raises nothing that belongs
+            into the future.
+        look: completes it if that takes no waiting.
+        devices: the CUDA devices of the tensors in its value.
+    """
+
+    def __init__(
+        self,
+        pull: Callable[[], object],
+        look: Callable[[], object],
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        super().__init__(devices=list(devices))
+        self._pull = pull
+        self._look = look
+        self._devices = tuple(devices)
+        self._guard = threading.Lock()
+        self._callbacks: list[Callable[[], None]] | None = []  # None: they have their turn now
+
+    def done(self) -> bool:
+        """Whether the value, or the error, is there, without waiting."""
+        if not super().done():
+            self._look()
+        return super().done()
+
+    def wait(self) -> Any:
+        """Wait, and return the value or raise the error."""
+        if not super().done():
+            self._pull()
+        return super().wait()
+
+    def value(self) -> Any:
+        """The same as ``wait()``."""
+        return self.wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
+        """A Future of ``callback(this)``, called once when this one is completed."""
+        child = WorkFuture(self._pull, self._look, self._devices)
+
+        def run() -> None:
+            try:
+                child._fill(callback(self))
+            except Exception as error:
+                child._fill_error(error)
+            except BaseException as error:
+                child._fill_error(BackendError(f"{type(error).__name__} ended a future's callback"))
+                child._run_callbacks()
+                raise
+            child._run_callbacks()
+
+        self._when_done(run)
+        return child
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(this)`` once, when this is completed; its errors are logged."""
+
+        def run() -> None:
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a callback of a future failed")
+
+        self._when_done(run)
+
+    def set_result(self, result: Any) -> None:
+        """Complete the future with ``result`` and run its callbacks; can be done once."""
+        self._fill(result)
+        self._run_callbacks()
+
+    def set_exception(self, result: Any) -> None:
+        """Complete the future with the exception ``result`` and run its callbacks."""
+        self._fill_error(result)
+        self._run_callbacks()
+
+    def _fill(self, value: Any) -> None:
+        super().set_result(value)
+
+    def _fill_error(self, error: Exception) -> None:
+        def raise_it(_: object) -> None:
+            raise error
+
+        self._set_unwrap_func(raise_it)
+        super().set_result(error)
+
+    def _when_done(self, callback: Callable[[], None]) -> None:
+        with self._guard:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def _run_callbacks(self) -> None:
+        """Run all callbacks, then let the first of what may pass through a callback out."""
+        with self._guard:
+            callbacks, self._callbacks = self._callbacks or [], None
+        ended: BaseException | None = None
+        for callback in callbacks:
+            try:
+                callback()
+            except BaseException as error:  # a released rank, Ctrl-C
+                ended = ended or error
+        if ended is not None:
+            raise ended
+
+
+class Errand(Protocol):
+    """Something to be done as soon as it can be done without waiting."""
+
+    def is_due(self) -> bool:
+        """Whether it can be done now."""
+
+    def run(self) -> None:
+        """Do it."""
+
+
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.005
+
+
+class Watcher:
+    """A thread that runs errands when they are due; it starts with the first one.
+
+    It looks every half to five milliseconds while there are errands, and sleeps otherwise.
+    Whoever waits in Python does not depend on it and is not held up by the pause.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._new: list[Errand] = []
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, errand: Errand) -> None:
+        """Run ``errand`` when it is due, in the watcher's thread."""
+        with self._changed:
+            self._new.append(errand)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._live, name="meshdist futures", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self.end)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Stop looking, for good; waits for a callback that runs, but not for long."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _live(self) -> None:
+        watched: list[Errand] = []
+        pause = _SHORTEST_S
+        while True:
+            with self._changed:
+                if not self._new and not self._is_ending:
+                    self._changed.wait(pause if watched else None)
+                if self._is_ending:
+                    return
+                if self._new:
+                    pause = _SHORTEST_S
+                    watched += self._new
+                    self._new = []
+            still = [errand for errand in watched if not self._is_over(errand)]
+            pause = _SHORTEST_S if len(still) < len(watched) else min(2 * pause, _LONGEST_S)
+            watched = still
+            del still
+
+    def _is_over(self, errand: Errand) -> bool:
+        try:
+            if not errand.is_due():
+                return False
+            errand.run()
+        except Exception:
+            _log.exception("a future could not be completed")
+        return True
+
+
+def get_watcher() -> Watcher:
+    """The watcher of this process."""
+    return _watcher_of(os.getpid())  # threads do not follow into a forked child
+
+
+@cache
+def _watcher_of(process_id: int) -> Watcher:
+    return Watcher()
+
+
+_collecting = threading.Lock()
+_num_collecting = 0
+_torchs_collect_all = torch._C._collect_all
+
+
+@contextmanager
+def collecting_by_need() -> Iterator[None]:
+    """While it lasts, what torch.futures collects of WorkFutures is completed by need as they are.
+
+    torch's own collection waits where nobody can complete them: in C++, in a simulated rank's turn.
+    """
+    global _num_collecting
+    with _collecting:
+        _num_collecting += 1
+        torch._C._collect_all = _collect_all
+    try:
+        yield
+    finally:
+        with _collecting:
+            _num_collecting -= 1
+            if _num_collecting == 0:
+                torch._C._collect_all = _torchs_collect_all
+
+
+def _collect_all(futures: Sequence[Any]) -> Any:
+    if not any(isinstance(future, WorkFuture) for future in futures):
+        return _torchs_collect_all(futures)  # type: ignore[arg-type]
+    return _Collection(list(futures)).future
+
+
+class _Collection:
+    """Futures that are completed together: the value is their list."""
+
+    def __init__(self, futures: list[Any]) -> None:
+        devices: set[torch.device] = set()
+        for future in futures:
+            devices.update(getattr(future, "_devices", ()))
+        self.futures = futures
+        self.future = WorkFuture(self._pull, self._look, sorted(devices, key=str))
+        self._num_missing = len(futures)
+        for future in futures:
+            future.add_done_callback(self._count)
+
+    def _count(self, _: object) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self.future.set_result(self.futures)
+
+    def _pull(self) -> None:
+        for future in self.futures:
+            if isinstance(future, WorkFuture):
+                if not future.done():
+                    future._pull()
+            else:
+                with suppress(Exception):  # told to whoever reads it
+                    future.wait()
+
+    def _look(self) -> None:
+        for future in self.futures:
+            future.done()
