@@ -1,196 +1,277 @@
-"""The wire of simulated ranks, and how it reduces, against NumPy."""
+"""The wire of simulated ranks: every verb against NumPy, and what its operations promise."""
 
 from __future__ import annotations
 
-import re
 import weakref
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
-from meshdist.errors import AgreementError, BackendError, DeadlockError
+from meshdist.errors import AgreementError, BackendError
 from meshdist.mesh.simulation import simulate
 from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.world import get_world
+from meshdist.wires import fallbacks
 from meshdist.wires.base import Opening, WireAborted, WireFailure, get_wire
-from meshdist.wires.simulated import SimulatedCommunicator
+from meshdist.wires.pending import Chain
+from tests.wires.samples import DTYPES, T, bits, draw, legal_ops, open_group, reduced_in_numpy
 
-T = timedelta(seconds=1)
-SIZES = (1, 2, 3, 5)
+SIZES = (1, 2, 3, 4)
+COMPLEX_HALF = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
-INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COMPLEX = (torch.complex64, torch.complex128)
-OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+# ---- every verb, every dtype --------------------------------------------------------------------
 
-IN_NUMPY: dict[str, Callable[[Any, Any], Any]] = {
-    "SUM": np.add,
-    "AVG": np.add,
-    "PRODUCT": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-    "BAND": np.bitwise_and,
-    "BOR": np.bitwise_or,
-    "BXOR": np.bitwise_xor,
-}
+Tensors = list[torch.Tensor]
+Inputs = Sequence[Tensors]
+"""What each member brings."""
 
 
-def open_group(ranks: tuple[int, ...] | None = None, name: str = "all") -> SimulatedCommunicator:
-    """This rank's side of a group of ``ranks`` (all)."""
-    world = get_world()
-    members = ranks or tuple(range(world.size))
-    store = PrefixStore(name, world.store)
-    opening = Opening(store, members, members.index(world.rank), "cpu", T)
-    communicator = get_wire("simulated").open(opening)
-    assert isinstance(communicator, SimulatedCommunicator)
-    return communicator
+@dataclass(frozen=True)
+class Verb:
+    """One verb of a communicator.
+
+    Args:
+        counts: how many elements a member's inputs have: of (member, size of the group, whether
+            sizes are to differ).
+        run: starts the verb on a group with a member's own copies of all inputs, its own among
+            them; returns what was started, and the tensors that hold the result.
+        expect: the result of each member, as bytes, of all inputs.
+        can_differ: whether sizes may differ.
+        reduces: whether it takes an op.
+    """
+
+    counts: Callable[[int, int, bool], list[int]]
+    run: Callable[[Any, Tensors, Inputs, Any], tuple[Any, Tensors]]
+    expect: Callable[[Inputs, str], list[list[bytes]]]
+    can_differ: bool = False
+    reduces: bool = False
 
 
-def legal(op: str, dtype: torch.dtype) -> bool:
-    if dtype.is_complex:
-        return op in ("SUM", "AVG")
-    if dtype.is_floating_point:
-        return op not in ("BAND", "BOR", "BXOR")
-    return op != "AVG"
+def one(member: int, size: int, uneven: bool) -> list[int]:
+    return [2 * size]
 
 
-CASES = [
-    (op, dtype)
-    for dtype in (torch.bool, *INTEGERS, *FLOATS, *COMPLEX)
-    for op in OPS
-    if legal(op, dtype)
-]
+def own_count(member: int, size: int, uneven: bool) -> list[int]:
+    return [(2 * member + 1) % 4 if uneven else 3]
 
 
-def draw(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = np.random.default_rng(seed)
-    if dtype is torch.bool:
-        return torch.from_numpy(generator.integers(0, 2, shape).astype(bool))
-    if dtype.is_complex:
-        parts = generator.standard_normal((2, *shape))
-        return torch.from_numpy(parts[0] + 1j * parts[1]).to(dtype)
-    if dtype.is_floating_point:
-        return torch.from_numpy(generator.standard_normal(shape)).to(dtype)
-    info = torch.iinfo(dtype)
-    kind = str(dtype).removeprefix("torch.")
-    return torch.from_numpy(
-        generator.integers(info.min, info.max, shape, dtype=kind, endpoint=True)
-    )
+def by_receiver(member: int, size: int, uneven: bool) -> list[int]:
+    return [(2 * j + 3) % 5 if uneven else 2 for j in range(size)]
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """16-bit floats as float32, in which the wire accumulates."""
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        tensor = tensor.float()
-    return tensor.numpy().copy()
+def by_pair(member: int, size: int, uneven: bool) -> list[int]:
+    return [(2 * member + j) % 4 if uneven else 2 for j in range(size)]
 
 
-def oracle(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction in group order, in NumPy."""
-    total = to_numpy(tensors[0])
-    with np.errstate(over="ignore"):
-        for tensor in tensors[1:]:
-            if total.dtype == bool:
-                is_or = op in ("SUM", "MAX", "BOR")
-                combine: Any = np.logical_or if is_or else np.logical_and
-                combine = np.logical_xor if op == "BXOR" else combine
-            else:
-                combine = IN_NUMPY[op]
-            total = combine(total, to_numpy(tensor))
-    if op == "AVG":
-        total = (total / len(tensors)).astype(total.dtype)
-    return torch.from_numpy(np.asarray(total)).to(tensors[0].dtype)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda case: str(case))
-def test_all_reduce_and_reduce_scatter_match_numpy(op: str, dtype: torch.dtype, size: int) -> None:
-    shape = (2 * size, 3)
-    inputs = [draw(dtype, shape, seed) for seed in range(size)]
-
-    def program() -> tuple[torch.Tensor, torch.Tensor]:
-        group = open_group()
-        mine = inputs[group.rank].clone()
-        block = torch.empty((2, 3), dtype=dtype)
-        kind = getattr(ReduceOp, op)
-        group.finish(group.reduce_scatter(block, mine, kind, T), T)
-        assert bits(mine) == bits(inputs[group.rank])  # an input is read only
-        group.finish(group.all_reduce(mine, kind, T), T)
-        return mine, block
-
-    whole = oracle(inputs, op)
-    for rank, (reduced, block) in enumerate(simulate(program, size)):
-        assert reduced.dtype is dtype
-        assert bits(reduced) == bits(whole)
-        assert bits(block) == bits(whole[2 * rank : 2 * rank + 2])
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, *INTEGERS, *FLOATS, *COMPLEX, torch.float8_e4m3fn],
-    ids=lambda dtype: str(dtype),
-)
-def test_broadcast_all_gather_send_recv_copy_every_dtype(dtype: torch.dtype, size: int) -> None:
-    inputs = [
-        draw(torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype, (2, 3), s)
-        for s in range(size)
+def like(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Fresh tensors of as many elements, none of which is right yet."""
+    return [
+        torch.full((x.numel() * x.itemsize,), 7, dtype=torch.uint8).view(x.dtype) for x in tensors
     ]
-    inputs = [tensor.to(dtype) for tensor in inputs]
 
-    def program() -> list[torch.Tensor]:
+
+def root_of(group: Any) -> int:
+    return group.size // 2
+
+
+def all_gather(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    (output,) = like([torch.cat([x for (x,) in inputs])])
+    return group.all_gather(output, mine[0], T), [output]
+
+
+def all_gather_list(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = like([x for (x,) in inputs])
+    return group.all_gather_list(outputs, mine[0], T), outputs
+
+
+def gather(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = like([x for (x,) in inputs]) if group.rank == root_of(group) else []
+    return group.gather(outputs, mine[0], root_of(group), T), outputs
+
+
+def scatter(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    root = root_of(group)
+    output = like([inputs[root][group.rank]])
+    return group.scatter(output[0], mine if group.rank == root else [], root, T), output
+
+
+def reduce_scatter(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    output = like([mine[0][: mine[0].numel() // group.size]])
+    return group.reduce_scatter(output[0], mine[0], op, T), output
+
+
+def reduce_scatter_list(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    output = like([mine[group.rank]])
+    return group.reduce_scatter_list(output[0], mine, op, T), output
+
+
+def all_to_all(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = like([theirs[group.rank] for theirs in inputs])
+    return group.all_to_all(outputs, mine, T), outputs
+
+
+def all_to_all_single(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = [theirs[group.rank] for theirs in inputs]
+    taken, given = [x.numel() for x in outputs], [x.numel() for x in mine]
+    (output,) = like([torch.cat(outputs)])
+    return group.all_to_all_single(output, torch.cat(mine), taken, given, T), [output]
+
+
+def columns(inputs: Inputs) -> list[Tensors]:
+    return [list(column) for column in zip(*inputs, strict=True)]
+
+
+def all_reduced(inputs: Inputs, op: str) -> list[list[bytes]]:
+    return [[bits(reduced_in_numpy(column, op)) for column in columns(inputs)]] * len(inputs)
+
+
+def reduced_at_root(inputs: Inputs, op: str) -> list[list[bytes]]:
+    root, whole = len(inputs) // 2, bits(reduced_in_numpy([x for (x,) in inputs], op))
+    return [[whole if member == root else bits(x)] for member, (x,) in enumerate(inputs)]
+
+
+def reduced_blocks(inputs: Inputs, op: str) -> list[list[bytes]]:
+    whole = reduced_in_numpy([x for (x,) in inputs], op)
+    return [[bits(block)] for block in whole.chunk(len(inputs))]
+
+
+def gathered(inputs: Inputs, op: str) -> list[list[bytes]]:
+    return [[bits(x) for (x,) in inputs]] * len(inputs)
+
+
+def exchanged(inputs: Inputs, op: str) -> list[list[bytes]]:
+    return [[bits(x) for x in column] for column in columns(inputs)]
+
+
+def joined(expected: list[list[bytes]]) -> list[list[bytes]]:
+    return [[b"".join(each)] for each in expected]
+
+
+VERBS = {
+    "all_reduce": Verb(
+        one, lambda g, x, _, op: (g.all_reduce(x[0], op, T), x), all_reduced, reduces=True
+    ),
+    "all_reduce_list": Verb(
+        by_receiver,
+        lambda g, x, _, op: (g.all_reduce_list(x, op, T), x),
+        all_reduced,
+        can_differ=True,
+        reduces=True,
+    ),
+    "reduce": Verb(
+        one,
+        lambda g, x, _, op: (g.reduce(x[0], op, root_of(g), T), x),
+        reduced_at_root,
+        reduces=True,
+    ),
+    "broadcast": Verb(
+        one,
+        lambda g, x, _, op: (g.broadcast(x[0], root_of(g), T), x),
+        lambda inputs, _: [[bits(inputs[len(inputs) // 2][0])]] * len(inputs),
+    ),
+    "gather": Verb(
+        one,
+        gather,
+        lambda inputs, _: [
+            [bits(x) for (x,) in inputs] if member == len(inputs) // 2 else []
+            for member in range(len(inputs))
+        ],
+    ),
+    "scatter": Verb(
+        by_receiver, scatter, lambda inputs, _: [[bits(x)] for x in inputs[len(inputs) // 2]]
+    ),
+    "all_gather": Verb(one, all_gather, lambda inputs, op: joined(gathered(inputs, op))),
+    "all_gather_list": Verb(own_count, all_gather_list, gathered, can_differ=True),
+    "reduce_scatter": Verb(one, reduce_scatter, reduced_blocks, reduces=True),
+    "reduce_scatter_list": Verb(
+        by_receiver,
+        reduce_scatter_list,
+        lambda inputs, op: [[bits(reduced_in_numpy(column, op))] for column in columns(inputs)],
+        can_differ=True,
+        reduces=True,
+    ),
+    "all_to_all": Verb(by_pair, all_to_all, exchanged, can_differ=True),
+    "all_to_all_single": Verb(
+        by_pair,
+        all_to_all_single,
+        lambda inputs, op: joined(exchanged(inputs, op)),
+        can_differ=True,
+    ),
+}
+WRITE_THEIR_INPUTS = ("all_reduce", "all_reduce_list", "reduce", "broadcast")
+
+
+@COMPLEX_HALF
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_on_every_dtype_matches_numpy(verb: str, dtype: torch.dtype) -> None:
+    case = VERBS[verb]
+    ops = legal_ops(dtype) if case.reduces else ["SUM"]
+    for size in SIZES:
+        for uneven in (False, True)[: 1 + case.can_differ]:
+            inputs = [
+                [
+                    draw(dtype, (count,), 100 * member + place)
+                    for place, count in enumerate(case.counts(member, size, uneven))
+                ]
+                for member in range(size)
+            ]
+
+            def program(inputs: Inputs = inputs) -> list[list[bytes]]:
+                group = open_group()
+                given = [bits(x) for x in inputs[group.rank]]
+                results = []
+                for op in ops:
+                    mine = [x.clone() for x in inputs[group.rank]]
+                    pending, result = case.run(group, mine, inputs, getattr(ReduceOp, op))
+                    group.finish(pending, T)
+                    assert verb in WRITE_THEIR_INPUTS or [bits(x) for x in mine] == given
+                    results.append([bits(x) for x in result])
+                return results
+
+            expected = [case.expect(inputs, op) for op in ops]
+            for member, results in enumerate(simulate(program, size)):
+                assert results == [each[member] for each in expected], (size, uneven, member)
+
+
+@COMPLEX_HALF
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_messages_carry_every_dtype(dtype: torch.dtype, size: int) -> None:
+    inputs = [draw(dtype, (2, 3), member) for member in range(size)]
+
+    def program() -> bytes:
         group = open_group()
-        mine = inputs[group.rank].clone()
-        gathered = torch.empty((size, 2, 3), dtype=dtype)
-        group.finish(group.all_gather(gathered, mine, T), T)
-        received = torch.empty((2, 3), dtype=dtype)
-        group.finish(group.send(mine, (group.rank + 1) % size, 0, T), T)
+        (received,) = like([inputs[0]])
+        group.finish(group.send(inputs[group.rank], (group.rank + 1) % size, 0, T), T)
         group.finish(group.recv(received, (group.rank - 1) % size, 0, T), T)
-        group.finish(group.broadcast(mine, size - 1, T), T)
-        return [gathered, received, mine]
+        return bits(received)
 
-    for rank, (gathered, received, mine) in enumerate(simulate(program, size)):
-        assert bits(gathered) == b"".join(bits(tensor) for tensor in inputs)
-        assert bits(received) == bits(inputs[(rank - 1) % size])
-        assert bits(mine) == bits(inputs[size - 1])
+    assert simulate(program, size) == [bits(inputs[member - 1]) for member in range(size)]
 
 
-def test_float8_is_reduced_by_way_of_float32() -> None:
-    def program() -> list[float]:
+def test_a_list_of_tensors_may_mix_dtypes_and_be_empty() -> None:
+    def program() -> list[Any]:
         group = open_group()
-        x = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
-        group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)
-        return x.float().tolist()
+        tensors = [torch.ones(2), torch.full((), 3), torch.zeros(0, dtype=torch.bool)]
+        group.finish(group.all_reduce_list(tensors, ReduceOp.SUM, T), T)
+        group.finish(group.all_reduce_list([], ReduceOp.SUM, T), T)
+        return [x.tolist() for x in tensors]
 
-    assert simulate(program, 3) == [[3.0, 6.0]] * 3
+    assert simulate(program, 3) == [[[3.0, 3.0], 9, []]] * 3
 
 
-def test_sixteen_bit_floats_accumulate_in_float32() -> None:
-    def program() -> float:
+def test_a_list_of_tensors_is_reduced_by_an_op_that_all_of_them_have() -> None:
+    def program() -> None:
         group = open_group()
-        x = torch.tensor([2048.0 if group.rank == 0 else 1.0], dtype=torch.float16)
-        group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)
-        return x.item()
+        with pytest.raises(BackendError, match="cannot reduce int8 with AVG"):
+            group.all_reduce_list([torch.ones(1), torch.ones(1, dtype=torch.int8)], ReduceOp.AVG, T)
 
-    assert simulate(program, 5) == [2052.0] * 5  # in float16, 2048 + 1 is 2048
+    simulate(program, 2)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (4, 2)])
@@ -334,244 +415,69 @@ def test_nothing_is_kept_of_a_finished_operation() -> None:
     simulate(program, 2)
 
 
-# ---- point to point ----------------------------------------------------------------------------
+# ---- several operations as one ------------------------------------------------------------------
 
 
-def test_messages_keep_their_order_by_source_and_tag() -> None:
-    def program() -> list[float]:
+def test_operations_that_end_as_one_bring_their_results_home_once() -> None:
+    def program() -> tuple[list[float], int]:
         group = open_group()
-        if group.rank == 0:
-            for value, tag in ((1.0, 7), (2.0, 8), (3.0, 7), (4.0, 8)):
-                x = torch.tensor([value])
-                group.finish(group.send(x, 1, tag, T), T)
-                x.fill_(-1.0)  # a finished send leaves its tensor free
-            return []
-        received = []
-        for tag in (8, 7, 7, 8):
-            x = torch.zeros(1)
-            group.finish(group.recv(x, 0, tag, T), T)
-            received.append(x.item())
-        return received
+        tensors = [torch.full((2,), float(i + group.rank)) for i in range(3)]
+        settled: list[int] = []
+        chain = Chain(
+            [group.all_reduce(x, ReduceOp.SUM, T) for x in tensors], lambda: settled.append(1)
+        )
+        outer = Chain([chain, group.barrier(T)])
+        group.finish(outer, T)
+        group.finish(outer, T)
+        assert group.is_finished(outer)
+        return [x[0].item() for x in tensors], len(settled)
 
-    assert simulate(program, 2)[1] == [2.0, 1.0, 3.0, 4.0]
+    assert simulate(program, 2) == [([1.0, 3.0, 5.0], 1)] * 2
 
 
-def test_receives_that_wait_are_served_in_the_order_they_came() -> None:
-    def program() -> list[float]:
+def test_asking_for_a_chain_lets_the_others_go_on() -> None:
+    def program() -> list[bool]:
         group = open_group()
-        if group.rank == 0:
-            tensors = [torch.zeros(1) for _ in range(3)]
-            pending = [group.recv(x, 1, 0, T) for x in tensors]
-            for each in reversed(pending):
-                group.finish(each, T)
-            return [x.item() for x in tensors]
-        for value in (1.0, 2.0, 3.0):
-            group.send(torch.tensor([value]), 0, 0, T)
-        return []
+        asked = []
+        chain = Chain([group.barrier(T), group.barrier(T)])
+        while not asked or not asked[-1]:
+            asked.append(group.is_finished(chain))
+            assert len(asked) < 10
+        return asked
 
-    assert simulate(program, 2)[0] == [1.0, 2.0, 3.0]
+    assert simulate(program, 3)[0] == [True]
 
 
-def test_receive_from_any_rank_tells_the_source() -> None:
-    def program() -> list[tuple[int, float]]:
-        group = open_group()
-        if group.rank != 2:
-            group.finish(group.send(torch.tensor([float(group.rank)]), 2, 0, T), T)
-            return []
-        received = []
-        for _ in range(3):
-            x = torch.zeros(1)
-            pending = group.recv(x, None, 0, T)
-            group.finish(pending, T)
-            received.append((group.source(pending), x.item()))
-        return received
-
-    assert simulate(program, 4)[2] == [(0, 0.0), (1, 1.0), (3, 3.0)]
-
-
-def test_messages_to_oneself() -> None:
-    def program() -> list[float]:
-        group = open_group()
-        x, y = torch.zeros(1), torch.zeros(1)
-        early = group.recv(x, group.rank, 5, T)
-        group.send(torch.tensor([1.0 + group.rank]), group.rank, 5, T)
-        group.send(torch.tensor([9.0]), group.rank, 6, T)
-        group.finish(group.recv(y, None, 6, T), T)
-        group.finish(early, T)
-        assert group.source(early) == group.rank
-        return [x.item(), y.item()]
-
-    assert simulate(program, 2) == [[1.0, 9.0], [2.0, 9.0]]
-
-
-def test_only_a_receive_has_a_source() -> None:
+def test_a_chain_fails_as_its_part_does() -> None:
     def program() -> None:
         group = open_group()
-        pending = group.barrier(T)
-        group.finish(pending, T)
-        with pytest.raises(WireFailure, match="only a receive has a source"):
-            group.source(pending)
+        chain = Chain([group.barrier(T), group.broadcast(torch.ones(1), group.rank, T)])
+        with pytest.raises(AgreementError, match="disagree about their collective 2"):
+            group.finish(chain, T)
 
     simulate(program, 2)
 
 
-def test_a_message_that_does_not_fit_is_told_to_the_receiver() -> None:
-    def program() -> str:
+def test_verbs_made_of_others_run_here_too() -> None:
+    def program() -> list[Any]:
         group = open_group()
-        if group.rank == 0:
-            group.send(torch.zeros(3), 1, 4, T)
-            group.send(torch.ones(2), 1, 4, T)
-            return ""
-        with pytest.raises(AgreementError) as caught:
-            group.finish(group.recv(torch.zeros(2, dtype=torch.int64), 0, 4, T), T)
-        x = torch.zeros(2)
-        group.finish(group.recv(x, 0, 4, T), T)
-        assert x.tolist() == [1.0, 1.0]
-        return str(caught.value)
+        mine = torch.arange(4.0) + group.rank
+        block, outputs = torch.zeros(2), [torch.zeros(2), torch.zeros(2)]
+        started = [
+            fallbacks.reduce_scatter(group, block, mine, ReduceOp.SUM, T),
+            fallbacks.all_to_all(group, outputs, list(mine.split(2)), T),
+            fallbacks.all_reduce_by_gathering(group, mine, ReduceOp.MAX, T),
+        ]
+        for each in started:
+            group.finish(each, T)
+        return [block.tolist(), [x.tolist() for x in outputs], mine.tolist()]
 
-    text = re.sub(r"at \S+:\d+", "at LINE", simulate(program, 2)[1])
-    assert text == (
-        "a message does not fit the tensor that receives it\n"
-        "  where:    tag 4 over ranks 0-1\n"
-        "  expected: equal dtype and number of elements on both sides\n"
-        "  found:    rank 0: send of 3 float32 at LINE\n"
-        "            rank 1: recv of 2 int64 at LINE\n"
-        "  fix:      receive into a tensor like the one that is sent, or give messages of "
-        "different kinds different tags"
-    )
+    first, second = simulate(program, 2)
+    assert first == [[1.0, 3.0], [[0.0, 1.0], [1.0, 2.0]], [1.0, 2.0, 3.0, 4.0]]
+    assert second == [[5.0, 7.0], [[2.0, 3.0], [3.0, 4.0]], [1.0, 2.0, 3.0, 4.0]]
 
 
-# ---- disagreement, deadlock, abort -------------------------------------------------------------
-
-
-def line_of(function: Callable[..., Any], offset: int) -> str:
-    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
-
-
-def test_members_that_disagree_all_raise_the_same() -> None:
-    def program() -> str:
-        group = open_group()
-        x = torch.ones(4)
-        if group.rank == 2:
-            pending = group.broadcast(x, 0, T)
-        else:
-            pending = group.all_reduce(x, ReduceOp.SUM, T)
-        with pytest.raises(AgreementError) as caught:
-            group.finish(pending, T)
-        assert x.tolist() == [1.0] * 4
-        group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)  # the next one counts alike
-        assert x.tolist() == [4.0] * 4
-        return str(caught.value)
-
-    texts = simulate(program, 4)
-    assert texts == [texts[0]] * 4
-    assert texts[0] == (
-        "the members of a group disagree about their collective 1\n"
-        "  where:    ranks 0-3; no data was moved\n"
-        "  expected: the same verb, dtype, number of elements, op and root on every member\n"
-        f"  found:    ranks 0-1: all_reduce(SUM) of 4 float32 at {line_of(program, 6)}\n"
-        f"            rank 2: broadcast(from rank 0) of 4 float32 at {line_of(program, 4)}\n"
-        "            rank 3: not there yet\n"
-        "  fix:      make every member call the same verbs in the same order, on equal tensors"
-    )
-
-
-@pytest.mark.parametrize(
-    ("calls", "shown"),
-    [
-        (lambda g: g.all_reduce(torch.ones(2 + g.rank), ReduceOp.SUM, T), "3 float32"),
-        (lambda g: g.all_reduce(torch.ones(2), (ReduceOp.SUM, ReduceOp.MAX)[g.rank], T), "(MAX)"),
-        (lambda g: g.broadcast(torch.ones(2), g.rank, T), "(from rank 1)"),
-        (
-            lambda g: g.broadcast(torch.ones(2, dtype=(torch.int8, torch.int16)[g.rank]), 0, T),
-            "2 int16",
-        ),
-        (lambda g: g.barrier(T) if g.rank else g.all_reduce(torch.ones(2), ReduceOp.SUM, T), "bar"),
-    ],
-    ids=["count", "op", "root", "dtype", "verb"],
-)
-def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: str) -> None:
-    def program() -> None:
-        group = open_group()
-        with pytest.raises(AgreementError) as caught:
-            group.finish(calls(group), T)
-        assert shown in (caught.value.found or "").splitlines()[1]
-
-    simulate(program, 2)
-
-
-def test_deadlock_tells_what_every_rank_waits_for() -> None:
-    def program() -> str:
-        group = open_group()
-        rank = group.rank
-        if rank == 3:
-            return ""
-        try:
-            if rank == 0:
-                group.finish(group.recv(torch.zeros(2), 3, 7, T), T)
-            elif rank == 1:
-                PrefixStore("p", get_world().store).get("never")
-            else:
-                pending = group.all_reduce(torch.zeros(2), ReduceOp.MAX, T)
-                group.finish(pending, T)
-        except DeadlockError as error:
-            return str(error)
-        return "no deadlock"
-
-    texts = simulate(program, 5)
-    assert texts == [texts[0]] * 3 + ["", texts[0]]
-    assert texts[0] == (
-        "deadlock: no simulated rank can go on\n"
-        "  where:    5 simulated ranks, one at a time\n"
-        "  expected: at least one rank that waits for nobody\n"
-        "  found:    rank 0: waits in recv from rank 3, tag 7, over ranks 0-4, called at "
-        f"{line_of(program, 7)}\n"
-        f"            rank 1: waits in store.get('p/never'), called at {line_of(program, 9)}\n"
-        "            ranks 2, 4: waits in all_reduce(MAX) of 2 float32 for ranks 0-1, 3; "
-        f"collective 1 over ranks 0-4, called at {line_of(program, 11)}\n"
-        "            rank 3: returned\n"
-        "  fix:      make every member call the same verbs in the same order, give every receive "
-        "its send, and set every key that a rank waits for"
-    )
-
-
-def test_asking_in_vain_without_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshdist.wires.turns._MOST_VAIN_POLLS", 100)
-
-    def program() -> None:
-        group = open_group()
-        if group.rank == 0:
-            pending = group.barrier(T)
-            while not group.is_finished(pending):
-                pass
-        else:
-            while not get_world().store.check(["never"]):
-                pass
-
-    with pytest.raises(DeadlockError) as caught:
-        simulate(program, 2)
-    rank_0, rank_1 = (caught.value.found or "").splitlines()
-    assert rank_0.startswith("rank 0: waits in barrier for rank 1; collective 1 over ranks 0-1")
-    assert rank_1.startswith("rank 1: waits in store.check(['never']), called at ")
-
-
-def test_a_call_site_is_the_line_of_the_program_below_torch() -> None:
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-            ctx.group = group
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            ctx.group.finish(ctx.group.recv(grad, 0, 0, T), T)
-
-    def program() -> None:
-        Waits.apply(torch.ones(1, requires_grad=True), open_group()).backward()
-
-    with pytest.raises(DeadlockError) as caught:
-        simulate(program, 1)
-    assert line_of(Waits.backward, 2) in str(caught.value)
+# ---- abort, end, opening ------------------------------------------------------------------------
 
 
 def test_abort_frees_all_members() -> None:

@@ -1,0 +1,411 @@
+"""How members of one process meet: messages, disagreements, deadlocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import PrefixStore
+
+from meshdist.errors import AgreementError, DeadlockError
+from meshdist.mesh.simulation import simulate
+from meshdist.reduce_ops import ReduceOp
+from meshdist.runtime.world import get_world
+from meshdist.wires.base import WireFailure
+from tests.wires.samples import T, open_group
+
+# ---- point to point ----------------------------------------------------------------------------
+
+
+def test_messages_keep_their_order_by_source_and_tag() -> None:
+    def program() -> list[float]:
+        group = open_group()
+        if group.rank == 0:
+            for value, tag in ((1.0, 7), (2.0, 8), (3.0, 7), (4.0, 8)):
+                x = torch.tensor([value])
+                group.finish(group.send(x, 1, tag, T), T)
+                x.fill_(-1.0)  # a finished send leaves its tensor free
+            return []
+        received = []
+        for tag in (8, 7, 7, 8):
+            x = torch.zeros(1)
+            group.finish(group.recv(x, 0, tag, T), T)
+            received.append(x.item())
+        return received
+
+    assert simulate(program, 2)[1] == [2.0, 1.0, 3.0, 4.0]
+
+
+def test_receives_that_wait_are_served_in_the_order_they_came() -> None:
+    def program() -> list[float]:
+        group = open_group()
+        if group.rank == 0:
+            tensors = [torch.zeros(1) for _ in range(3)]
+            pending = [group.recv(x, 1, 0, T) for x in tensors]
+            for each in reversed(pending):
+                group.finish(each, T)
+            return [x.item() for x in tensors]
+        for value in (1.0, 2.0, 3.0):
+            group.send(torch.tensor([value]), 0, 0, T)
+        return []
+
+    assert simulate(program, 2)[0] == [1.0, 2.0, 3.0]
+
+
+def test_receive_from_any_rank_tells_the_source() -> None:
+    def program() -> list[tuple[int, float]]:
+        group = open_group()
+        if group.rank != 2:
+            group.finish(group.send(torch.tensor([float(group.rank)]), 2, 0, T), T)
+            return []
+        received = []
+        for _ in range(3):
+            x = torch.zeros(1)
+            pending = group.recv(x, None, 0, T)
+            group.finish(pending, T)
+            received.append((group.source(pending), x.item()))
+        return received
+
+    assert simulate(program, 4)[2] == [(0, 0.0), (1, 1.0), (3, 3.0)]
+
+
+def test_messages_to_oneself() -> None:
+    def program() -> list[float]:
+        group = open_group()
+        x, y = torch.zeros(1), torch.zeros(1)
+        early = group.recv(x, group.rank, 5, T)
+        group.send(torch.tensor([1.0 + group.rank]), group.rank, 5, T)
+        group.send(torch.tensor([9.0]), group.rank, 6, T)
+        group.finish(group.recv(y, None, 6, T), T)
+        group.finish(early, T)
+        assert group.source(early) == group.rank
+        return [x.item(), y.item()]
+
+    assert simulate(program, 2) == [[1.0, 9.0], [2.0, 9.0]]
+
+
+def test_only_a_receive_has_a_source() -> None:
+    def program() -> None:
+        group = open_group()
+        pending = group.barrier(T)
+        group.finish(pending, T)
+        with pytest.raises(WireFailure, match="only a receive has a source"):
+            group.source(pending)
+
+    simulate(program, 2)
+
+
+def test_a_message_that_does_not_fit_is_told_to_the_receiver() -> None:
+    def program() -> str:
+        group = open_group()
+        if group.rank == 0:
+            group.send(torch.zeros(3), 1, 4, T)
+            group.send(torch.ones(2), 1, 4, T)
+            return ""
+        with pytest.raises(AgreementError) as caught:
+            group.finish(group.recv(torch.zeros(2, dtype=torch.int64), 0, 4, T), T)
+        x = torch.zeros(2)
+        group.finish(group.recv(x, 0, 4, T), T)
+        assert x.tolist() == [1.0, 1.0]
+        return str(caught.value)
+
+    text = re.sub(r"at \S+:\d+", "at LINE", simulate(program, 2)[1])
+    assert text == (
+        "a message does not fit the tensor that receives it\n"
+        "  where:    tag 4 over ranks 0-1\n"
+        "  expected: equal dtype and number of elements on both sides\n"
+        "  found:    rank 0: send of 3 float32 at LINE\n"
+        "            rank 1: recv of 2 int64 at LINE\n"
+        "  fix:      receive into a tensor like the one that is sent, or give messages of "
+        "different kinds different tags"
+    )
+
+
+# ---- disagreement and deadlock -------------------------------------------------------------
+
+
+def ones(*counts: int) -> list[torch.Tensor]:
+    return [torch.ones(count) for count in counts]
+
+
+def line_of(function: Callable[..., Any], offset: int) -> str:
+    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
+
+
+def test_members_that_disagree_all_raise_the_same() -> None:
+    def program() -> str:
+        group = open_group()
+        x = torch.ones(4)
+        if group.rank == 2:
+            pending = group.broadcast(x, 0, T)
+        else:
+            pending = group.all_reduce(x, ReduceOp.SUM, T)
+        with pytest.raises(AgreementError) as caught:
+            group.finish(pending, T)
+        assert x.tolist() == [1.0] * 4
+        group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)  # the next one counts alike
+        assert x.tolist() == [4.0] * 4
+        return str(caught.value)
+
+    texts = simulate(program, 4)
+    assert texts == [texts[0]] * 4
+    assert texts[0] == (
+        "the members of a group disagree about their collective 1\n"
+        "  where:    ranks 0-3; no data was moved\n"
+        "  expected: the same verb, dtype, number of elements, op and root on every member\n"
+        f"  found:    ranks 0-1: all_reduce(SUM) of 4 float32 at {line_of(program, 6)}\n"
+        f"            rank 2: broadcast(from rank 0) of 4 float32 at {line_of(program, 4)}\n"
+        "            rank 3: not there yet\n"
+        "  fix:      make every member call the same verbs in the same order, on equal tensors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        (lambda g: g.all_reduce(torch.ones(2 + g.rank), ReduceOp.SUM, T), "3 float32"),
+        (lambda g: g.all_reduce(torch.ones(2), (ReduceOp.SUM, ReduceOp.MAX)[g.rank], T), "(MAX)"),
+        (lambda g: g.broadcast(torch.ones(2), g.rank, T), "(from rank 1)"),
+        (
+            lambda g: g.broadcast(torch.ones(2, dtype=(torch.int8, torch.int16)[g.rank]), 0, T),
+            "2 int16",
+        ),
+        (lambda g: g.barrier(T) if g.rank else g.all_reduce(torch.ones(2), ReduceOp.SUM, T), "bar"),
+        (lambda g: g.reduce(torch.ones(2), ReduceOp.SUM, g.rank, T), "reduce(SUM, to rank 1)"),
+        (
+            lambda g: g.gather(ones(2, 2), ones(2 + g.rank)[0], 0, T),
+            "gather(to rank 0) of 3 float32",
+        ),
+        (lambda g: g.scatter(ones(2 + g.rank)[0], ones(2, 2), 0, T), "(from rank 0) of 3 float32"),
+        (
+            lambda g: g.all_reduce_list([torch.ones(2), torch.ones(1 + g.rank)], ReduceOp.SUM, T),
+            "all_reduce_list(SUM) of [2, 2] float32",
+        ),
+        (
+            lambda g: g.all_reduce_list(
+                [torch.ones(2), torch.ones(1, dtype=(torch.int8, torch.int16)[g.rank])],
+                ReduceOp.SUM,
+                T,
+            ),
+            "all_reduce_list(SUM) of [2 float32, 1 int16]",
+        ),
+        (
+            lambda g: g.all_to_all(
+                [torch.ones(1)] * 2, [torch.ones(1, dtype=(torch.int8, torch.int16)[g.rank])] * 2, T
+            ),
+            "all_to_all of [1, 1] int16, taking [1, 1]",
+        ),
+    ],
+    ids=[
+        "count",
+        "op",
+        "root",
+        "dtype",
+        "verb",
+        "reduce",
+        "gather",
+        "scatter",
+        "list",
+        "mixed list",
+        "all_to_all",
+    ],
+)
+def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: str) -> None:
+    def program() -> None:
+        group = open_group()
+        with pytest.raises(AgreementError) as caught:
+            group.finish(calls(group), T)
+        assert shown in (caught.value.found or "").splitlines()[1]
+
+    simulate(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "pair", "shown"),
+    [
+        (
+            lambda g: g.all_to_all(ones(2, 2, 2), ones(2, 2, 3 if g.rank == 1 else 2), T),
+            "rank 1 sends 3 to rank 2, which takes 2",
+            "rank 1: all_to_all of [2, 2, 3] float32, taking [2, 2, 2]",
+        ),
+        (
+            lambda g: g.all_to_all_single(
+                *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2], T
+            ),
+            "rank 0 sends 1 to itself, and takes 2",
+            "rank 0: all_to_all_single of [1, 2, 3] float32, taking [2, 2, 2]",
+        ),
+        (
+            lambda g: g.all_gather_list(
+                ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0], T
+            ),
+            "rank 2 sends 3 to rank 0, which takes 4",
+            "rank 0: all_gather_list of 1 float32, taking [1, 2, 4]",
+        ),
+        (
+            lambda g: g.reduce_scatter_list(
+                ones(g.rank)[0], ones(0, 1, 5 if g.rank == 1 else 2), ReduceOp.SUM, T
+            ),
+            "rank 1 sends 5 to rank 2, which takes 2",
+            "rank 1: reduce_scatter_list(SUM) of [0, 1, 5] float32, taking 1",
+        ),
+        (
+            lambda g: g.gather(ones(2, 2, 1) if g.rank == 0 else [], ones(2)[0], 0, T),
+            "rank 2 sends 2 to rank 0, which takes 1",
+            "rank 0: gather(to rank 0) of 2 float32, taking [2, 2, 1]",
+        ),
+        (
+            lambda g: g.scatter(ones(2)[0], ones(2, 3, 2) if g.rank == 0 else [], 0, T),
+            "rank 0 sends 3 to rank 1, which takes 2",
+            "rank 0: scatter(from rank 0) of 2 float32, sending [2, 3, 2]",
+        ),
+    ],
+    ids=[
+        "all_to_all",
+        "all_to_all_single",
+        "all_gather_list",
+        "reduce_scatter_list",
+        "gather",
+        "scatter",
+    ],
+)
+def test_a_pair_that_disagrees_about_its_sizes_is_named(
+    call: Callable[[Any], Any], pair: str, shown: str
+) -> None:
+    def program() -> str:
+        group = open_group()
+        with pytest.raises(AgreementError) as caught:
+            group.finish(call(group), T)
+        group.finish(group.barrier(T), T)  # the next one counts alike
+        return str(caught.value)
+
+    texts = simulate(program, 3)
+    assert texts == [texts[0]] * 3
+    assert f"  found:    {pair}\n" in texts[0]
+    assert f" {shown} at {__file__}:" in texts[0]
+
+
+def test_sizes_that_disagree_as_a_whole() -> None:
+    def program() -> tuple[str, list[list[float]]]:
+        group = open_group(title="axis 'tp'")
+        outputs = [torch.full((count,), -1.0) for count in (2, 3)]
+        with pytest.raises(AgreementError) as caught:
+            group.finish(group.all_to_all(outputs, ones(2, 2), T), T)
+        return str(caught.value), [x.tolist() for x in outputs]
+
+    line = line_of(program, 4)
+    (text, kept), (other, _) = simulate(program, 2)
+    assert kept == [[-1.0] * 2, [-1.0] * 3]
+    assert text == other
+    assert text == (
+        "the members of a group disagree about their collective 1\n"
+        "  where:    axis 'tp' (ranks 0-1); no data was moved\n"
+        "  expected: what a member sends to another is what that one takes from it\n"
+        "  found:    rank 1 sends 2 to rank 0, which takes 3\n"
+        f"            ranks 0-1: all_to_all of [2, 2] float32, taking [2, 3] at {line}\n"
+        "  fix:      give each output as many elements as its source sends; where a member cannot "
+        "know them, exchange the sizes first"
+    )
+
+
+def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
+    calls: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda g: g.gather(ones(4, 4, 4, 4), ones(4)[0], 0, T), "gather(to rank 0) of 4 float32"),
+        (lambda g: g.scatter(ones(2)[0], [], 3, T), "scatter(from rank 3) of 2 float32"),
+        (lambda g: g.reduce(ones(2)[0], ReduceOp.MAX, 0, T), "reduce(MAX, to rank 0) of 2 float32"),
+        (
+            lambda g: g.all_to_all(ones(1, 1, 0, 2), ones(1, 1, 3, 4), T),
+            "all_to_all of [1, 1, 3, 4] float32, taking [1, 1, 0, 2]",
+        ),
+    ]
+    for call, text in calls:
+
+        def program(call: Callable[[Any], Any] = call) -> str:
+            group = open_group(title="axis 'tp'")
+            group.finish(group.barrier(T), T)
+            if group.rank > 1:
+                return ""
+            with pytest.raises(DeadlockError) as caught:
+                group.finish(call(group), T)
+            return caught.value.found or ""
+
+        found = simulate(program, 4)[0]
+        assert f"waits in {text} for ranks " in found
+        assert "ranks 2-3; collective 2 over axis 'tp' (ranks 0-3), called at " in found
+
+
+def test_deadlock_tells_what_every_rank_waits_for() -> None:
+    def program() -> str:
+        group = open_group()
+        rank = group.rank
+        if rank == 3:
+            return ""
+        try:
+            if rank == 0:
+                group.finish(group.recv(torch.zeros(2), 3, 7, T), T)
+            elif rank == 1:
+                PrefixStore("p", get_world().store).get("never")
+            else:
+                pending = group.all_reduce(torch.zeros(2), ReduceOp.MAX, T)
+                group.finish(pending, T)
+        except DeadlockError as error:
+            return str(error)
+        return "no deadlock"
+
+    texts = simulate(program, 5)
+    assert texts == [texts[0]] * 3 + ["", texts[0]]
+    assert texts[0] == (
+        "deadlock: no simulated rank can go on\n"
+        "  where:    5 simulated ranks, one at a time\n"
+        "  expected: at least one rank that waits for nobody\n"
+        "  found:    rank 0: waits in recv from rank 3, tag 7, over ranks 0-4, called at "
+        f"{line_of(program, 7)}\n"
+        f"            rank 1: waits in store.get('p/never'), called at {line_of(program, 9)}\n"
+        "            ranks 2, 4: waits in all_reduce(MAX) of 2 float32 for ranks 0-1, 3; "
+        f"collective 1 over ranks 0-4, called at {line_of(program, 11)}\n"
+        "            rank 3: returned\n"
+        "  fix:      make every member call the same verbs in the same order, give every receive "
+        "its send, and set every key that a rank waits for"
+    )
+
+
+def test_asking_in_vain_without_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshdist.wires.turns._MOST_VAIN_POLLS", 100)
+
+    def program() -> None:
+        group = open_group()
+        if group.rank == 0:
+            pending = group.barrier(T)
+            while not group.is_finished(pending):
+                pass
+        else:
+            while not get_world().store.check(["never"]):
+                pass
+
+    with pytest.raises(DeadlockError) as caught:
+        simulate(program, 2)
+    rank_0, rank_1 = (caught.value.found or "").splitlines()
+    assert rank_0.startswith("rank 0: waits in barrier for rank 1; collective 1 over ranks 0-1")
+    assert rank_1.startswith("rank 1: waits in store.check(['never']), called at ")
+
+
+def test_a_call_site_is_the_line_of_the_program_below_torch() -> None:
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+            ctx.group = group
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            ctx.group.finish(ctx.group.recv(grad, 0, 0, T), T)
+
+    def program() -> None:
+        Waits.apply(torch.ones(1, requires_grad=True), open_group()).backward()
+
+    with pytest.raises(DeadlockError) as caught:
+        simulate(program, 1)
+    assert line_of(Waits.backward, 2) in str(caught.value)
