@@ -91,6 +91,7 @@ def simulate(
         with world_here(world):
             try:
                 result = fn(*own_args, **own_kwargs)
+                scheduler.ranks[rank].run_errands()  # callbacks of futures nobody waited for
             except BaseException:
                 with suppress(Exception):  # the rank's own exception is the one to tell
                     world.close()

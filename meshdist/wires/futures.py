@@ -253,7 +253,7 @@ def _collect_all(futures: Sequence[Any]) -> Any:
 
 
 class _Collection:
-    """Futures that are completed together: the value is their list."""
+    """Futures as one: its value is their list, or the first error among them, as torch has it."""
 
     def __init__(self, futures: list[Any]) -> None:
         devices: set[torch.device] = set()
@@ -267,7 +267,14 @@ class _Collection:
 
     def _count(self, _: object) -> None:
         self._num_missing -= 1
-        if self._num_missing == 0:
+        if self._num_missing:
+            return
+        try:
+            for future in self.futures:
+                future.wait()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
             self.future.set_result(self.futures)
 
     def _pull(self) -> None:

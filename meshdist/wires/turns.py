@@ -259,7 +259,7 @@ class Rank:
             self.run_errands()
 
     def watch(self, errand: Errand) -> None:
-        """Run ``errand`` when it is due: after one of this rank's waits, or at its end."""
+        """Run ``errand`` when it is due, after one of this rank's waits."""
         self._errands.append(errand)
 
     def run_errands(self) -> None:
@@ -404,9 +404,7 @@ class Scheduler(Generic[T]):
             # A context of its own, and the backward on this thread on every device: the engine's
             # device threads serve all ranks, and one that waits in a verb would stop them all.
             with torch.autograd.set_multithreading_enabled(False):
-                context = contextvars.Context()
-                self._results[rank.index] = context.run(body, rank.index)
-                context.run(rank.run_errands)
+                self._results[rank.index] = contextvars.Context().run(body, rank.index)
             rank.ending = "returned"
         except RankReleased:
             rank.ending = "was released"

@@ -1,14 +1,17 @@
-"""A verb in flight, over a communicator that finishes when the test says so."""
+"""A verb in flight, over a communicator that finishes when the test says so, and over real ones."""
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
+from torch._C._distributed_c10d import WorkResult
 
-from meshdist.errors import BackendError
-from meshdist.wires.base import WireFailure
+import meshdist as md
+from meshdist.errors import BackendError, CollectiveTimeoutError
+from meshdist.wires.base import WireFailure, WireTimeout
 from meshdist.wires.work import Work
 
 
@@ -17,13 +20,16 @@ class Hand:
 
     def __init__(self) -> None:
         self.is_done = False
-        self.failure: WireFailure | None = None
+        self.failure: Exception | None = None
         self.waited: list[timedelta] = []
+        self.lasts_s = 0.0
 
     def finish(self, pending: object, timeout: timedelta) -> None:
         self.waited.append(timeout)
         if self.failure is not None:
             raise self.failure
+        if self.lasts_s > timeout.total_seconds():
+            raise WireTimeout("not in time")
         self.is_done = True
 
     def is_finished(self, pending: object) -> bool:
@@ -35,22 +41,32 @@ class Hand:
         raise WireFailure("only a receive has a source")
 
 
-def work_of(hand: Hand, pending: str = "verb", settled: list | None = None) -> Work:
+def explain(failure: WireFailure) -> Exception:
+    late = isinstance(failure, WireTimeout)
+    return (CollectiveTimeoutError if late else BackendError)(f"explained: {failure}")
+
+
+def work_of(
+    hand: Hand,
+    pending: str = "verb",
+    settle=None,
+    timeout_s: float = 9.0,
+    is_transfer: bool = False,
+) -> Work:
     x = torch.ones(2)
-    settle = None if settled is None else lambda: settled.append(1)
-    return Work(
-        hand,
-        pending,
-        timedelta(seconds=9),
-        lambda failure: BackendError(f"explained: {failure}"),
-        lambda: [x],
-        settle,
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return Work(hand, pending, timeout, explain, lambda: [x], settle, is_transfer=is_transfer)
+
+
+def broken_hand() -> Hand:
+    hand = Hand()
+    hand.failure, hand.is_done = WireFailure("cut"), True
+    return hand
 
 
 def test_waiting_settles_once_and_zero_means_the_groups_timeout() -> None:
     hand, settled = Hand(), []
-    work = work_of(hand, settled=settled)
+    work = work_of(hand, settle=lambda: settled.append(1))
     assert not work.is_completed() and not work.is_success()
     assert work.wait() is True and work.wait(timedelta(seconds=1)) is True
     work.synchronize()
@@ -76,6 +92,27 @@ def test_a_failure_is_explained_and_raised_at_every_wait() -> None:
     assert isinstance(work.exception(), BackendError)
 
 
+def test_a_result_that_cannot_be_brought_home_is_the_verbs_failure() -> None:
+    def settle() -> None:
+        raise RuntimeError("no room")
+
+    work = work_of(Hand(), settle=settle)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no room"):
+            work.wait()
+    assert not work.is_success()
+
+
+def test_another_exception_in_a_wait_does_not_end_the_verb() -> None:
+    hand = Hand()
+    hand.failure = KeyboardInterrupt()
+    work = work_of(hand)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    hand.failure = None
+    assert not work.is_completed() and work.wait() is True
+
+
 def test_result_waits() -> None:
     hand = Hand()
     (x,) = work_of(hand).result()
@@ -90,6 +127,50 @@ def test_source_rank_of_receives_alone() -> None:
     assert isinstance(caught.value, RuntimeError)  # as in torch
 
 
+def test_transfers_have_no_future() -> None:
+    work = work_of(Hand(), "recv", is_transfer=True)
+    for ask in (work.get_future, work.get_future_result):
+        with pytest.raises(BackendError, match="a send or a receive has no future") as caught:
+            ask()
+        assert "call wait() or is_completed()" in caught.value.fix
+
+
+def test_a_work_cannot_be_boxed() -> None:
+    with pytest.raises(BackendError, match="cannot be boxed") as caught:
+        work_of(Hand()).boxed()
+    assert "get_future()" in caught.value.fix
+    with pytest.raises(BackendError, match="no box holds a Work of meshdist") as caught:
+        Work.unbox(3)
+    assert caught.value.found == "int"
+
+
+def test_no_stream_waits_for_the_cpu() -> None:
+    hand = Hand()
+    with pytest.raises(BackendError, match="no stream can be made to wait") as caught:
+        work_of(hand).block_current_stream()
+    assert "call wait()" in caught.value.fix and hand.waited == []
+
+
+@pytest.mark.gpu
+def test_streams_come_after_the_verb_wherever_it_was_waited_for_first() -> None:
+    x = torch.zeros(1 << 20, device="cuda")
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def settle() -> None:
+        torch.cuda._sleep(50_000_000)
+        x.fill_(1.0)
+
+    hand = Hand()
+    work = Work(hand, "verb", timedelta(seconds=9), explain, lambda: [x], settle)
+    with torch.cuda.stream(first):
+        work.wait()
+    with torch.cuda.stream(second):
+        work.block_current_stream()
+        total = x.sum()
+        assert work.get_future().wait()[0] is x
+    assert total.item() == x.numel()
+
+
 def test_the_future_chains_and_carries_errors() -> None:
     hand = Hand()
     future = work_of(hand).get_future()
@@ -98,18 +179,29 @@ def test_the_future_chains_and_carries_errors() -> None:
     assert doubled.wait().tolist() == [3.0, 3.0]
     assert hand.is_done and future.done()
 
-    broken = Hand()
-    broken.failure = WireFailure("cut")
     with pytest.raises(RuntimeError, match="explained: cut"):
-        work_of(broken).get_future().then(lambda done: done.value()).wait()
+        work_of(broken_hand()).get_future().then(lambda done: done.value()).wait()
 
 
-def test_a_callback_of_the_future_runs_when_it_is_resolved() -> None:
-    seen = []
-    future = work_of(Hand()).get_future()
-    future.add_done_callback(lambda done: seen.append(done.value()[0].tolist()))
-    future.wait()
-    assert seen == [[1.0, 1.0]]
+def test_a_work_has_one_future() -> None:
+    work = work_of(Hand())
+    assert work.get_future() is work.get_future()
+
+
+def test_a_future_asked_for_afterwards_is_done() -> None:
+    work = work_of(Hand())
+    work.wait()
+    assert torch.futures.wait_all([work.get_future()])[0][0].tolist() == [1.0, 1.0]
+
+
+def test_waiting_for_the_work_completes_its_future_in_this_thread() -> None:
+    work, seen = work_of(Hand()), []
+    future = work.get_future()
+    future.add_done_callback(lambda done: seen.append(threading.current_thread()))
+    chained = future.then(lambda done: 5)
+    work.wait()
+    assert seen == [threading.current_thread()]
+    assert torch._C.Future.done(chained) and chained.value() == 5
 
 
 def test_a_future_is_done_when_its_verb_is_though_nobody_has_waited() -> None:
@@ -118,4 +210,151 @@ def test_a_future_is_done_when_its_verb_is_though_nobody_has_waited() -> None:
     chained = future.then(lambda done: seen.append(done.value()))
     assert not future.done() and not chained.done() and hand.waited == []
     hand.is_done = True
+    torch._C.Future.wait(chained)  # as C++ waits: asks nobody
     assert chained.done() and future.done() and len(seen) == 1
+
+
+def test_the_outcome_as_a_future() -> None:
+    late = Hand()
+    late.failure, late.is_done = WireTimeout("late"), True
+    codes = [work_of(hand).get_future_result().wait() for hand in (Hand(), broken_hand(), late)]
+    expected = [WorkResult.SUCCESS, WorkResult.COMM_ERROR, WorkResult.TIMEOUT]
+    assert codes == [int(code) for code in expected] == [0, 2, 1]
+
+
+def test_a_future_that_nobody_waits_for_fails_at_the_timeout() -> None:
+    hand = Hand()
+    hand.lasts_s = 1000.0
+    work = work_of(hand, timeout_s=0.05)
+    future = work.get_future()
+    with pytest.raises(CollectiveTimeoutError, match=r"explained: not finished after 0\.05 s"):
+        torch._C._collect_all([future]).wait()
+    assert hand.waited == [timedelta(milliseconds=1)]
+    assert isinstance(work.exception(), CollectiveTimeoutError)
+
+
+def test_an_unforeseen_error_of_a_wire_arrives_in_the_future() -> None:
+    hand = Hand()
+    hand.failure, hand.is_done = ZeroDivisionError("a wire's mistake"), True
+    future = work_of(hand).get_future()
+    with pytest.raises(ZeroDivisionError, match="a wire's mistake"):
+        torch._C._collect_all([future]).wait()
+
+    waited = work_of(hand)
+    with pytest.raises(ZeroDivisionError):
+        waited.get_future().wait()
+    assert isinstance(waited.exception(), ZeroDivisionError)
+
+
+def test_many_threads_end_a_verb_once() -> None:
+    hand, settled = Hand(), []
+    work = work_of(hand, settle=lambda: settled.append(1))
+    future = work.get_future()
+    ready = threading.Barrier(8)
+
+    def wait() -> None:
+        ready.wait()
+        future.wait()
+        work.wait()
+
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert settled == [1] and len(hand.waited) == 1
+
+
+def collected() -> tuple:
+    """Futures of two verbs, taken every way that torch offers."""
+    rank = md.get_rank()
+    x, y, z = (torch.full((2,), rank + value) for value in (1.0, 10.0, 100.0))
+    seen: list = []
+    futures = [md.all_reduce(t, async_op=True).get_future() for t in (x, y, z)]
+    futures[2].add_done_callback(lambda done: seen.append(done.value()[0].tolist()))
+    both = torch.futures.collect_all(futures[:2]).wait()
+    sums = [future.value()[0].tolist() for future in both]
+    (halved,) = torch.futures.wait_all([futures[2].then(lambda done: done.value()[0] / 2)])
+    later = torch.futures.collect_all(futures).then(lambda done: len(done.value()))
+    code = md.barrier(async_op=True).get_future_result()
+    return sums, halved.tolist(), seen, later.wait(), torch.futures.wait_all([code])
+
+
+@pytest.mark.parametrize("wire", ["simulated", "gloo"])
+def test_futures_are_collected_over_real_wires_and_simulated(wire: str, pool) -> None:
+    run = pool.run if wire == "gloo" else md.simulate
+    results = run(collected, 2)
+    assert results == [([[3.0] * 2, [21.0] * 2], [100.5] * 2, [[201.0] * 2], 3, [0])] * 2
+
+
+def unattended() -> list:
+    """Callbacks of a verb that nobody waits for, and other verbs after it."""
+    seen: list = []
+    x = torch.ones(1)
+    md.all_reduce(x, async_op=True).get_future().add_done_callback(lambda _: seen.append(x.item()))
+    if md.get_rank() == 1:
+        md.recv(torch.empty(1), src=0)
+    else:
+        md.send(torch.ones(1), dst=1)
+    md.barrier()
+    md.all_reduce(torch.ones(1))
+    return seen
+
+
+def test_callbacks_run_on_simulated_ranks_after_a_wait() -> None:
+    assert md.simulate(unattended, 2) == [[2.0], [2.0]]
+
+
+def test_callbacks_run_on_simulated_ranks_at_their_end() -> None:
+    seen: list = []
+
+    def program() -> None:
+        rank = md.get_rank()
+        future = md.all_reduce(torch.ones(1), async_op=True).get_future()
+        future.add_done_callback(lambda _: seen.append((rank, md.get_rank())))
+
+    md.simulate(program, 2)
+    assert seen == [(1, 1)]  # rank 0 was over before rank 1 began
+
+
+def test_futures_taken_in_different_orders_do_not_deadlock() -> None:
+    def program() -> list:
+        pairs = [md.new_group([0, 1]), md.new_group([0, 1])]
+        order = (0, 1) if md.get_rank() == 0 else (1, 0)
+        futures = {
+            which: md.all_reduce(
+                torch.full((1,), 1.0 + which), group=pairs[which], async_op=True
+            ).get_future()
+            for which in order
+        }
+        if md.get_rank() == 0:
+            md.send(torch.ones(1), dst=1)
+        else:
+            md.recv(torch.empty(1), src=0)
+        return [t[0].item() for t in torch.futures.wait_all([futures[0], futures[1]])]
+
+    assert md.simulate(program, 2) == [[2.0, 4.0]] * 2
+
+
+def test_a_deadlock_arrives_in_the_future() -> None:
+    def program() -> None:
+        if md.get_rank() == 0:
+            future = md.all_reduce(torch.ones(1), async_op=True).get_future()
+            torch.futures.wait_all([future])
+
+    with pytest.raises(md.DeadlockError, match="no simulated rank can go on"):
+        md.simulate(program, 2)
+
+
+def disagreeing() -> str:
+    x = torch.ones(2 + md.get_rank())
+    try:
+        torch.futures.wait_all([md.all_reduce(x, async_op=True).get_future()])
+    except md.AgreementError as error:
+        return error.summary
+    return "nothing"
+
+
+def test_a_disagreement_arrives_in_the_future() -> None:
+    (first, second) = md.simulate(disagreeing, 2)
+    assert first == second != "nothing"

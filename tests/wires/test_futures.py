@@ -1,0 +1,182 @@
+"""Futures that are completed by need, and the thread that completes the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.wires.futures import Watcher, WorkFuture, collecting_by_need
+
+
+def future_by_need(value: object = 1) -> WorkFuture:
+    """A future that is completed with ``value`` by whoever waits for it."""
+
+    def pull() -> None:
+        if not torch._C.Future.done(future):
+            future.set_result(value)
+
+    future = WorkFuture(pull, lambda: None)
+    return future
+
+
+def test_whoever_waits_completes_it() -> None:
+    future = future_by_need(7)
+    assert isinstance(future, torch.futures.Future) and not future.done()
+    assert future.wait() == 7 and future.done() and future.value() == 7
+
+
+def test_looking_may_complete_it() -> None:
+    future = WorkFuture(lambda: None, lambda: future.set_result(3))
+    assert future.done() and future.value() == 3
+
+
+def test_it_completes_once() -> None:
+    future = future_by_need()
+    future.wait()
+    with pytest.raises(RuntimeError):
+        future.set_result(2)
+
+
+def test_callbacks_run_in_the_order_added_and_at_once_when_late() -> None:
+    future, seen = future_by_need(5), []
+    future.add_done_callback(lambda done: seen.append(("first", done.value())))
+    chained = future.then(lambda done: seen.append(("second", done.value())) or "chained")
+    future.wait()
+    future.add_done_callback(lambda done: seen.append(("late", done.value())))
+    assert seen == [("first", 5), ("second", 5), ("late", 5)]
+    assert chained.wait() == "chained" and future.then(lambda done: 8).value() == 8
+
+
+def test_an_error_is_raised_at_every_wait_and_in_what_follows() -> None:
+    future = WorkFuture(lambda: future.set_exception(ValueError("bad")), lambda: None)
+    chained = future.then(lambda done: done.value())
+    for each in (future, future, chained):
+        with pytest.raises(ValueError, match="bad"):
+            each.wait()
+
+
+def test_a_callbacks_error_is_its_futures() -> None:
+    chained = future_by_need().then(lambda done: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        chained.wait()
+
+
+def test_a_done_callbacks_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    future, seen = future_by_need(), []
+    future.add_done_callback(lambda done: 1 / 0)
+    future.add_done_callback(seen.append)
+    with caplog.at_level(logging.ERROR, "meshdist.futures"):
+        future.wait()
+    assert seen == [future]
+    assert "a callback of a future failed" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_what_is_no_exception_passes_through_and_leaves_nobody_waiting() -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    future, seen = future_by_need(), []
+    chained = future.then(interrupted)
+    future.add_done_callback(seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert seen == [future]
+    with pytest.raises(md.BackendError, match="KeyboardInterrupt ended a future's callback"):
+        chained.wait()
+
+
+def test_what_torch_collects_is_completed_by_need() -> None:
+    original = torch._C._collect_all
+    plain: torch.futures.Future = torch.futures.Future()
+    with collecting_by_need(), collecting_by_need():
+        ours = [future_by_need(n) for n in range(3)]
+        both = torch.futures.collect_all([*ours, plain])
+        assert not both.done()
+        plain.set_result(3)
+        assert [future.value() for future in both.wait()] == [0, 1, 2, 3]
+        again = [future_by_need(1).then(lambda done: done.value() + 1), future_by_need(5)]
+        assert torch.futures.wait_all(again) == [2, 5]
+        assert torch.futures.wait_all([plain]) == [3] and torch.futures.wait_all([]) == []
+    assert torch._C._collect_all is original
+
+
+def test_a_collection_raises_the_first_error_when_all_are_done() -> None:
+    with collecting_by_need():
+        good, bad = future_by_need(), future_by_need().then(lambda done: 1 / 0)
+        both = torch.futures.collect_all([good, bad])
+        with pytest.raises(ZeroDivisionError):
+            both.wait()
+    assert good.done() and both.done()
+
+
+class Errand:
+    """Due when told; notes the thread that runs it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may_run = False
+        self.error = error
+        self.ran_in: list[str] = []
+        self.has_run = threading.Event()
+
+    def is_due(self) -> bool:
+        if self.may_run and self.error is not None:
+            raise self.error
+        return self.may_run
+
+    def run(self) -> None:
+        self.ran_in.append(threading.current_thread().name)
+        self.has_run.set()
+
+
+def test_the_watcher_runs_each_errand_once_when_it_is_due() -> None:
+    watcher, first, second = Watcher(), Errand(), Errand()
+    watcher.watch(first)
+    watcher.watch(second)
+    second.may_run = True
+    assert second.has_run.wait(10) and not first.has_run.is_set()
+    time.sleep(0.02)
+    first.may_run = True
+    assert first.has_run.wait(10)
+    watcher.end()
+    assert first.ran_in == second.ran_in == ["meshdist futures"]
+
+
+def test_the_watcher_outlives_an_errand_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    watcher, bad, good = Watcher(), Errand(ValueError("bad errand")), Errand()
+    bad.may_run = good.may_run = True
+    with caplog.at_level(logging.ERROR, "meshdist.futures"):
+        watcher.watch(bad)
+        watcher.watch(good)
+        assert good.has_run.wait(10)
+    watcher.end()
+    assert "a future could not be completed" in caplog.text and "bad errand" in caplog.text
+
+
+def test_the_interpreter_ends_though_a_verb_is_in_flight() -> None:
+    program = """
+import datetime, torch
+from meshdist.wires.work import Work
+class Never:
+    def is_finished(self, pending): return False
+work = Work(Never(), None, datetime.timedelta(hours=1), None, lambda: [torch.ones(1)])
+work.get_future().add_done_callback(print)
+print("over")
+"""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=dict(os.environ),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+    assert time.monotonic() - began < 50
