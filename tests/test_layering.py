@@ -56,7 +56,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "base",
             "work",
             "mailbox",
+            "stand_ins",
+            "transfers",
             "c10d",
+            "gloo",
             "simulated_store",
             "headers",
             "moving",
@@ -138,7 +141,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 )
 
 # Private attributes of torch's objects that share their name with one of ours.
-TORCH_ATTRIBUTES = {("meshdist.wires.c10d", "_timeout")}  # of a process group's options
+TORCH_ATTRIBUTES = {  # of a process group's options
+    ("meshdist.wires.c10d", "_timeout"),
+    ("meshdist.wires.gloo", "_devices"),
+    ("meshdist.wires.gloo", "_timeout"),
+}
 
 
 @dataclass(frozen=True)

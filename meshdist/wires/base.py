@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Store
 
 from ..errors import BackendError
-from ..reduce_ops import ReduceKind
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
 from .pending import Chain, Pending
@@ -30,6 +30,7 @@ __all__ = [
     "Communicator",
     "Opening",
     "Pending",
+    "REDUCING_VERBS",
     "Wire",
     "WireAborted",
     "WireFailure",
@@ -39,6 +40,12 @@ __all__ = [
     "register_wire",
     "wire_names",
 ]
+
+
+REDUCING_VERBS = frozenset(
+    {"all_reduce", "all_reduce_list", "reduce", "reduce_scatter", "reduce_scatter_list"}
+)
+"""The verbs of a communicator that take an op."""
 
 
 class WireFailure(Exception):
@@ -92,6 +99,13 @@ class Communicator(ABC):
         self.wire = wire
         self.rank = rank
         self.size = size
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        """Whether a verb that works is ``"native"``, or ``"built"`` from others; for ``Wire``."""
+        ours = getattr(Communicator, verb)
+        is_built = getattr(cls, verb) is ours and not getattr(ours, "__isabstractmethod__", False)
+        return "built" if is_built else "native"
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
@@ -237,6 +251,30 @@ class Wire(ABC):
     name: str
     device_types: frozenset[str]
     default_timeout: timedelta = DEFAULT_TIMEOUT
+    communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
+    """The class of what ``open`` returns, which knows what it does itself."""
+
+    def support(
+        self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+    ) -> str:
+        """How the wire serves one of a communicator's verbs.
+
+        Args:
+            verb: the name of a method of ``Communicator``.
+            device_type: of the tensors.
+            dtype: of the tensors.
+            op: for a verb that reduces; None is SUM.
+
+        Returns:
+            ``"native"``: by the wire's own means; ``"built"``: from others of its verbs, or in
+            another dtype; ``""``: not at all.
+        """
+        op = ReduceOp.SUM if op is None else op
+        if device_type not in self.device_types:
+            return ""
+        if verb in REDUCING_VERBS and find_refusal(op, dtype) is not None:
+            return ""
+        return self.communicator_kind.support(verb, device_type, dtype, op)
 
     @abstractmethod
     def is_available(self) -> bool:

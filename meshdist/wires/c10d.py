@@ -1,42 +1,40 @@
-"""torch's own wires (Gloo, NCCL, UCC, XCCL), each opened for the members of one group alone.
+"""What torch's own wires have in common, and NCCL, UCC and XCCL; Gloo is in a room of its own.
 
 The classes are built directly, without torch.distributed's world: no other rank takes part, and
-a group's rank order is the one that its mesh gives.
-
-Seen on torch 2.13 with Gloo: a wait on a collective that expires changes nothing and can be
-repeated, so collectives are waited for in short slices that notice an abort and Ctrl-C. A wait on
-a send or receive that expires closes all connections of its communicator at once, which frees
-everything that waits there: ``abort`` uses just that, since Gloo's own abort frees nobody.
+a group's rank order is the one that its mesh gives. A verb that a class lacks is built from those
+that it has; so is a reduction (``stand_ins``). What is only moved travels as bytes where the class
+does not know its dtype.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
-import threading
 import time
-import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as torch_distributed
-from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
     ReduceScatterOptions,
+    ScatterOptions,
 )
 
-from ..arrays import dtype_name
-from ..errors import DtypeError
 from ..reduce_ops import ReduceKind, ReduceOp
+from . import fallbacks
 from .base import (
+    REDUCING_VERBS,
     Communicator,
     Opening,
     Pending,
@@ -47,15 +45,13 @@ from .base import (
     register_wire,
 )
 from .mailbox import Mailbox, SelfTransfer
+from .pending import Chain
+from .stand_ins import NCCL, UCC, Arithmetic, StandIn, read_as
+from .transfers import Transfer
 
-__all__ = ["C10dCommunicator", "C10dWire", "GlooCommunicator", "GlooWire"]
+__all__ = ["C10dCommunicator", "C10dWire", "NcclCommunicator", "is_timeout", "plain_text"]
 
-_SLICE = timedelta(milliseconds=500)
-_EXPIRED_SLICE = "Operation timed out!"
-_LOOPBACK = ("127.0.0.1",)
-_YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
-_ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
-_GLOO_DTYPES = frozenset(
+_MOVED = frozenset(
     {
         torch.bool,
         torch.uint8,
@@ -68,19 +64,15 @@ _GLOO_DTYPES = frozenset(
         torch.float64,
     }
 )
+"""The dtypes that all of these classes move as they are."""
+
+_LACKING = re.compile(
+    r"^(?:Backend .*|ProcessGroup\w+) does not support \w+|No backend type associated with"
+)
 
 
-_GLOO_REDUCES = _GLOO_DTYPES | {torch.complex64, torch.complex128}
-_LARGE_TAG = 1 << 14
-_LARGE_SLOT = 1 << 30
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
-    flat = tensor.view(-1)
-    if tensor.dtype in _GLOO_DTYPES:
-        return flat
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+class _VerbLacking(WireFailure):
+    """The class has no such verb, and said so before anything was sent."""
 
 
 def plain_text(error: Exception) -> str:
@@ -95,69 +87,15 @@ def is_timeout(text: str) -> bool:
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
-class _Transfer:
-    """A started send or receive; its wait must not be cut into slices."""
-
-    __slots__ = ("_error", "_waiter", "peer", "timeout", "work")
-
-    def __init__(self, work: Any, peer: int | None, timeout: timedelta) -> None:
-        self.work = work
-        self.peer = peer
-        self.timeout = timeout
-        self._waiter: threading.Thread | None = None
-        self._error: RuntimeError | None = None
-
-    @property
-    def has_waiter(self) -> bool:
-        """Whether another thread waits for it, or has waited."""
-        return self._waiter is not None
-
-    def is_over(self, seconds: float = 0.0) -> bool:
-        """Let another thread wait for it, and look for ``seconds`` whether that one is done."""
-        if self._waiter is None:
-            self._waiter = threading.Thread(
-                target=self._wait, name="meshdist-transfer", daemon=True
-            )
-            self._waiter.start()
-        self._waiter.join(seconds)
-        return not self._waiter.is_alive()
-
-    def check(self) -> None:
-        """Raise what the other thread's wait raised."""
-        if self._error is not None:
-            raise self._error
-
-    def _wait(self) -> None:
-        try:
-            self.work.wait(self.timeout)
-        except RuntimeError as error:
-            self._error = error
-
-
-class _OwnBlock:
-    """A started reduce-scatter over Gloo: an all-reduce, of which each member keeps its block.
-
-    c10d's own does the same, but its Work says for ever that it is not done.
-    """
-
-    __slots__ = ("_output", "_reduced", "work")
-
-    def __init__(self, work: Any, reduced: torch.Tensor, output: torch.Tensor) -> None:
-        self.work = work
-        self._reduced: torch.Tensor | None = reduced
-        self._output = output
-
-    def settle(self, rank: int) -> None:
-        """Write this member's block; the all-reduce is done."""
-        if self._reduced is None:
-            return
-        size = self._output.numel()
-        self._output.view(-1).copy_(self._reduced[rank * size : (rank + 1) * size])
-        self._reduced = None
-
-
 class C10dCommunicator(Communicator):
-    """One group's connection over a c10d process group that ``make`` has built."""
+    """One group's connection over a c10d process group that is made already."""
+
+    arithmetic: ClassVar[Arithmetic | None] = None
+    """What the class reduces rightly; None where only whoever wrote it knows."""
+    lacking: ClassVar[frozenset[str]] = frozenset()
+    """Verbs that the class lacks, or that are better built from its others."""
+    gathers_uneven: ClassVar[bool] = False
+    """Whether its all-gather takes tensors of several sizes."""
 
     def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
         super().__init__(wire, rank, size)
@@ -167,13 +105,24 @@ class C10dCommunicator(Communicator):
         self._reduce_options: tuple[Any, Any, Any, AllreduceOptions]
         self._reduce_options = (None, None, None, AllreduceOptions())
 
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if verb in cls.lacking:
+            return "built"
+        if verb in REDUCING_VERBS:
+            stand_in = cls._stand_in(op, dtype)
+            return "native" if stand_in is not None and stand_in.is_view else "built"
+        return super().support(verb, device_type, dtype, op)
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
         # Checked and made once for calls that repeat.
         last_op, last_timeout, last_dtype, options = self._reduce_options
         if last_op is not op or last_timeout is not timeout or last_dtype is not tensor.dtype:
-            self._check_reducible(tensor.dtype)
+            stand_in = self._stand_in(op, tensor.dtype)
+            if stand_in is None or stand_in.dtype is not tensor.dtype:
+                return self._all_reduce_otherwise(tensor, op, stand_in, timeout)
             options = AllreduceOptions()
-            options.reduceOp = op  # type: ignore[assignment]
+            options.reduceOp = stand_in.op  # type: ignore[assignment]
             options.timeout = timeout
             self._reduce_options = (op, timeout, tensor.dtype, options)
         try:
@@ -181,25 +130,87 @@ class C10dCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failure(error) from None
 
+    def all_reduce_list(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, timeout: timedelta
+    ) -> Pending:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        parts = [self._all_reduce_alike(some, op, timeout) for some in by_dtype.values()]
+        return parts[0] if len(parts) == 1 else Chain(parts)
+
+    def reduce(
+        self, tensor: torch.Tensor, op: ReduceKind, root: int, timeout: timedelta
+    ) -> Pending:
+        stand_in = self._stand_in(op, tensor.dtype)
+        if stand_in is not None and stand_in.is_view:
+            options = ReduceOptions()
+            options.rootRank = root
+            options.rootTensor = 0
+            options.reduceOp = stand_in.op  # type: ignore[assignment]
+            options.timeout = timeout
+            with suppress(_VerbLacking):
+                return self._start("reduce", [read_as(tensor, stand_in.dtype)], options)
+        return super().reduce(tensor, op, root, timeout)
+
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = timeout
-        try:
-            return self._group.broadcast([_movable(tensor)], options)
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        return self._start("broadcast", [_movable(tensor)], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
-        if output.numel() == 0:  # c10d refuses to cut nothing into blocks; wait for all the same
-            return self.all_reduce(_movable(output), ReduceOp.SUM, timeout)
+        if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
+            return self.all_reduce(_movable(output), ReduceOp.MAX, timeout)
         options = AllgatherOptions()
         options.timeout = timeout
-        try:
-            return self._group._allgather_base(_movable(output), _movable(tensor), options)
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        with suppress(_VerbLacking):
+            return self._start("_allgather_base", _movable(output), _movable(tensor), options)
+        blocks = fallbacks.parts(output, [tensor.numel()] * self.size)
+        return self._start("allgather", [_all_movable(blocks)], [_movable(tensor)], options)
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta
+    ) -> Pending:
+        options = AllgatherOptions()
+        options.timeout = timeout
+        if self.gathers_uneven or all(out.numel() == tensor.numel() for out in outputs):
+            with suppress(_VerbLacking):
+                return self._start(
+                    "allgather", [_all_movable(outputs)], [_movable(tensor)], options
+                )
+        return super().all_gather_list(outputs, tensor, timeout)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        root: int,
+        timeout: timedelta,
+    ) -> Pending:
+        options = GatherOptions()
+        options.rootRank = root
+        options.timeout = timeout
+        lists = [_all_movable(outputs)] if self.rank == root else []
+        with suppress(_VerbLacking):
+            return self._start("gather", lists, [_movable(tensor)], options)
+        return super().gather(outputs, tensor, root, timeout)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        timeout: timedelta,
+    ) -> Pending:
+        options = ScatterOptions()
+        options.rootRank = root
+        options.timeout = timeout
+        lists = [_all_movable(inputs)] if self.rank == root else []
+        with suppress(_VerbLacking):
+            return self._start("scatter", [_movable(tensor)], lists, options)
+        return super().scatter(tensor, inputs, root, timeout)
 
     def reduce_scatter(
         self,
@@ -209,67 +220,127 @@ class C10dCommunicator(Communicator):
         timeout: timedelta,
     ) -> Pending:
         if tensor.numel() == 0:
-            return self.all_reduce(tensor, op, timeout)
-        options = ReduceScatterOptions()
-        options.reduceOp = op  # type: ignore[assignment]
+            return self.all_reduce(_movable(tensor), ReduceOp.SUM, timeout)
+        stand_in = self._stand_in(op, tensor.dtype)
+        if "reduce_scatter" not in self.lacking and stand_in is not None and stand_in.is_view:
+            whole, mine = (read_as(x, stand_in.dtype) for x in (tensor, output))
+            options = _reduce_scatter_options(stand_in.op, timeout)
+            with suppress(_VerbLacking):
+                return self._start("_reduce_scatter_base", mine, whole, options)
+        sizes = [output.numel()] * self.size
+        return fallbacks.reduce_scatter_by_exchange(self, output, tensor, sizes, op, timeout)
+
+    def reduce_scatter_list(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: ReduceKind,
+        timeout: timedelta,
+    ) -> Pending:
+        stand_in = self._stand_in(op, output.dtype)
+        if "reduce_scatter_list" not in self.lacking and stand_in is not None and stand_in.is_view:
+            parts = [read_as(part, stand_in.dtype) for part in inputs]
+            mine = read_as(output, stand_in.dtype)
+            options = _reduce_scatter_options(stand_in.op, timeout)
+            with suppress(_VerbLacking):
+                return self._start("reduce_scatter", [mine], [parts], options)
+        whole = torch.cat([part.view(-1) for part in inputs])
+        sizes = [part.numel() for part in inputs]
+        return fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, timeout)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        timeout: timedelta,
+    ) -> Pending:
+        if "all_to_all" in self.lacking:
+            some, data = _all_movable(outputs), _all_movable(inputs)
+            return fallbacks.all_to_all_by_packing(self, some, data, timeout)
+        options = AllToAllOptions()
         options.timeout = timeout
-        try:
-            return self._group._reduce_scatter_base(output.view(-1), tensor.view(-1), options)
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        with suppress(_VerbLacking):
+            return self._start("alltoall", _all_movable(outputs), _all_movable(inputs), options)
+        return super().all_to_all(outputs, inputs, timeout)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        timeout: timedelta,
+    ) -> Pending:
+        options = AllToAllOptions()
+        options.timeout = timeout
+        whole, data = _movable(output), _movable(tensor)
+        scale = 1 if data.dtype is tensor.dtype else tensor.dtype.itemsize
+        with suppress(_VerbLacking):
+            return self._start(
+                "alltoall_base",
+                whole,
+                data,
+                [size * scale for size in output_sizes],
+                [size * scale for size in input_sizes],
+                options,
+            )
+        return super().all_to_all_single(output, tensor, output_sizes, input_sizes, timeout)
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         options = BarrierOptions()
         options.timeout = timeout
         if device is not None:
             options.device = device
-        try:
-            return self._group.barrier(options)
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        return self._start("barrier", options)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         slot = self._slot(tag, tensor)
-        try:
-            return _Transfer(self._group.send([_movable(tensor)], peer, slot), peer, timeout)
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        return Transfer(self._start("send", [_movable(tensor)], peer, slot), peer, timeout)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
             return self._mailbox.recv(tensor, tag)
         slot = self._slot(tag, tensor)
-        try:
-            if peer is None:
-                work = self._group.recv_anysource([_movable(tensor)], slot)
-            else:
-                work = self._group.recv([_movable(tensor)], peer, slot)
-            return _Transfer(work, peer, timeout)
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        if peer is None:
+            work = self._start("recv_anysource", [_movable(tensor)], slot)
+        else:
+            work = self._start("recv", [_movable(tensor)], peer, slot)
+        return Transfer(work, peer, timeout)
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
-        if isinstance(pending, SelfTransfer):
+        kind = type(pending)
+        if kind is Chain:
+            self.finish_chain(pending, timeout)
+        elif kind is SelfTransfer:
             self._finish_self(pending, timeout)
-            return
-        work = pending.work if type(pending) is _Transfer else pending
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failure(error) from None
+        else:
+            try:
+                (pending.work if kind is Transfer else pending).wait()
+            except RuntimeError as error:
+                raise self._failure(error) from None
+
+    def finish_chain(self, chain: Chain, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        for pending in chain.pendings:
+            left = max(0.0, deadline - time.monotonic())
+            self.finish(pending, timedelta(seconds=left))
+        chain.settle()
 
     def is_finished(self, pending: Pending) -> bool:
-        if isinstance(pending, SelfTransfer):
-            return pending.done
-        work = pending.work if type(pending) is _Transfer else pending
-        return bool(work.is_completed())
+        kind = type(pending)
+        if kind is Chain:
+            return self.is_chain_finished(pending)
+        if kind is SelfTransfer:
+            return bool(pending.done)
+        return bool((pending.work if kind is Transfer else pending).is_completed())
 
     def source(self, pending: Pending) -> int:
-        if isinstance(pending, SelfTransfer):
+        kind = type(pending)
+        if kind is SelfTransfer:
             return self.rank
-        if not isinstance(pending, _Transfer):
+        if kind is not Transfer:
             return super().source(pending)
         return pending.peer if pending.peer is not None else int(pending.work._source_rank())
 
@@ -281,8 +352,49 @@ class C10dCommunicator(Communicator):
     def close(self) -> None:
         self._group = None
 
-    def _check_reducible(self, dtype: torch.dtype) -> None:
-        """Raise where the wire would fail on ``dtype``, before anything is sent."""
+    @classmethod
+    def _stand_in(cls, op: ReduceKind, dtype: torch.dtype) -> StandIn | None:
+        return (
+            StandIn(op, dtype, True) if cls.arithmetic is None else cls.arithmetic.find(op, dtype)
+        )
+
+    def _all_reduce_otherwise(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceKind,
+        stand_in: StandIn | None,
+        timeout: timedelta,
+    ) -> Pending:
+        if stand_in is None:
+            return fallbacks.all_reduce_by_gathering(self, tensor, op, timeout)
+        if stand_in.is_view:
+            return self.all_reduce(read_as(tensor, stand_in.dtype), stand_in.op, timeout)
+        return fallbacks.all_reduce_widened(self, tensor, op, stand_in.dtype, timeout)
+
+    def _all_reduce_alike(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, timeout: timedelta
+    ) -> Pending:
+        """``all_reduce_list`` where all dtypes are equal."""
+        stand_in = self._stand_in(op, tensors[0].dtype)
+        if len(tensors) > 1 and stand_in is not None and stand_in.is_view:
+            options = AllreduceCoalescedOptions()
+            options.reduceOp = stand_in.op  # type: ignore[assignment]
+            options.timeout = timeout
+            views = tensors
+            if stand_in.dtype is not tensors[0].dtype:
+                views = [read_as(tensor, stand_in.dtype) for tensor in tensors]
+            with suppress(_VerbLacking):
+                return self._start("allreduce_coalesced", views, options)
+        return super().all_reduce_list(tensors, op, timeout)
+
+    def _start(self, verb: str, *arguments: Any) -> Pending:
+        """Call a method of c10d's, which starts it."""
+        try:
+            return getattr(self._group, verb)(*arguments)
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) or _LACKING.search(str(error)):
+                raise _VerbLacking(plain_text(error)) from None
+            raise self._failure(error) from None
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         """The wire's own tag for a message."""
@@ -307,122 +419,32 @@ class C10dCommunicator(Communicator):
         return WireFailure(text)
 
 
-class GlooCommunicator(C10dCommunicator):
-    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C."""
+class NcclCommunicator(C10dCommunicator):
+    """NCCL's connection, and that of XCCL, which follows it."""
 
-    def _check_reducible(self, dtype: torch.dtype) -> None:
-        if dtype not in _GLOO_REDUCES:
-            raise DtypeError(
-                f"the wire 'gloo' does not reduce {dtype_name(dtype)}",
-                expected=f"one of {', '.join(sorted(map(dtype_name, _GLOO_REDUCES)))}",
-                fix="convert the tensor, for example to int32 or float32",
-            )
+    arithmetic = NCCL
+    gathers_uneven = True
 
-    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
-        # Gloo ends the process where a message is larger than the tensor that receives it, and
-        # takes a smaller one without a word. So size and dtype are part of its tag: a message
-        # that does not fit is not received, and the timeout's report shows both calls. Large tags
-        # leave no room for that.
-        if tag >= _LARGE_TAG:
-            return _LARGE_SLOT + tag
-        return tag << 16 | zlib.crc32(f"{tensor.numel()} {tensor.dtype}".encode()) & 0xFFFF
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        op: ReduceKind,
-        timeout: timedelta,
-    ) -> Pending:
-        reduced = tensor.view(-1).clone()
-        return _OwnBlock(self.all_reduce(reduced, op, timeout), reduced, output)
+class UccCommunicator(C10dCommunicator):
+    """UCC's connection."""
 
-    def is_finished(self, pending: Pending) -> bool:
-        if type(pending) is _Transfer:
-            # Gloo learns that a message has come or gone only while somebody waits for it.
-            return pending.is_over()
-        if type(pending) is not _OwnBlock:
-            return super().is_finished(pending)
-        if not pending.work.is_completed():
-            return False
-        with suppress(WireFailure):  # told to whoever waits
-            self.finish(pending, _SLICE)
-        return True
-
-    def finish(self, pending: Pending, timeout: timedelta) -> None:
-        if type(pending) is _Transfer:
-            self._finish_transfer(pending, timeout)
-            return
-        if type(pending) is _OwnBlock:
-            self.finish(pending.work, timeout)
-            pending.settle(self.rank)
-            return
-        if isinstance(pending, SelfTransfer):
-            self._finish_self(pending, timeout)
-            return
-        try:
-            pending.wait(_SLICE)
-        except RuntimeError as error:
-            if str(error) != _EXPIRED_SLICE:
-                raise self._failure(error) from None
-            self._finish_slowly(pending, timeout)
-
-    def _finish_slowly(self, pending: Any, timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds() - _SLICE.total_seconds()
-        while True:
-            try:
-                pending.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                if str(error) != _EXPIRED_SLICE:
-                    raise self._failure(error) from None
-            if self._aborted:
-                raise WireAborted("aborted while waiting")
-            if time.monotonic() > deadline:
-                raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
-
-    def _finish_transfer(self, transfer: _Transfer, timeout: timedelta) -> None:
-        try:
-            if transfer.peer is None or transfer.has_waiter:
-                self._finish_beside(transfer, timeout)
-            else:
-                transfer.work.wait(timeout)
-        except RuntimeError as error:
-            raise self._failure(error) from None
-
-    def _finish_beside(self, transfer: _Transfer, timeout: timedelta) -> None:
-        # A receive from any member belongs to no connection, so that closing all of them does
-        # not free it: another thread waits, and this one watches for the abort.
-        transfer.timeout = timeout
-        deadline = time.monotonic() + timeout.total_seconds() + _SLICE.total_seconds()
-        while not transfer.is_over(_SLICE.total_seconds()):
-            if self._aborted:
-                raise WireAborted("aborted while waiting for a message")
-            if time.monotonic() > deadline:
-                raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
-        transfer.check()
-
-    def abort(self) -> None:
-        self._aborted = True
-        group = self._group
-        if group is None or self.size == 1:
-            return
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            try:
-                group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if is_timeout(str(error)):  # the expiry that closes all connections
-                    return
-                # That connection was lost already, and with it nothing expires: try the next.
+    arithmetic = UCC
 
 
 class C10dWire(Wire):
     """A wire over one of torch's process-group classes, where this torch has it."""
 
-    def __init__(self, name: str, class_name: str, device_types: frozenset[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        class_name: str,
+        device_types: frozenset[str],
+        communicator_kind: type[C10dCommunicator],
+    ) -> None:
         self.name = name
         self.device_types = device_types
+        self.communicator_kind = self._kind = communicator_kind
         self._class_name = class_name
 
     def is_available(self) -> bool:
@@ -434,7 +456,10 @@ class C10dWire(Wire):
             group = kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
         except RuntimeError as error:
             raise WireFailure(plain_text(error)) from None
-        return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
+        return self._communicator(opening, group)
+
+    def _communicator(self, opening: Opening, group: Any) -> Communicator:
+        return self._kind(self.name, opening.rank, len(opening.ranks), group)
 
 
 class NcclWire(C10dWire):
@@ -443,7 +468,7 @@ class NcclWire(C10dWire):
     default_timeout = timedelta(minutes=10)
 
     def __init__(self) -> None:
-        super().__init__("nccl", "ProcessGroupNCCL", frozenset({"cuda"}))
+        super().__init__("nccl", "ProcessGroupNCCL", frozenset({"cuda"}), NcclCommunicator)
 
     def is_available(self) -> bool:
         return super().is_available() and torch.cuda.is_available()
@@ -460,72 +485,26 @@ class NcclWire(C10dWire):
                 group.eager_connect_single_device(opening.device)
         except RuntimeError as error:
             raise WireFailure(plain_text(error)) from None
-        return C10dCommunicator(self.name, opening.rank, len(opening.ranks), group)
+        return self._communicator(opening, group)
 
 
-class GlooWire(Wire):
-    """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
-
-    name = "gloo"
-    device_types = frozenset({"cpu", "cuda"})
-
-    def is_available(self) -> bool:
-        return True
-
-    def open(self, opening: Opening) -> Communicator:
-        kind: Any = ProcessGroupGloo
-        given = isinstance(opening.options, kind._Options)
-        options = opening.options if given else kind._Options()
-        options._devices = gloo_devices(gloo_interfaces(opening.is_one_host))
-        options._timeout = opening.timeout
-        try:
-            group = kind(opening.store, opening.rank, len(opening.ranks), options)
-        except RuntimeError as error:
-            text = plain_text(error)
-            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
-        return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
+    flat = tensor.view(-1)
+    return flat if tensor.dtype in _MOVED else flat.view(torch.uint8)
 
 
-def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
-    """The network interfaces to use: those that GLOO_SOCKET_IFNAME lists, or loopback, or ()."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if named:
-        return tuple(name.strip() for name in named.split(",") if name.strip())
-    return _LOOPBACK if is_one_host else ()
+def _all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_movable(tensor) for tensor in tensors]
 
 
-def gloo_devices(interfaces: tuple[str, ...]) -> list[Any]:
-    """One Gloo device per interface, shared by all groups of the process.
-
-    Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
-    one then take each other's connections for theirs, and wait for ever (seen on torch 2.13).
-    """
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES:
-        return _make_devices(interfaces)
-    return list(_shared_devices(interfaces, os.getpid()))
+def _reduce_scatter_options(op: ReduceKind, timeout: timedelta) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.timeout = timeout
+    return options
 
 
-@cache
-def _shared_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
-    return tuple(_make_devices(interfaces))
-
-
-def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
-    if not interfaces:
-        return [ProcessGroupGloo.create_default_device()]
-    if interfaces == _LOOPBACK:
-        return [ProcessGroupGloo.create_device(hostname=_LOOPBACK[0])]
-    try:
-        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-    except RuntimeError as error:
-        there = ", ".join(name for _, name in socket.if_nameindex())
-        raise WireFailure(
-            f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface that has no address "
-            f"here; this host has {there}"
-        ) from error
-
-
-register_wire(GlooWire())
 register_wire(NcclWire())
-register_wire(C10dWire("ucc", "ProcessGroupUCC", frozenset({"cpu", "cuda"})))
-register_wire(C10dWire("xccl", "ProcessGroupXCCL", frozenset({"xpu"})))
+register_wire(C10dWire("ucc", "ProcessGroupUCC", frozenset({"cpu", "cuda"}), UccCommunicator))
+register_wire(C10dWire("xccl", "ProcessGroupXCCL", frozenset({"xpu"}), NcclCommunicator))

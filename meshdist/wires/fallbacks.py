@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 __all__ = [
     "all_gather_list",
     "all_reduce_by_gathering",
+    "all_reduce_widened",
     "all_to_all",
+    "all_to_all_by_packing",
     "all_to_all_single",
     "gather",
     "parts",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_by_exchange",
     "reduce_scatter_list",
     "scatter",
 ]
@@ -44,6 +47,18 @@ def all_reduce_by_gathering(
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.all_gather(whole, tensor, timeout)
     return Chain([gathered], lambda: _write(tensor, reduced(_blocks(whole, wire.size), op)))
+
+
+def all_reduce_widened(
+    wire: Communicator,
+    tensor: torch.Tensor,
+    op: ReduceKind,
+    dtype: torch.dtype,
+    timeout: timedelta,
+) -> Chain:
+    """An all-reduce in another dtype, which holds all values of the tensor's; rounded once."""
+    wide = tensor.to(dtype)
+    return Chain([wire.all_reduce(wide, op, timeout)], lambda: _write(tensor, wide))
 
 
 def reduce(
@@ -118,6 +133,24 @@ def reduce_scatter_list(
     return Chain([reduction], lambda: _write(output, whole[start:][: output.numel()]))
 
 
+def reduce_scatter_by_exchange(
+    wire: Communicator,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    op: ReduceKind,
+    timeout: timedelta,
+) -> Chain:
+    """An all-to-all of the parts of ``tensor``, of which each member reduces those for it.
+
+    ``sizes[j]`` is the number of elements of member j's part.
+    """
+    count = output.numel()
+    mine = tensor.new_empty(wire.size * count)
+    exchanged = wire.all_to_all_single(mine, tensor, [count] * wire.size, sizes, timeout)
+    return Chain([exchanged], lambda: _write(output, reduced(_blocks(mine, wire.size), op)))
+
+
 def all_to_all(
     wire: Communicator,
     outputs: Sequence[torch.Tensor],
@@ -129,6 +162,26 @@ def all_to_all(
     others = [peer for peer in range(wire.size) if peer != wire.rank]
     receives = [wire.recv(outputs[j], j, EXCHANGE_TAG, timeout) for j in others]
     return Chain([*receives, *(wire.send(inputs[j], j, EXCHANGE_TAG, timeout) for j in others)])
+
+
+def all_to_all_by_packing(
+    wire: Communicator,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    timeout: timedelta,
+) -> Chain:
+    """An all-to-all over consecutive parts of two scratch tensors."""
+    packed = _packed(inputs)
+    output_sizes = [output.numel() for output in outputs]
+    whole = packed.new_empty(sum(output_sizes))
+    input_sizes = [part.numel() for part in inputs]
+    exchanged = wire.all_to_all_single(whole, packed, output_sizes, input_sizes, timeout)
+
+    def settle() -> None:
+        for output, part in zip(outputs, parts(whole, output_sizes), strict=True):
+            _write(output, part)
+
+    return Chain([exchanged], settle)
 
 
 def all_to_all_single(

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from .base import Communicator, Opening, Wire, WireFailure, register_wire
 from .c10d import C10dCommunicator
+from .gloo import GlooCommunicator
 
 __all__ = ["RegisteredWire", "register_torch_backend"]
 
 
 class RegisteredWire(Wire):
     """A wire whose communicators a function makes, in one of the two forms that torch calls.
+
+    Nobody but the function knows what it makes: each verb is asked for, and built from others
+    where the class has none. ``support`` takes it to have all of them.
 
     Args:
         name: the wire's name.
@@ -37,6 +41,8 @@ class RegisteredWire(Wire):
         self._make = make
         self._extended_api = extended_api
 
+    communicator_kind = C10dCommunicator
+
     def is_available(self) -> bool:
         """Whoever registers a backend vouches for it."""
         return True
@@ -57,7 +63,8 @@ class RegisteredWire(Wire):
                 group = self._make(opening.store, opening.rank, size, opening.timeout)
         except RuntimeError as error:
             raise WireFailure(str(error).splitlines()[0]) from error
-        return C10dCommunicator(self.name, opening.rank, size, group)
+        kind = GlooCommunicator if isinstance(group, ProcessGroupGloo) else C10dCommunicator
+        return kind(self.name, opening.rank, size, group)
 
 
 def register_torch_backend(

@@ -20,7 +20,8 @@ from meshdist.wires.base import (
     find_wire,
     get_wire,
 )
-from meshdist.wires.c10d import gloo_devices, gloo_interfaces, is_timeout, plain_text
+from meshdist.wires.c10d import is_timeout, plain_text
+from meshdist.wires.gloo import gloo_devices, gloo_interfaces
 
 SECONDS = timedelta(seconds=20)
 
