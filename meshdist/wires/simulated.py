@@ -17,7 +17,16 @@ from ..arrays import dtype_name
 from ..error_text import ranks_text
 from ..errors import AgreementError, BackendError
 from ..reduce_ops import ReduceKind, op_name
-from .base import Communicator, Opening, Pending, Wire, WireAborted, WireFailure, register_wire
+from .base import (
+    REDUCING_VERBS,
+    Communicator,
+    Opening,
+    Pending,
+    Wire,
+    WireAborted,
+    WireFailure,
+    register_wire,
+)
 from .exchange import Call, Exchange, Message, Receive, Sent
 from .fallbacks import parts
 from .headers import Header, sizes_of
@@ -47,6 +56,13 @@ class SimulatedCommunicator(Communicator):
         self._rank = rank
         self._started = 0
         self._is_closed = False
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        """Native, but for reductions of what torch cannot add."""
+        if verb in REDUCING_VERBS and find_lack(op, dtype) is not None:
+            return ""
+        return super().support(verb, device_type, dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
         """Start reducing ``tensor`` in place, in group order."""
@@ -242,6 +258,7 @@ class SimulatedWire(Wire):
 
     name = "simulated"
     device_types = frozenset(DEVICE_TYPES)
+    communicator_kind = SimulatedCommunicator
 
     def is_available(self) -> bool:
         """True: it needs nothing but torch."""

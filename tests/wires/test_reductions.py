@@ -16,7 +16,7 @@ COMPLEX_HALF = pytest.mark.filterwarnings("ignore:ComplexHalf support is experim
 
 @COMPLEX_HALF
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=str)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(num_parts=st.integers(1, 5), count=st.integers(0, 7), seed=st.integers(0, 1 << 40))
 def test_every_op_on_every_dtype_matches_numpy(
     op: str, dtype: torch.dtype, num_parts: int, count: int, seed: int

@@ -18,7 +18,7 @@ from meshdist.runtime.world import get_world
 from meshdist.wires import fallbacks
 from meshdist.wires.base import Opening, WireAborted, WireFailure, get_wire
 from meshdist.wires.pending import Chain
-from tests.wires.samples import DTYPES, T, bits, draw, legal_ops, open_group, reduced_in_numpy
+from tests.wires.samples import DTYPES, OPS, T, bits, draw, legal_ops, open_group, reduced_in_numpy
 
 SIZES = (1, 2, 3, 4)
 COMPLEX_HALF = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -238,6 +238,22 @@ def test_every_verb_on_every_dtype_matches_numpy(verb: str, dtype: torch.dtype) 
                 assert results == [each[member] for each in expected], (size, uneven, member)
 
 
+def test_what_the_wire_says_it_serves_is_what_the_table_runs() -> None:
+    wire = get_wire("simulated")
+    for name, verb in VERBS.items():
+        for dtype in DTYPES:
+            assert wire.support(name, "cpu", dtype) == "native"
+            for op in OPS:
+                runs = not verb.reduces or op in legal_ops(dtype)
+                told = wire.support(name, "cuda", dtype, getattr(ReduceOp, op))
+                assert told == ("native" if runs else "")
+        assert wire.support(name, "privateuseone", torch.float32) == ""
+        told = wire.support(name, "cpu", torch.float4_e2m1fn_x2)
+        assert told == ("" if verb.reduces else "native")
+    for name in ("send", "recv", "barrier"):
+        assert wire.support(name, "cpu", torch.int8) == "native"
+
+
 @COMPLEX_HALF
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,6 +268,19 @@ def test_messages_carry_every_dtype(dtype: torch.dtype, size: int) -> None:
         return bits(received)
 
     assert simulate(program, size) == [bits(inputs[member - 1]) for member in range(size)]
+
+
+def test_what_cannot_be_added_is_moved_all_the_same() -> None:
+    def program() -> tuple[list[bytes], bytes]:
+        group = open_group()
+        inputs = [torch.tensor([16 * group.rank + j], dtype=torch.uint8) for j in range(2)]
+        inputs = [x.view(torch.float4_e2m1fn_x2) for x in inputs]
+        outputs = like(inputs)
+        group.finish(group.all_to_all(outputs, inputs, T), T)
+        group.finish(group.broadcast(inputs[0], 1, T), T)
+        return [bits(x) for x in outputs], bits(inputs[0])
+
+    assert simulate(program, 2) == [([b"\x00", b"\x10"], b"\x10"), ([b"\x01", b"\x11"], b"\x10")]
 
 
 def test_a_list_of_tensors_may_mix_dtypes_and_be_empty() -> None:
@@ -311,6 +340,11 @@ def test_parameters_and_inference_tensors_are_written() -> None:
         ("AVG", torch.int32, "AVG on floating and complex dtypes"),
         ("BAND", torch.float32, "BAND on integers and bool"),
         ("MAX", torch.complex64, "MAX on dtypes that are not complex"),
+        (
+            "SUM",
+            torch.float4_e2m1fn_x2,
+            "bool, or integers, floats and complex numbers of 8 bits and more",
+        ),
     ],
 )
 def test_reductions_that_a_dtype_lacks_are_refused(
@@ -319,7 +353,7 @@ def test_reductions_that_a_dtype_lacks_are_refused(
     def program() -> None:
         group = open_group()
         with pytest.raises(BackendError) as caught:
-            group.all_reduce(torch.zeros(2, dtype=dtype), getattr(ReduceOp, op), T)
+            group.all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op), T)
         name = str(dtype).removeprefix("torch.")
         assert str(caught.value).splitlines() == [
             f"the wire 'simulated' cannot reduce {name} with {op}",
