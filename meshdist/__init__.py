@@ -96,10 +96,23 @@ _ROOMS = {
     "mesh.spawning": ("spawn",),
     "collectives.verbs": (
         "all_gather_into_tensor",
+        "all_gather_single",
         "all_reduce",
         "barrier",
         "broadcast",
+        "reduce",
+        "reduce_scatter_single",
         "reduce_scatter_tensor",
+    ),
+    "collectives.list_verbs": (
+        "all_gather",
+        "all_gather_coalesced",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "gather",
+        "reduce_scatter",
+        "scatter",
     ),
     "collectives.point_to_point": ("irecv", "isend", "recv", "send"),
     "ddp.data_parallel": ("DDP", "DistributedDataParallel"),
@@ -113,6 +126,16 @@ __all__ = ["__version__", *sorted([*_ROOM_OF, *_MODULES])]
 
 if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test compares them
     from . import lax as lax
+    from .collectives.list_verbs import (
+        all_gather as all_gather,
+        all_gather_coalesced as all_gather_coalesced,
+        all_reduce_coalesced as all_reduce_coalesced,
+        all_to_all as all_to_all,
+        all_to_all_single as all_to_all_single,
+        gather as gather,
+        reduce_scatter as reduce_scatter,
+        scatter as scatter,
+    )
     from .collectives.point_to_point import (
         irecv as irecv,
         isend as isend,
@@ -121,9 +144,12 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
     )
     from .collectives.verbs import (
         all_gather_into_tensor as all_gather_into_tensor,
+        all_gather_single as all_gather_single,
         all_reduce as all_reduce,
         barrier as barrier,
         broadcast as broadcast,
+        reduce as reduce,
+        reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
     )
     from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel

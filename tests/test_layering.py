@@ -105,9 +105,15 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "collectives": (
             "checks",
+            "instruments",
+            "running",
             "verbs",
+            "list_verbs",
+            "multi_device",
             "point_to_point",
+            "batches",
             "objects",
+            "monitored",
             "functional",
             "axis_types",
             "shared_buffers",

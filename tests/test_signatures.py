@@ -23,11 +23,18 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "differences.md"
 
 # Names here and in torch.distributed. Every room adds its own.
 NAMES = (
+    "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "destroy_process_group",
+    "gather",
     "get_backend",
     "get_backend_config",
     "get_default_backend_for_device",
@@ -54,9 +61,13 @@ NAMES = (
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "register_rendezvous_handler",
     "rendezvous",
+    "scatter",
     "send",
     "split_group",
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
@@ -18,26 +19,68 @@ from ..errors import (
     ShapeError,
 )
 from ..mesh.groups import ProcessGroup
-from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, get_reduce_op, op_name
 
 __all__ = [
     "check_alike",
     "check_blocks",
+    "check_list",
+    "check_no_list",
     "check_reducible",
+    "check_same_size",
     "dense",
     "find_peer",
     "first_cuda_device",
     "forbid_gradient",
     "get_peer",
+    "get_root",
     "is_overwriting_history",
     "member_of",
     "note_write",
+    "premultiplied",
+    "premultiply",
+    "reduction",
+    "stated",
 ]
 
+Factor: TypeAlias = "float | torch.Tensor"
+"""What PREMUL_SUM multiplies by before it sums."""
 
-def check_reducible(op: ReduceKind, tensor: torch.Tensor, verb: str) -> None:
+
+def reduction(op: Any, verb: str) -> tuple[ReduceKind, Factor | None]:
+    """Return the reduction that a wire is to do, and the factor that comes before it, if any.
+
+    Raises:
+        KindError: ``op`` is no ReduceOp.
+    """
+    if type(op) is ReduceKind:
+        return op, None
+    return get_reduce_op(op), None
+
+
+def stated(kind: ReduceKind, factor: Factor | None) -> ReduceKind:
+    """The reduction as the caller has named it."""
+    return kind if factor is None else ReduceOp.PREMUL_SUM
+
+
+def premultiply(tensor: torch.Tensor, factor: Factor) -> None:
+    """Multiply ``tensor`` in place by the factor of PREMUL_SUM."""
+    with torch.inference_mode():
+        tensor.mul_(factor)
+
+
+def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
+    """Return ``tensor`` times the factor of PREMUL_SUM, in its own dtype, in new memory."""
+    product = tensor.detach().clone()
+    premultiply(product, factor)
+    return product
+
+
+def check_reducible(
+    op: ReduceKind, tensor: torch.Tensor, verb: str, factor: Factor | None = None
+) -> None:
     """Raise DtypeError where ``op`` has no meaning for the tensor's dtype."""
-    if op is ReduceOp.SUM:
+    if op is ReduceOp.SUM and factor is None:
         return
     refusal = find_refusal(op, tensor.dtype)
     if refusal is not None:
@@ -131,6 +174,51 @@ def note_write(tensor: torch.Tensor) -> None:
     increment_version(tensor)
 
 
+def check_list(given: Any, argument: str, verb: str, length: int | None = None) -> Sequence[Any]:
+    """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one)."""
+    if not isinstance(given, (list, tuple)):
+        raise KindError(
+            f"{verb}: {argument} must be a list",
+            expected="a list or tuple, one entry per member" if length else "a list or tuple",
+            found=type(given).__name__,
+            fix=f"pass a list, for example list({argument}.unbind())"
+            if isinstance(given, torch.Tensor)
+            else None,
+        )
+    if len(given) != length if length is not None else not given:
+        raise ArgumentError(
+            f"{verb}: {argument} has {len(given)} entries",
+            expected="at least one" if length is None else f"{length}",
+        )
+    return given
+
+
+def check_no_list(
+    given: Any, argument: str, verb: str, role: str, group: ProcessGroup, root: int
+) -> None:
+    """Raise where a list that belongs to the root alone is given on another rank."""
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return
+    raise ArgumentError(
+        f"{verb}: {argument} is given on a rank that is not the {role}",
+        where=f"rank {group.world.rank}, {group.name}",
+        expected=f"None or [] on all ranks but rank {group.ranks[root]}, the {role}",
+        found=f"a {type(given).__name__}",
+        fix=f"pass {argument} on the {role} alone",
+    )
+
+
+def check_same_size(
+    tensor: torch.Tensor, other: torch.Tensor, verb: str, names: tuple[str, str]
+) -> None:
+    """Raise unless both have as many elements."""
+    if tensor.numel() != other.numel():
+        raise ShapeError(
+            f"{verb}: {names[0]} and {names[1]} have different numbers of elements",
+            found=f"{names[0]} {shape_text(tensor.shape)}, {names[1]} {shape_text(other.shape)}",
+        )
+
+
 def member_of(group: ProcessGroup, place: int, role: str) -> int:
     """Return ``place`` if the group has it; raises otherwise."""
     if not 0 <= place < group.size():
@@ -181,6 +269,17 @@ def get_peer(
             fix=f"name the global rank: {role}=0, or the rank in the group: group_{role}=0",
         )
     return peer
+
+
+def get_root(
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
+) -> int:
+    """As ``find_peer``, with global rank 0 where neither is given."""
+    if global_rank is None and group_rank is None:
+        global_rank = 0
+    root = find_peer(group, global_rank, group_rank, verb, role)
+    assert root is not None  # one of the two is given
+    return root
 
 
 def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:

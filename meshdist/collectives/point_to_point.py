@@ -17,7 +17,7 @@ from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.base import Pending, WireFailure
 from ..wires.work import Work
 from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history, note_write
-from .verbs import copy_home
+from .running import bring_one_home as copy_home
 
 __all__ = ["irecv", "isend", "recv", "send"]
 

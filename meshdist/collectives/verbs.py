@@ -1,12 +1,13 @@
-"""torch's collectives, in place, on a group, a mesh axis or several axes.
+"""torch's collectives on one tensor per member: in place, on a group, a mesh axis or several axes.
 
 ``group`` is a ProcessGroup, a mesh (``mesh["tp"]``; several axes count as one, row-major) or None
 for the world. Every verb takes torch tensors, NumPy and CuPy arrays, without copies where they are
 contiguous; returns None, or a Work with ``async_op=True``; and refuses bad arguments before
 anything is sent. None of them has a gradient: see ``meshdist.lax`` for verbs that differentiate.
 
-All of them raise CollectiveTimeoutError where a member does not come, with a report of what each
-member called last, AbortedError after an abort, and BackendError where the wire fails.
+All of them raise AgreementError where members call different verbs, or on tensors that do not fit;
+CollectiveTimeoutError where a member does not come, with a report of what each member called last;
+AbortedError after an abort; and BackendError where the wire fails.
 """
 
 from __future__ import annotations
@@ -14,14 +15,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
-
-from ..arrays import finish_writes
-from ..mesh.channel import Channel
 from ..mesh.groups import ProcessGroup, resolve_group
-from ..reduce_ops import ReduceKind, ReduceOp, get_reduce_op
+from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.timeouts import check_timeout
-from ..wires.base import Pending, WireFailure
+from ..wires.base import WireFailure
 from ..wires.work import Work
 from .checks import (
     check_alike,
@@ -29,22 +26,29 @@ from .checks import (
     check_reducible,
     dense,
     first_cuda_device,
-    forbid_gradient,
     get_peer,
-    is_overwriting_history,
     note_write,
+    premultiplied,
+    premultiply,
+    reduction,
+    stated,
 )
+from .instruments import verb
+from .running import run
 
 __all__ = [
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "barrier",
     "broadcast",
-    "copy_home",
+    "reduce",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
 ]
 
 
+@verb
 def all_reduce(
     tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -75,22 +79,30 @@ def all_reduce(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
-    kind = op if type(op) is ReduceKind else get_reduce_op(op)
-    check_reducible(kind, buffer, "all_reduce")
+    kind, factor = (op, None) if type(op) is ReduceKind else reduction(op, "all_reduce")
+    check_reducible(kind, buffer, "all_reduce", factor)
     channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind)
-    note_write(data)
+    channel.enter("all_reduce", buffer, kind if factor is None else stated(kind, factor))
+    if factor is not None:
+        premultiply(buffer, factor)
+    if async_op or buffer is not tensor:
+        return run(
+            channel,
+            "all_reduce",
+            lambda wire, timeout: wire.all_reduce(buffer, kind, timeout),
+            [(tensor, data, buffer)],
+            async_op,
+        )
+    note_write(buffer)  # the common case: nothing to bring home
     communicator = channel.communicator
     try:
-        pending = communicator.all_reduce(buffer, kind, channel.timeout)
-        if buffer is tensor and not async_op:  # nothing to bring home
-            communicator.finish(pending, channel.timeout)
-            return None
+        communicator.finish(communicator.all_reduce(buffer, kind, channel.timeout), channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from None
-    return _conclude(target, channel, pending, "all_reduce", tensor, data, buffer, async_op)
+    return None
 
 
+@verb
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -122,20 +134,73 @@ def broadcast(
         >>> md.simulate(program, 3)
         [[1, 1], [1, 1], [1, 1]]
     """
-    target = group if type(group) is ProcessGroup else resolve_group(group)
+    target = resolve_group(group)
     root = get_peer(target, src, group_src, "broadcast", "src")
-    data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
+    data, buffer = dense(tensor, "tensor", "broadcast", writable=root != target.rank())
     channel = target.channel(buffer.device.type)
     channel.enter("broadcast", buffer, None, root)
-    if root != target.rank():
-        note_write(data)
-    try:
-        pending = channel.communicator.broadcast(buffer, root, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-    return _conclude(target, channel, pending, "broadcast", tensor, data, buffer, async_op)
+    return run(
+        channel,
+        "broadcast",
+        lambda wire, timeout: wire.broadcast(buffer, root, timeout),
+        [(tensor, data, buffer)] if root != target.rank() else [],
+        async_op,
+    )
 
 
+@verb
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """The destination's tensor becomes the reduction of all; the others' stay as they were.
+
+    Args:
+        tensor: any shape, equal in number and dtype on all members. Written in place on the
+            destination alone.
+        dst: the destination's global rank; or
+        group_dst: its rank in the group. One of the two is required.
+        op, group, async_op: as in ``all_reduce``.
+
+    Cost: n bytes sent by every rank but the destination, for n bytes.
+
+    Raises:
+        ArgumentError: no destination, or two. DtypeError: a reduction that the dtype lacks.
+        NotInGroupError: the destination or this rank is no member.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     x = torch.full((2,), md.get_rank() + 1)
+        ...     md.reduce(x, dst=0)
+        ...     return x.tolist()
+        >>> md.simulate(program, 3)
+        [[6, 6], [2, 2], [3, 3]]
+    """
+    target = resolve_group(group)
+    root = get_peer(target, dst, group_dst, "reduce", "dst")
+    is_root = root == target.rank()
+    data, buffer = dense(tensor, "tensor", "reduce", writable=is_root)
+    kind, factor = reduction(op, "reduce")
+    check_reducible(kind, buffer, "reduce", factor)
+    channel = target.channel(buffer.device.type)
+    channel.enter("reduce", buffer, stated(kind, factor), root)
+    if factor is not None:
+        buffer = premultiplied(buffer, factor)
+    return run(
+        channel,
+        "reduce",
+        lambda wire, timeout: wire.reduce(buffer, kind, root, timeout),
+        [(tensor, data, buffer)] if is_root else [],
+        async_op,
+    )
+
+
+@verb
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -161,22 +226,36 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
-    target = group if type(group) is ProcessGroup else resolve_group(group)
-    verb = "all_gather_into_tensor"
-    data, buffer = dense(output_tensor, "output_tensor", verb, writable=True)
-    _, block = dense(input_tensor, "input_tensor", verb, writable=False)
-    check_alike(buffer, block, verb, ("output_tensor", "input_tensor"))
-    check_blocks(buffer, block, target, verb, ("output_tensor", "input_tensor"))
+    return _all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
+
+
+@verb
+def all_gather_single(
+    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """The same as ``all_gather_into_tensor``, under its newer name."""
+    return _all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
+
+
+def _all_gather(name: str, output: Any, input: Any, group: Any, async_op: bool) -> Work | None:
+    target = resolve_group(group)
+    names = ("output_tensor", "input_tensor")
+    data, buffer = dense(output, names[0], name, writable=True)
+    _, block = dense(input, names[1], name, writable=False)
+    check_alike(buffer, block, name, names)
+    check_blocks(buffer, block, target, name, names)
     channel = target.channel(buffer.device.type)
-    channel.enter(verb, block)
-    note_write(data)
-    try:
-        pending = channel.communicator.all_gather(buffer, block, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-    return _conclude(target, channel, pending, verb, output_tensor, data, buffer, async_op)
+    channel.enter(name, block)
+    return run(
+        channel,
+        name,
+        lambda wire, timeout: wire.all_gather(buffer, block, timeout),
+        [(output, data, buffer)],
+        async_op,
+    )
 
 
+@verb
 def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -201,24 +280,41 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
-    target = group if type(group) is ProcessGroup else resolve_group(group)
-    verb = "reduce_scatter_tensor"
-    data, buffer = dense(output, "output", verb, writable=True)
-    _, whole = dense(input, "input", verb, writable=False)
-    kind = op if type(op) is ReduceKind else get_reduce_op(op)
-    check_reducible(kind, buffer, verb)
-    check_alike(buffer, whole, verb, ("output", "input"))
-    check_blocks(whole, buffer, target, verb, ("input", "output"))
+    return _reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
+
+
+@verb
+def reduce_scatter_single(
+    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """The same as ``reduce_scatter_tensor``, under its newer name."""
+    return _reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
+
+
+def _reduce_scatter(
+    name: str, output: Any, input: Any, op: Any, group: Any, async_op: bool
+) -> Work | None:
+    target = resolve_group(group)
+    data, buffer = dense(output, "output", name, writable=True)
+    _, whole = dense(input, "input", name, writable=False)
+    kind, factor = reduction(op, name)
+    check_reducible(kind, buffer, name, factor)
+    check_alike(buffer, whole, name, ("output", "input"))
+    check_blocks(whole, buffer, target, name, ("input", "output"))
     channel = target.channel(buffer.device.type)
-    channel.enter(verb, whole, kind)
-    note_write(data)
-    try:
-        pending = channel.communicator.reduce_scatter(buffer, whole, kind, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-    return _conclude(target, channel, pending, verb, output, data, buffer, async_op)
+    channel.enter(name, whole, stated(kind, factor))
+    if factor is not None:
+        whole = premultiplied(whole, factor)
+    return run(
+        channel,
+        name,
+        lambda wire, timeout: wire.reduce_scatter(buffer, whole, kind, timeout),
+        [(output, data, buffer)],
+        async_op,
+    )
 
 
+@verb
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -241,47 +337,12 @@ def barrier(
     check_timeout(timeout)
     device = target.device if device_ids is None else first_cuda_device(device_ids, "barrier")
     channel = target.channel("cuda" if device_ids else target.first_device_type())
-    limit = timeout or channel.timeout
     channel.enter("barrier", None)
-    try:
-        pending = channel.communicator.barrier(limit, device)
-        if async_op:
-            return target.work(channel, pending, [])
-        channel.communicator.finish(pending, limit)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-    return None
-
-
-def _conclude(
-    target: ProcessGroup,
-    channel: Channel,
-    pending: Pending,
-    verb: str,
-    original: Any,
-    data: torch.Tensor,
-    buffer: torch.Tensor,
-    async_op: bool,
-) -> Work | None:
-    """Wait for a started verb and bring its result home, or return the Work that will."""
-    if async_op:
-        if is_overwriting_history(data):
-            forbid_gradient(data, verb)
-        return target.work(channel, pending, [original], lambda: copy_home(original, data, buffer))
-    try:
-        channel.communicator.finish(pending, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-    if data is not buffer or data is not original:
-        if is_overwriting_history(data):
-            forbid_gradient(data, verb)
-        copy_home(original, data, buffer)
-    return None
-
-
-def copy_home(original: Any, data: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy what a verb wrote into ``buffer`` back to the caller's array, where they differ."""
-    if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
-        data.detach().copy_(buffer)
-    if data is not original:
-        finish_writes(original)
+    return run(
+        channel,
+        "barrier",
+        lambda wire, limit: wire.barrier(limit, device),
+        [],
+        async_op,
+        timeout,
+    )

@@ -80,10 +80,9 @@ class Channel:
     def enter(
         self,
         verb: str,
-        tensor: torch.Tensor | None,
+        tensor: torch.Tensor | list[torch.Tensor] | None,
         op: ReduceKind | None = None,
         root: int | None = None,
-        count: int | None = None,
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> None:
@@ -91,12 +90,12 @@ class Channel:
 
         Args:
             verb: its public name.
-            tensor: what it sends, as far as messages show it.
+            tensor: the tensor, or list of tensors, whose dtype and number of elements must be equal
+                on all members.
             op: its reduction.
             root: the place of its source or destination.
-            count: what must be equal on all members; by default the tensor's number of elements.
-            sent, taken: how many elements go to and come from each member, where the members may
-                differ in that; ``count`` is then 0.
+            sent, taken: how many elements go to and come from each member, for a verb whose
+                members may differ in that; only the dtype of ``tensor`` must be equal then.
 
         Raises:
             AgreementError: another member has started another call in its place. Every member
@@ -105,26 +104,16 @@ class Channel:
         """
         recorder = self.recorder
         recorder.note(self.group.name, verb, tensor, op, root, (sent, taken) if sent else ())
-        if count is None:
-            count = 0 if tensor is None or sent else tensor.numel()
         ledger = self.ledger
         if ledger is not None:
             sequence = recorder.sequence
-            header = fingerprint(
-                _codes[verb],
-                0 if tensor is None else _codes[tensor.dtype],
-                count,
-                -2 if op is None else op.value,
-                -2 if root is None else root,
-            )
+            header = fingerprint(*_header(verb, tensor, op, root, bool(sent)))
             if ledger.find_behind(sequence, bool(sent)) is not None:
                 self._wait_for_the_slowest(sequence, bool(sent))
-            differing = ledger.enter(sequence, header, sent, taken)
-            if differing:
+            if ledger.enter(sequence, header, sent, taken):
                 raise call_disagreement(self.group, self, sequence)
         if self.spans_hosts and debug_level() == DebugLevel.DETAIL:
-            dtype = None if tensor is None else tensor.dtype
-            self._compare_by_a_round(verb, dtype, count, op, root, sent, taken)
+            self._compare_by_a_round(_header(verb, tensor, op, root, bool(sent)), sent, taken)
 
     def enter_message(
         self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
@@ -160,21 +149,12 @@ class Channel:
             time.sleep(_PAUSE_S)
 
     def _compare_by_a_round(
-        self,
-        verb: str,
-        dtype: torch.dtype | None,
-        count: int,
-        op: ReduceKind | None,
-        root: int | None,
-        sent: Sequence[int],
-        taken: Sequence[int],
+        self, header: tuple[int, ...], sent: Sequence[int], taken: Sequence[int]
     ) -> None:
         """Compare headers by a gather of their own, where no memory is shared."""
         size = self.group.size()
-        common = [_codes[verb], 0 if dtype is None else _codes[dtype], count]
-        common += [-1 if op is None else op.value, -1 if root is None else root]
         nothing = [0] * size
-        values = [*common, *(sent or nothing), *(taken or nothing)]
+        values = [*header, *(sent or nothing), *(taken or nothing)]
         mine = torch.tensor(values, dtype=torch.int64, device=self.device_type)
         all_of_them = mine.new_empty(size * len(values))
         try:
@@ -183,9 +163,34 @@ class Channel:
         except WireFailure as failure:
             raise explain(self.group, failure, self) from None
         headers = all_of_them.view(size, -1).tolist()
-        commons = {tuple(header[: len(common)]) for header in headers}
-        sends = [header[len(common) :][:size] for header in headers]
-        takes = [header[len(common) + size :] for header in headers]
+        commons = {tuple(row[: len(header)]) for row in headers}
+        sends = [row[len(header) :][:size] for row in headers]
+        takes = [row[len(header) + size :] for row in headers]
         fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
         if len(commons) > 1 or not fits:
             raise call_disagreement(self.group, self, self.recorder.sequence)
+
+
+def _header(
+    verb: str,
+    tensor: torch.Tensor | list[torch.Tensor] | None,
+    op: ReduceKind | None,
+    root: int | None,
+    is_uneven: bool,
+) -> tuple[int, ...]:
+    """What must be equal on all members of a collective, as numbers."""
+    if tensor is None:
+        dtype = count = 0
+    elif isinstance(tensor, list):
+        dtype = fingerprint(*(_codes[part.dtype] for part in tensor))
+        count = fingerprint(*(part.numel() for part in tensor))
+    else:
+        dtype = _codes[tensor.dtype]
+        count = 0 if is_uneven else tensor.numel()
+    return (
+        _codes[verb],
+        dtype,
+        count,
+        -2 if op is None else op.value,
+        -2 if root is None else root,
+    )

@@ -63,7 +63,7 @@ class Recorder:
         self,
         group: str,
         verb: str,
-        tensor: torch.Tensor | None,
+        tensor: torch.Tensor | list[torch.Tensor] | None,
         op: ReduceKind | None = None,
         root: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
@@ -73,7 +73,7 @@ class Recorder:
         Args:
             group: what messages call the group.
             verb: its name.
-            tensor: whose shape and dtype tell what is communicated, or None.
+            tensor: whose shape and dtype tell what is communicated; a list of such, or None.
             op: the reduction, if it is one.
             root: the place of the source or destination in the group, if it has one.
             sizes: how many elements go to and come from each member, where members may differ.
@@ -92,13 +92,21 @@ class Recorder:
         self._keep(group, verb, tensor, (*kind, number))
 
     def _keep(
-        self, group: str, verb: str, tensor: torch.Tensor | None, more: tuple[Any, ...]
+        self,
+        group: str,
+        verb: str,
+        tensor: torch.Tensor | list[torch.Tensor] | None,
+        more: tuple[Any, ...],
     ) -> None:
         self.moment = monotonic()
         frame = sys._getframe(3)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             frame = frame.f_back
-        data = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        data: Any = None
+        if isinstance(tensor, list):
+            data = [(part.shape, part.dtype) for part in tensor]
+        elif tensor is not None:
+            data = (tensor.shape, tensor.dtype)
         self._notes[self._num_notes % NUM_NOTES] = (
             self.sequence,
             group,
@@ -133,8 +141,8 @@ class Recorder:
         return None
 
     def _described(self, note: tuple[Any, ...]) -> dict[str, Any]:
-        sequence, group, verb, (shape, dtype), more, code, instruction = note
-        told = [] if shape is None else [f"{tuple(shape)} {dtype_name(dtype)}"]
+        sequence, group, verb, data, more, code, instruction = note
+        told = [] if data is None else [_data_text(data)]
         if len(more) == 3:
             op, root, sizes = more
             if op is not None:
@@ -159,6 +167,13 @@ class Recorder:
 
     def _rank_text(self, member: int) -> str:
         return f"rank {self.ranks[member]}" if self.ranks else f"member {member}"
+
+
+def _data_text(data: Any) -> str:
+    if isinstance(data, list):
+        return f"[{', '.join(map(_data_text, data))}]"
+    shape, dtype = data
+    return f"{tuple(shape)} {dtype_name(dtype)}"
 
 
 def _where(code: Any, instruction: int) -> str:

@@ -1,0 +1,597 @@
+"""torch's collectives on lists of tensors, one per member, whose sizes may differ.
+
+Arguments, errors and results follow the rules told in ``verbs``. Lists are lists or tuples of
+torch tensors, NumPy or CuPy arrays, of one dtype and one device type; what one member takes must
+be what the other sends, which is compared before any data moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..arrays import shape_text
+from ..errors import ArgumentError, KindError, ShapeError
+from ..mesh.groups import ProcessGroup, resolve_group
+from ..reduce_ops import ReduceOp
+from ..wires.base import Communicator, Pending
+from ..wires.pending import Chain
+from ..wires.work import Work
+from .checks import (
+    check_alike,
+    check_list,
+    check_no_list,
+    check_reducible,
+    check_same_size,
+    dense,
+    get_root,
+    premultiplied,
+    premultiply,
+    reduction,
+    stated,
+)
+from .instruments import verb
+from .running import Written, run
+
+__all__ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+@verb
+def all_gather(
+    tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Every member's list holds all members' tensors, in group order.
+
+    Args:
+        tensor_list: one array per member, written in place: as many elements as that member's
+            tensor has, which may differ between members.
+        tensor: any shape and dtype; the same dtype on all members.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: n (p - 1) bytes sent per rank where sizes are equal, for n bytes over p ranks.
+
+    Raises:
+        ArgumentError: not one array per member. ShapeError: my own place has another size.
+        AgreementError: a member takes another size than I send.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     mine = torch.full((md.get_rank() + 1,), md.get_rank())
+        ...     parts = [torch.empty(n + 1, dtype=torch.int64) for n in range(2)]
+        ...     md.all_gather(parts, mine)
+        ...     return [part.tolist() for part in parts]
+        >>> md.simulate(program, 2)
+        [[[0], [1, 1]], [[0], [1, 1]]]
+    """
+    target = resolve_group(group)
+    _, block = dense(tensor, "tensor", "all_gather", writable=False)
+    written = _written(tensor_list, "tensor_list", "all_gather", target, block, "tensor")
+    outputs = [buffer for _, _, buffer in written]
+    check_same_size(outputs[target.rank()], block, "all_gather", ("my tensor_list", "tensor"))
+    channel = target.channel(block.device.type)
+    sent = [block.numel()] * target.size()
+    channel.enter("all_gather", block, sent=sent, taken=[output.numel() for output in outputs])
+    return run(
+        channel,
+        "all_gather",
+        lambda wire, timeout: wire.all_gather_list(outputs, block, timeout),
+        written,
+        async_op,
+    )
+
+
+@verb
+def gather(
+    tensor: Any,
+    gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """The destination's list holds all members' tensors, in group order.
+
+    Args:
+        tensor: any shape and dtype, equal in number and dtype on all members.
+        gather_list: on the destination one array per member, written in place; None or [] on
+            the others.
+        dst: the destination's global rank (0 if neither is given); or
+        group_dst: its rank in the group.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: n bytes sent by every rank but the destination, for n bytes.
+
+    Raises:
+        ArgumentError: a list is missing on the destination, or given elsewhere; two destinations.
+        NotInGroupError: the destination or this rank is no member.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     is_root = md.get_rank() == 0
+        ...     parts = [torch.empty(2) for _ in range(2)] if is_root else None
+        ...     md.gather(torch.ones(2) + md.get_rank(), parts, dst=0)
+        ...     return [part.tolist() for part in parts or []]
+        >>> md.simulate(program, 2)
+        [[[1.0, 1.0], [2.0, 2.0]], []]
+    """
+    target = resolve_group(group)
+    root = get_root(target, dst, group_dst, "gather", "dst")
+    _, block = dense(tensor, "tensor", "gather", writable=False)
+    written: list[Written] = []
+    if root == target.rank():
+        written = _written(gather_list, "gather_list", "gather", target, block, "tensor")
+        for _, _, output in written:
+            check_same_size(output, block, "gather", ("gather_list", "tensor"))
+    else:
+        check_no_list(gather_list, "gather_list", "gather", "destination", target, root)
+    channel = target.channel(block.device.type)
+    channel.enter("gather", block, None, root)
+    outputs = [buffer for _, _, buffer in written]
+    return run(
+        channel,
+        "gather",
+        lambda wire, timeout: wire.gather(outputs, block, root, timeout),
+        written,
+        async_op,
+    )
+
+
+@verb
+def scatter(
+    tensor: Any,
+    scatter_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Every member's tensor becomes its own of the source's list.
+
+    Args:
+        tensor: any shape and dtype, equal in number and dtype on all members. Written in place.
+        scatter_list: on the source one array per member; None or [] on the others.
+        src: the source's global rank (0 if neither is given); or
+        group_src: its rank in the group.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: n bytes reach every rank but the source, for n bytes each.
+
+    Raises:
+        ArgumentError: a list is missing on the source, or given elsewhere; two sources.
+        NotInGroupError: the source or this rank is no member.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     parts = [torch.ones(2), torch.full((2,), 5.0)] if md.get_rank() == 0 else None
+        ...     x = torch.empty(2)
+        ...     md.scatter(x, parts, src=0)
+        ...     return x.tolist()
+        >>> md.simulate(program, 2)
+        [[1.0, 1.0], [5.0, 5.0]]
+    """
+    target = resolve_group(group)
+    root = get_root(target, src, group_src, "scatter", "src")
+    data, buffer = dense(tensor, "tensor", "scatter", writable=True)
+    inputs: list[torch.Tensor] = []
+    if root == target.rank():
+        inputs = _read(scatter_list, "scatter_list", "scatter", target, buffer, "tensor")
+        for part in inputs:
+            check_same_size(part, buffer, "scatter", ("scatter_list", "tensor"))
+    else:
+        check_no_list(scatter_list, "scatter_list", "scatter", "source", target, root)
+    channel = target.channel(buffer.device.type)
+    channel.enter("scatter", buffer, None, root)
+    return run(
+        channel,
+        "scatter",
+        lambda wire, timeout: wire.scatter(buffer, inputs, root, timeout),
+        [(tensor, data, buffer)],
+        async_op,
+    )
+
+
+@verb
+def reduce_scatter(
+    output: Any,
+    input_list: list[Any],
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Each member's output is the reduction of all members' inputs for it.
+
+    Args:
+        output: any shape. Written in place.
+        input_list: one array per member, equal in sizes on all members; they may differ within
+            the list, and the one for this rank has as many elements as ``output``.
+        op, group, async_op: as in ``all_reduce``.
+
+    Cost: n (p - 1) bytes sent per rank for parts of n bytes.
+
+    Raises:
+        ArgumentError: not one array per member. ShapeError: my own input has another size.
+        DtypeError: two dtypes, or one that the op lacks.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     out = torch.empty(md.get_rank() + 1)
+        ...     md.reduce_scatter(out, [torch.ones(1), torch.full((2,), 2.0)])
+        ...     return out.tolist()
+        >>> md.simulate(program, 2)
+        [[2.0], [4.0, 4.0]]
+    """
+    target = resolve_group(group)
+    data, buffer = dense(output, "output", "reduce_scatter", writable=True)
+    kind, factor = reduction(op, "reduce_scatter")
+    check_reducible(kind, buffer, "reduce_scatter", factor)
+    inputs = _read(input_list, "input_list", "reduce_scatter", target, buffer, "output")
+    check_same_size(inputs[target.rank()], buffer, "reduce_scatter", ("my input_list", "output"))
+    channel = target.channel(buffer.device.type)
+    channel.enter("reduce_scatter", inputs, stated(kind, factor))
+    if factor is not None:
+        inputs = [premultiplied(part, factor) for part in inputs]
+    return run(
+        channel,
+        "reduce_scatter",
+        lambda wire, timeout: wire.reduce_scatter_list(buffer, inputs, kind, timeout),
+        [(output, data, buffer)],
+        async_op,
+    )
+
+
+@verb
+def all_to_all(
+    output_tensor_list: list[Any],
+    input_tensor_list: list[Any],
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Each member's j-th output is what member j holds for it.
+
+    Args:
+        output_tensor_list: one array per member, written in place: as many elements as that
+            member's input for this rank has.
+        input_tensor_list: one array per member, of any sizes; the j-th goes to member j.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: everything but my own part is sent once.
+
+    Raises:
+        ArgumentError: not one array per member. DtypeError: two dtypes.
+        AgreementError: a member takes another size than I send.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     inputs = list((torch.arange(2) + 2 * md.get_rank()).split(1))
+        ...     outputs = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+        ...     md.all_to_all(outputs, inputs)
+        ...     return torch.cat(outputs).tolist()
+        >>> md.simulate(program, 2)
+        [[0, 2], [1, 3]]
+    """
+    target = resolve_group(group)
+    name = "all_to_all"
+    first = check_list(input_tensor_list, "input_tensor_list", name, target.size())[0]
+    _, like = dense(first, "input_tensor_list", name, writable=False)
+    inputs = _read(input_tensor_list, "input_tensor_list", name, target, like, "input_tensor_list")
+    written = _written(
+        output_tensor_list, "output_tensor_list", name, target, like, "input_tensor_list"
+    )
+    outputs = [buffer for _, _, buffer in written]
+    me = target.rank()
+    check_same_size(outputs[me], inputs[me], name, ("my output", "my input for myself"))
+    channel = target.channel(like.device.type)
+    sent = [part.numel() for part in inputs]
+    channel.enter(name, like, sent=sent, taken=[output.numel() for output in outputs])
+    return run(
+        channel,
+        name,
+        lambda wire, timeout: wire.all_to_all(outputs, inputs, timeout),
+        written,
+        async_op,
+    )
+
+
+@verb
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Each member's output holds, along dim 0, what every member's input has for it.
+
+    Args:
+        output: shape [m, ...]. Written in place.
+        input: shape [n, ...], cut along dim 0; the j-th part goes to member j.
+        output_split_sizes: how many rows come from each member; None or [] for equal parts.
+        input_split_sizes: how many rows go to each member; None or [] for equal parts.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: everything but my own part is sent once.
+
+    Raises:
+        ShapeError: dim 0 does not divide, or the sizes do not add up to it; rows of two sizes.
+        DtypeError: two dtypes. AgreementError: a member takes another size than I send.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     rank = md.get_rank()
+        ...     out = torch.empty(2 + rank, dtype=torch.int64)
+        ...     sizes = ([1, 1], [1, 2])[rank]
+        ...     md.all_to_all_single(out, torch.arange(2 + rank) + 10 * rank, sizes, sizes)
+        ...     return out.tolist()
+        >>> md.simulate(program, 2)
+        [[0, 10], [1, 11, 12]]
+    """
+    target = resolve_group(group)
+    name = "all_to_all_single"
+    data, buffer = dense(output, "output", name, writable=True)
+    _, source = dense(input, "input", name, writable=False)
+    check_alike(buffer, source, name, ("output", "input"))
+    taken = _sizes(buffer, output_split_sizes, "output", name, target)
+    sent = _sizes(source, input_split_sizes, "input", name, target)
+    if buffer.shape[1:].numel() != source.shape[1:].numel():
+        raise ShapeError(
+            f"{name}: the rows of output and input have different sizes",
+            where=f"rank {target.world.rank}, {target.name}",
+            found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
+            fix="give both the same shape but for dim 0",
+        )
+    me = target.rank()
+    if taken[me] != sent[me]:
+        raise ShapeError(
+            f"{name}: what this rank takes from itself is not what it sends to itself",
+            where=f"rank {target.world.rank}, {target.name}",
+            found=f"{taken[me]} elements taken, {sent[me]} sent",
+            fix=f"make entry {me} of both split sizes equal",
+        )
+    channel = target.channel(buffer.device.type)
+    channel.enter(name, source, sent=sent, taken=taken)
+    return run(
+        channel,
+        name,
+        lambda wire, timeout: wire.all_to_all_single(buffer, source, taken, sent, timeout),
+        [(output, data, buffer)],
+        async_op,
+    )
+
+
+@verb
+def all_reduce_coalesced(
+    tensors: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Every member's tensors become the reductions of all, as if one after the other.
+
+    Args:
+        tensors: arrays of any shapes, equal in number, sizes and dtypes on all members; written
+            in place.
+        op, group, async_op: as in ``all_reduce``.
+
+    Cost: that of one ``all_reduce`` of all of them together, where the wire can join them.
+
+    Raises:
+        ArgumentError: no list, or an empty one. DtypeError: a reduction that a dtype lacks.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     x, y = torch.ones(1), torch.full((2,), md.get_rank())
+        ...     md.all_reduce_coalesced([x, y])
+        ...     return x.tolist(), y.tolist()
+        >>> md.simulate(program, 2)
+        [([2.0], [1, 1]), ([2.0], [1, 1])]
+    """
+    target = resolve_group(group)
+    name = "all_reduce_coalesced"
+    kind, factor = reduction(op, name)
+    written: list[Written] = [
+        (one, *dense(one, "tensors", name, writable=True))
+        for one in check_list(tensors, "tensors", name)
+    ]
+    buffers = [buffer for _, _, buffer in written]
+    for buffer in buffers:
+        check_reducible(kind, buffer, name, factor)
+        _check_device(buffer, buffers[0], name, "tensors")
+    channel = target.channel(buffers[0].device.type)
+    channel.enter(name, buffers, stated(kind, factor))
+    if factor is not None:
+        for buffer in buffers:
+            premultiply(buffer, factor)
+    return run(
+        channel,
+        name,
+        lambda wire, timeout: wire.all_reduce_list(buffers, kind, timeout),
+        written,
+        async_op,
+    )
+
+
+@verb
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Any]],
+    input_tensor_list: list[Any],
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Every member's j-th list holds copies of member j's tensors.
+
+    Args:
+        output_tensor_lists: for each member a list of arrays like ``input_tensor_list``, written
+            in place.
+        input_tensor_list: arrays of any shapes, equal in number, sizes and dtypes on all members.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: n (p - 1) bytes sent per rank for n bytes in all over p ranks.
+
+    Raises:
+        ArgumentError: not one list per member, or of another length. ShapeError: other sizes.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     mine = [torch.full((1,), md.get_rank()), torch.full((2,), md.get_rank())]
+        ...     lists = [[torch.empty_like(one) for one in mine] for _ in range(2)]
+        ...     md.all_gather_coalesced(lists, mine)
+        ...     return [[one.tolist() for one in each] for each in lists]
+        >>> md.simulate(program, 2)
+        [[[[0], [0, 0]], [[1], [1, 1]]], [[[0], [0, 0]], [[1], [1, 1]]]]
+    """
+    target = resolve_group(group)
+    name = "all_gather_coalesced"
+    inputs = [
+        dense(one, "input_tensor_list", name, writable=False)[1]
+        for one in check_list(input_tensor_list, "input_tensor_list", name)
+    ]
+    written: list[Written] = []
+    names = ("output_tensor_lists", "input_tensor_list")
+    for outputs in check_list(output_tensor_lists, names[0], name, target.size()):
+        for one, source in zip(
+            check_list(outputs, names[0], name, len(inputs)), inputs, strict=True
+        ):
+            data, buffer = dense(one, names[0], name, writable=True)
+            check_alike(buffer, source, name, names)
+            check_same_size(buffer, source, name, names)
+            written.append((one, data, buffer))
+    for source in inputs:
+        _check_device(source, inputs[0], name, "input_tensor_list")
+    channel = target.channel(inputs[0].device.type)
+    channel.enter(name, inputs)
+    buffers = [buffer for _, _, buffer in written]
+    return run(
+        channel,
+        name,
+        lambda wire, timeout: _gather_packed(wire, buffers, inputs, timeout),
+        written,
+        async_op,
+    )
+
+
+def _gather_packed(
+    wire: Communicator, outputs: list[torch.Tensor], inputs: list[torch.Tensor], timeout: Any
+) -> Pending:
+    """Gather all inputs, as bytes one after the other, in one go."""
+    packed = torch.cat([_as_bytes(part) for part in inputs])
+    whole = packed.new_empty(wire.size * packed.numel())
+    sizes = [part.numel() * part.element_size() for part in inputs] * wire.size
+
+    def settle() -> None:
+        with torch.inference_mode():
+            for output, part in zip(outputs, whole.split(sizes), strict=True):
+                _as_bytes(output).copy_(part)
+
+    return Chain([wire.all_gather(whole, packed, timeout)], settle)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _written(
+    given: Any,
+    argument: str,
+    name: str,
+    target: ProcessGroup,
+    like: torch.Tensor,
+    likes_name: str,
+) -> list[Written]:
+    """The arrays of a list that a verb writes, one per member."""
+    written: list[Written] = []
+    for one in check_list(given, argument, name, target.size()):
+        data, buffer = dense(one, argument, name, writable=True)
+        check_alike(buffer, like, name, (argument, likes_name))
+        written.append((one, data, buffer))
+    return written
+
+
+def _read(
+    given: Any,
+    argument: str,
+    name: str,
+    target: ProcessGroup,
+    like: torch.Tensor,
+    likes_name: str,
+) -> list[torch.Tensor]:
+    """The tensors of a list that a verb reads, one per member."""
+    parts = []
+    for one in check_list(given, argument, name, target.size()):
+        _, part = dense(one, argument, name, writable=False)
+        check_alike(part, like, name, (argument, likes_name))
+        parts.append(part)
+    return parts
+
+
+def _check_device(tensor: torch.Tensor, first: torch.Tensor, name: str, argument: str) -> None:
+    if tensor.device != first.device:
+        raise ArgumentError(
+            f"{name} has tensors on different devices in {argument}",
+            found=f"{first.device} and {tensor.device}",
+        )
+
+
+def _sizes(
+    tensor: torch.Tensor,
+    rows: Sequence[int] | None,
+    role: str,
+    name: str,
+    target: ProcessGroup,
+) -> list[int]:
+    """How many elements of ``tensor`` belong to each member."""
+    size = target.size()
+    where = f"rank {target.world.rank}, {target.name} of {size} ranks"
+    shape = shape_text(tensor.shape)
+    if tensor.dim() == 0:
+        raise ShapeError(
+            f"{name} cuts along dim 0, and {role} has none",
+            where=where,
+            found=f"{role} {shape}",
+            fix=f"pass {role}.view(1), or a tensor with a row per member",
+        )
+    num_rows = tensor.shape[0]
+    row = math.prod(tensor.shape[1:])
+    if rows is None or len(rows) == 0:
+        if num_rows % size:
+            raise ShapeError(
+                f"{name} cannot cut {role} into {size} equal parts",
+                where=where,
+                expected=f"{role}.shape[0] a multiple of {size}",
+                found=f"{role} {shape}",
+                fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
+            )
+        return [num_rows // size * row] * size
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in rows):
+        raise KindError(
+            f"{name}: {role}_split_sizes must be whole numbers",
+            found=repr(rows),
+            fix="for example [2, 1, 1], one number per member",
+        )
+    if len(rows) != size or sum(rows) != num_rows or any(one < 0 for one in rows):
+        raise ShapeError(
+            f"{name}: {role}_split_sizes do not cut {role} into one part per member",
+            where=where,
+            expected=f"{size} numbers, none negative, whose sum is {num_rows}",
+            found=f"{list(rows)}, whose sum is {sum(rows)}; {role} {shape}",
+        )
+    return [one * row for one in rows]
