@@ -46,13 +46,14 @@ _ROOMS = {
         "MeshdistError",
         "NotInGroupError",
         "NotInitializedError",
+        "QueueEmptyError",
         "RankFailedError",
         "RendezvousError",
         "ShapeError",
         "StoreError",
         "WorldError",
     ),
-    "reduce_ops": ("ReduceOp",),
+    "reduce_ops": ("ReduceOp", "reduce_op"),
     "runtime.world": ("World",),
     "runtime.stores": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "runtime.rendezvous": ("register_rendezvous_handler", "rendezvous"),
@@ -174,6 +175,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         MeshError as MeshError,
         NotInGroupError as NotInGroupError,
         NotInitializedError as NotInitializedError,
+        QueueEmptyError as QueueEmptyError,
         RankFailedError as RankFailedError,
         RendezvousError as RendezvousError,
         ShapeError as ShapeError,
@@ -223,7 +225,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
     )
     from .mesh.simulation import simulate as simulate
     from .mesh.spawning import spawn as spawn
-    from .reduce_ops import ReduceOp as ReduceOp
+    from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
     from .runtime.rendezvous import (
         register_rendezvous_handler as register_rendezvous_handler,
         rendezvous as rendezvous,

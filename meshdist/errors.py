@@ -7,7 +7,13 @@ written for torch.distributed would catch in its place. The text follows one for
 
 from __future__ import annotations
 
-from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
+from torch.distributed import (
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    QueueEmptyError,
+)
 
 from .error_text import ExplainedError
 
@@ -31,6 +37,7 @@ __all__ = [
     "MeshdistError",
     "NotInGroupError",
     "NotInitializedError",
+    "QueueEmptyError",
     "RankFailedError",
     "RendezvousError",
     "ShapeError",

@@ -1,36 +1,139 @@
-"""The reductions, under torch's names."""
+"""The reductions, under torch's names, and the factor of PREMUL_SUM."""
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
-from typing import TypeAlias
+from numbers import Complex, Real
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp as TorchReduceOp, _make_nccl_premul_sum
 
-from .errors import KindError
+from .errors import ArgumentError, KindError
 
-__all__ = ["ReduceKind", "ReduceOp", "find_refusal", "get_reduce_op", "op_name"]
+__all__ = [
+    "Factor",
+    "ReduceKind",
+    "ReduceOp",
+    "find_factor_refusal",
+    "find_refusal",
+    "get_reduce_op",
+    "multiply",
+    "op_name",
+    "reduce_op",
+    "split_premul",
+]
 
-ReduceKind: TypeAlias = ReduceOp.RedOpType
+ReduceKind: TypeAlias = TorchReduceOp.RedOpType
 """A plain reduction: ``ReduceOp.SUM`` and its like."""
+
+Factor: TypeAlias = "float | complex | torch.Tensor"
+"""What PREMUL_SUM multiplies by: a number, or a 0-dim tensor on its device."""
+
+
+class _Reductions(type(TorchReduceOp)):  # type: ignore[misc]
+    """Makes torch's ReduceOps of ours: every one is torch's own object, and torch's are ours."""
+
+    def __call__(cls, op: ReduceKind) -> TorchReduceOp:
+        if op == TorchReduceOp.PREMUL_SUM:
+            raise _no_factor()
+        return TorchReduceOp(op)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, TorchReduceOp)
+
+
+class ReduceOp(TorchReduceOp, metaclass=_Reductions):
+    """torch's reductions: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR; and PREMUL_SUM.
+
+    They are torch's own values. AVG is for floating and complex dtypes; MIN, MAX and PRODUCT are
+    not for complex ones; BAND, BOR and BXOR are for integers and bool. On bool, SUM and MAX are
+    or, PRODUCT and MIN are and. Sums of integers wrap.
+
+    Example:
+        >>> ReduceOp.SUM is torch.distributed.ReduceOp.SUM
+        True
+    """
+
+    @staticmethod
+    def premul_sum(factor: Any) -> TorchReduceOp:
+        """The reduction that multiplies each member's tensor by its own factor, then sums.
+
+        Args:
+            factor: a number, or a tensor or array of one element; it may differ between members.
+                Integer tensors take whole factors, bool tensors none, and only complex tensors a
+                complex one.
+
+        Returns:
+            A ReduceOp for ``op=``, the one that torch makes for NCCL; every wire serves it.
+
+        Raises:
+            KindError: no number and no array.
+            ArgumentError: an array of another size, or of bool.
+
+        Example:
+            >>> import meshdist as md, torch
+            >>> def program():
+            ...     x = torch.ones(2)
+            ...     md.all_reduce(x, op=md.ReduceOp.premul_sum(0.5 + md.get_rank()))
+            ...     return x.tolist()
+            >>> md.simulate(program, 2)
+            [[2.0, 2.0], [2.0, 2.0]]
+        """
+        return _make_nccl_premul_sum(_checked_factor(factor))
+
 
 _BY_NAME: dict[str, ReduceKind] = {
     name: getattr(ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
+_PREMUL_SUM: ReduceKind = ReduceOp.PREMUL_SUM
 
 
 def get_reduce_op(op: object) -> ReduceKind:
-    """Return ``op`` as the plain kind (``ReduceOp.SUM`` ...); raises KindError otherwise."""
-    if isinstance(op, ReduceKind):
-        return op
-    for plain in _BY_NAME.values():
-        if isinstance(op, ReduceOp) and op == plain:  # type: ignore[comparison-overlap]
-            return plain
+    """Return ``op`` as the plain kind (``ReduceOp.SUM`` ...).
+
+    Raises:
+        KindError: anything else, PREMUL_SUM too: ``split_premul`` understands that.
+    """
+    kind, factor = split_premul(op)
+    if factor is not None:
+        raise KindError(
+            "PREMUL_SUM is no plain reduction",
+            expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME),
+            fix="multiply the tensor by the factor, and pass op=ReduceOp.SUM",
+        )
+    return kind
+
+
+def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
+    """Return the plain reduction to do, and the factor to multiply by before it, or None.
+
+    Raises:
+        KindError: ``op`` is no ReduceOp, or a PREMUL_SUM without a factor.
+
+    Example:
+        >>> split_premul(ReduceOp.premul_sum(0.5))
+        (<RedOpType.SUM: 0>, 0.5)
+        >>> split_premul(ReduceOp.MAX)
+        (<RedOpType.MAX: 4>, None)
+    """
+    if type(op) is ReduceKind:
+        if op == _PREMUL_SUM:
+            raise _no_factor()
+        return op, None
+    if isinstance(op, TorchReduceOp):
+        state: tuple[ReduceKind, Any] = op.__getstate__()  # type: ignore[assignment]
+        kind, factor = state
+        if kind != _PREMUL_SUM:
+            return kind, None
+        if factor is not None:
+            return ReduceOp.SUM, _as_number(factor)
     raise KindError(
         f"{op!r} is not a reduction",
-        expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME),
+        expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME) + ", or ReduceOp.premul_sum(..)",
         fix="pass for example op=meshdist.ReduceOp.SUM; a group or mesh goes as group=",
     )
 
@@ -53,6 +156,157 @@ def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
         return "AVG on floating and complex dtypes" if is_whole else None
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
         return None if is_whole else f"{op_name(op)} on integers and bool"
+    if op == _PREMUL_SUM:
+        return "PREMUL_SUM on numbers, which bool are not" if dtype is torch.bool else None
     if op == ReduceOp.SUM or not dtype.is_complex:
         return None
     return f"{op_name(op)} on dtypes that are not complex"
+
+
+def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
+    """Return what PREMUL_SUM serves, for messages, where ``factor`` does not suit ``dtype``.
+
+    Example:
+        >>> find_factor_refusal(0.5, torch.int32)
+        'PREMUL_SUM on integers with a whole factor, which 0.5 is not'
+        >>> find_factor_refusal(2.0, torch.int32) is None
+        True
+    """
+    refusal = find_refusal(_PREMUL_SUM, dtype)
+    if refusal is not None or dtype.is_complex:
+        return refusal
+    is_tensor = isinstance(factor, torch.Tensor)
+    shown = f"a tensor of {factor.dtype}" if is_tensor else f"{factor}"  # type: ignore[union-attr]
+    if factor.dtype.is_complex if is_tensor else isinstance(factor, complex):  # type: ignore[union-attr]
+        return f"PREMUL_SUM by a complex factor on complex dtypes; it is {shown}"
+    if dtype.is_floating_point:
+        return None
+    if is_tensor:  # on its device, where a look at its value would wait
+        is_whole = not factor.is_floating_point()  # type: ignore[union-attr]
+    else:
+        is_whole = isinstance(factor, int) or factor.is_integer()  # type: ignore[union-attr]
+    return None if is_whole else f"PREMUL_SUM on integers with a whole factor, which {shown} is not"
+
+
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+def multiply(tensor: torch.Tensor, factor: Factor) -> None:
+    """Multiply ``tensor`` by the factor of PREMUL_SUM, in place; integers wrap.
+
+    Whatever ``find_factor_refusal`` lets through is served. Runs without gradients.
+    """
+    dtype = tensor.dtype
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(tensor.device)
+    with torch.no_grad():
+        if not (dtype.is_floating_point or dtype.is_complex):
+            whole = tensor.view(_SIGNED.get(dtype, dtype))
+            whole.mul_(
+                factor if isinstance(factor, torch.Tensor) else _wrapped(factor, whole.dtype)
+            )
+        elif dtype.itemsize == 1 or dtype is torch.complex32:  # torch does not multiply these
+            wide = tensor.to(torch.complex64 if dtype.is_complex else torch.float32)
+            tensor.copy_(wide.mul_(factor))
+        else:
+            tensor.mul_(factor)
+
+
+def _wrapped(factor: Any, dtype: torch.dtype) -> int:
+    """A whole factor within the range of ``dtype``, with the same product."""
+    limits = torch.iinfo(dtype)
+    return (int(factor) - limits.min) % (1 << limits.bits) + limits.min
+
+
+def _no_factor() -> KindError:
+    return KindError(
+        "ReduceOp.PREMUL_SUM needs a factor",
+        expected="a reduction made by ReduceOp.premul_sum(factor)",
+        found="the bare name of its kind",
+        fix="pass for example op=meshdist.ReduceOp.premul_sum(0.5)",
+    )
+
+
+def _checked_factor(factor: Any) -> float | torch.Tensor:
+    """Return ``factor`` as torch takes it: a float where that is exact, else a tensor."""
+    if isinstance(factor, torch.Tensor):
+        return _one_element(factor.detach())
+    if isinstance(factor, (bool, np.bool_)):
+        raise _wrong_factor(factor)
+    if isinstance(factor, Real):
+        return _exact(factor)
+    if isinstance(factor, Complex):
+        return torch.tensor(complex(factor), dtype=torch.complex128)
+    if isinstance(factor, np.ndarray) and factor.dtype.kind in "iufcb":
+        return _one_element(torch.from_numpy(np.array(factor)))
+    if hasattr(factor, "__cuda_array_interface__"):
+        return _one_element(torch.as_tensor(factor))
+    raise _wrong_factor(factor)
+
+
+def _exact(factor: Any) -> float | torch.Tensor:
+    try:
+        as_float = float(factor)
+        if not isinstance(factor, (int, np.integer)) or int(as_float) == int(factor):
+            return as_float
+        return torch.tensor(int(factor), dtype=torch.int64)
+    except (OverflowError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            "a factor that no dtype holds",
+            expected="a whole number of 64 bits, or a float",
+            found=f"{factor}",
+        ) from error
+
+
+def _one_element(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 1 and tensor.dtype is not torch.bool:
+        return tensor
+    raise ArgumentError(
+        "the factor of PREMUL_SUM is one number",
+        expected="a number, or a tensor or array of one element, not bool",
+        found=f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}",
+        fix="multiply the tensor by the factors before, and use ReduceOp.SUM",
+    )
+
+
+def _wrong_factor(factor: object) -> KindError:
+    return KindError(
+        f"{factor!r} is not a factor for PREMUL_SUM",
+        expected="a number, or a tensor or array of one element",
+        found=type(factor).__name__,
+    )
+
+
+def _as_number(factor: Any) -> Factor:
+    if not isinstance(factor, torch.Tensor):
+        return float(factor)
+    if factor.is_cpu:
+        number: float | complex = factor.item()
+        return number
+    return factor.detach().reshape(())
+
+
+class _OldSpelling:
+    """The reductions under the name that torch used before ``ReduceOp``; every use warns."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "__members__" and name not in ReduceKind.__members__:
+            raise AttributeError(f"reduce_op has no reduction {name!r}")
+        warnings.warn(
+            "reduce_op is the old spelling: use meshdist.ReduceOp instead",
+            FutureWarning,
+            stacklevel=2,
+        )
+        members = ReduceKind.__members__
+        return members if name == "__members__" else members[name]
+
+    def __repr__(self) -> str:
+        return "meshdist.reduce_op"
+
+
+reduce_op = _OldSpelling()
+"""The old spelling of ``ReduceOp``: ``reduce_op.SUM`` gives a FutureWarning."""

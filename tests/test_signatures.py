@@ -81,7 +81,7 @@ SAME = (
     "FileStore",
     "HashStore",
     "PrefixStore",
-    "ReduceOp",
+    "QueueEmptyError",
     "Store",
     "TCPStore",
     "register_rendezvous_handler",
@@ -113,7 +113,7 @@ METHODS = (
     "DistributedSampler.set_epoch",
 )
 # Classes that torch writes in C++, whose methods have no signature; and names without a call.
-WITHOUT_SIGNATURES = ("GroupMember", "ProcessGroup", "Work", "group")
+WITHOUT_SIGNATURES = ("GroupMember", "ProcessGroup", "ReduceOp", "Work", "group", "reduce_op")
 
 # name -> (parameters of torch that we leave out, parameters that we add or that differ in kind or
 # default, why). Each is told in docs/differences.md.
