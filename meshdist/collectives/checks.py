@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -19,9 +19,18 @@ from ..errors import (
     ShapeError,
 )
 from ..mesh.groups import ProcessGroup
-from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, get_reduce_op, op_name
+from ..reduce_ops import (
+    Factor,
+    ReduceKind,
+    ReduceOp,
+    find_factor_refusal,
+    find_refusal,
+    multiply,
+    op_name,
+)
 
 __all__ = [
+    "SUM",
     "check_alike",
     "check_blocks",
     "check_list",
@@ -38,24 +47,10 @@ __all__ = [
     "member_of",
     "note_write",
     "premultiplied",
-    "premultiply",
-    "reduction",
     "stated",
 ]
 
-Factor: TypeAlias = "float | torch.Tensor"
-"""What PREMUL_SUM multiplies by before it sums."""
-
-
-def reduction(op: Any, verb: str) -> tuple[ReduceKind, Factor | None]:
-    """Return the reduction that a wire is to do, and the factor that comes before it, if any.
-
-    Raises:
-        KindError: ``op`` is no ReduceOp.
-    """
-    if type(op) is ReduceKind:
-        return op, None
-    return get_reduce_op(op), None
+SUM: ReduceKind = ReduceOp.SUM
 
 
 def stated(kind: ReduceKind, factor: Factor | None) -> ReduceKind:
@@ -63,29 +58,24 @@ def stated(kind: ReduceKind, factor: Factor | None) -> ReduceKind:
     return kind if factor is None else ReduceOp.PREMUL_SUM
 
 
-def premultiply(tensor: torch.Tensor, factor: Factor) -> None:
-    """Multiply ``tensor`` in place by the factor of PREMUL_SUM."""
-    with torch.inference_mode():
-        tensor.mul_(factor)
-
-
 def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
     """Return ``tensor`` times the factor of PREMUL_SUM, in its own dtype, in new memory."""
     product = tensor.detach().clone()
-    premultiply(product, factor)
+    multiply(product, factor)
     return product
 
 
 def check_reducible(
     op: ReduceKind, tensor: torch.Tensor, verb: str, factor: Factor | None = None
 ) -> None:
-    """Raise DtypeError where ``op`` has no meaning for the tensor's dtype."""
-    if op is ReduceOp.SUM and factor is None:
+    """Raise DtypeError where ``op``, or its factor, has no meaning for the tensor's dtype."""
+    if op is SUM and factor is None:
         return
-    refusal = find_refusal(op, tensor.dtype)
+    dtype = tensor.dtype
+    refusal = find_refusal(op, dtype) if factor is None else find_factor_refusal(factor, dtype)
     if refusal is not None:
         raise DtypeError(
-            f"{verb} cannot reduce {dtype_name(tensor.dtype)} with {op_name(op)}",
+            f"{verb} cannot reduce {dtype_name(dtype)} with {op_name(stated(op, factor))}",
             where=f"argument of shape {shape_text(tensor.shape)}",
             expected=refusal,
             fix="use SUM and divide, or convert the tensor"

@@ -16,7 +16,7 @@ import torch
 from ..arrays import shape_text
 from ..errors import ArgumentError, KindError, ShapeError
 from ..mesh.groups import ProcessGroup, resolve_group
-from ..reduce_ops import ReduceOp
+from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..wires.base import Communicator, Pending
 from ..wires.pending import Chain
 from ..wires.work import Work
@@ -29,8 +29,6 @@ from .checks import (
     dense,
     get_root,
     premultiplied,
-    premultiply,
-    reduction,
     stated,
 )
 from .instruments import verb
@@ -238,7 +236,7 @@ def reduce_scatter(
     """
     target = resolve_group(group)
     data, buffer = dense(output, "output", "reduce_scatter", writable=True)
-    kind, factor = reduction(op, "reduce_scatter")
+    kind, factor = split_premul(op)
     check_reducible(kind, buffer, "reduce_scatter", factor)
     inputs = _read(input_list, "input_list", "reduce_scatter", target, buffer, "output")
     check_same_size(inputs[target.rank()], buffer, "reduce_scatter", ("my input_list", "output"))
@@ -404,7 +402,7 @@ def all_reduce_coalesced(
     """
     target = resolve_group(group)
     name = "all_reduce_coalesced"
-    kind, factor = reduction(op, name)
+    kind, factor = split_premul(op)
     written: list[Written] = [
         (one, *dense(one, "tensors", name, writable=True))
         for one in check_list(tensors, "tensors", name)
@@ -417,7 +415,7 @@ def all_reduce_coalesced(
     channel.enter(name, buffers, stated(kind, factor))
     if factor is not None:
         for buffer in buffers:
-            premultiply(buffer, factor)
+            multiply(buffer, factor)
     return run(
         channel,
         name,

@@ -16,11 +16,12 @@ from datetime import timedelta
 from typing import Any
 
 from ..mesh.groups import ProcessGroup, resolve_group
-from ..reduce_ops import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.timeouts import check_timeout
 from ..wires.base import WireFailure
 from ..wires.work import Work
 from .checks import (
+    SUM,
     check_alike,
     check_blocks,
     check_reducible,
@@ -29,8 +30,6 @@ from .checks import (
     get_peer,
     note_write,
     premultiplied,
-    premultiply,
-    reduction,
     stated,
 )
 from .instruments import verb
@@ -79,12 +78,12 @@ def all_reduce(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
-    kind, factor = (op, None) if type(op) is ReduceKind else reduction(op, "all_reduce")
+    kind, factor = (SUM, None) if op is SUM else split_premul(op)
     check_reducible(kind, buffer, "all_reduce", factor)
     channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
     channel.enter("all_reduce", buffer, kind if factor is None else stated(kind, factor))
     if factor is not None:
-        premultiply(buffer, factor)
+        multiply(buffer, factor)
     if async_op or buffer is not tensor:
         return run(
             channel,
@@ -136,7 +135,7 @@ def broadcast(
     """
     target = resolve_group(group)
     root = get_peer(target, src, group_src, "broadcast", "src")
-    data, buffer = dense(tensor, "tensor", "broadcast", writable=root != target.rank())
+    data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
     channel = target.channel(buffer.device.type)
     channel.enter("broadcast", buffer, None, root)
     return run(
@@ -185,7 +184,7 @@ def reduce(
     root = get_peer(target, dst, group_dst, "reduce", "dst")
     is_root = root == target.rank()
     data, buffer = dense(tensor, "tensor", "reduce", writable=is_root)
-    kind, factor = reduction(op, "reduce")
+    kind, factor = split_premul(op)
     check_reducible(kind, buffer, "reduce", factor)
     channel = target.channel(buffer.device.type)
     channel.enter("reduce", buffer, stated(kind, factor), root)
@@ -297,7 +296,7 @@ def _reduce_scatter(
     target = resolve_group(group)
     data, buffer = dense(output, "output", name, writable=True)
     _, whole = dense(input, "input", name, writable=False)
-    kind, factor = reduction(op, name)
+    kind, factor = split_premul(op)
     check_reducible(kind, buffer, name, factor)
     check_alike(buffer, whole, name, ("output", "input"))
     check_blocks(whole, buffer, target, name, ("input", "output"))

@@ -102,6 +102,7 @@ class Channel:
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
+        self.communicator.caller = verb
         recorder = self.recorder
         recorder.note(self.group.name, verb, tensor, op, root, (sent, taken) if sent else ())
         ledger = self.ledger

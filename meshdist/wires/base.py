@@ -99,6 +99,7 @@ class Communicator(ABC):
         self.wire = wire
         self.rank = rank
         self.size = size
+        self.caller = ""  # the public verb that what is started next belongs to, for messages
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:

@@ -36,6 +36,7 @@ class Header:
         op: the reduction, or None.
         root: the member that a rooted verb starts from or leads to, or None.
         sends, takes: elements to and from each member, where they are compared pair by pair.
+        caller: the public verb that it belongs to, if one does.
     """
 
     verb: str
@@ -45,11 +46,13 @@ class Header:
     root: int | None = None
     sends: Sizes = None
     takes: Sizes = None
+    caller: str = ""
 
     def agrees_with(self, other: Header) -> bool:
         """Whether what has to be equal on all members is equal."""
         return (
             self.verb == other.verb
+            and self.caller == other.caller
             and self.dtypes == other.dtypes
             and self.counts == other.counts
             and self.op == other.op
@@ -70,7 +73,7 @@ class Header:
         if self.root is not None:
             word = "to" if self.verb in _TO_THE_ROOT else "from"
             how.append(f"{word} {ranks_text([ranks[self.root]])}")
-        text = self.verb + (f"({', '.join(how)})" if how else "")
+        text = (self.caller or self.verb) + (f"({', '.join(how)})" if how else "")
         is_uneven = self.counts is None
         amount = self.sends if is_uneven else self.counts
         if amount is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -248,6 +249,7 @@ class SimulatedCommunicator(Communicator):
         for tensor in (*inputs, *outputs):
             synchronize(tensor)
         self._started += 1
+        header = replace(header, caller=self.caller)
         call = Call(self._exchange, self.rank, self._started, header, inputs, outputs)
         self._exchange.enter(call)
         return call

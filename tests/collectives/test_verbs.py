@@ -425,11 +425,7 @@ REFUSED = [
         md.ShapeError,
         "does not hold one output per member",
     ),
-    (
-        lambda: md.all_reduce(X, op=_make_nccl_premul_sum(2.0)),
-        TypeError,
-        "is not a reduction\n  expected: one of ReduceOp.SUM, ReduceOp.AVG",
-    ),
+    (lambda: md.all_reduce(X, op=md.ReduceOp.PREMUL_SUM), TypeError, "PREMUL_SUM needs a factor"),
     (lambda: md.send(X), ValueError, "send needs dst or group_dst"),
     (lambda: md.isend(X), ValueError, "isend needs dst or group_dst"),
     (lambda: md.send(X, 0, group_dst=0), ValueError, "send has both dst and group_dst"),
