@@ -54,6 +54,12 @@ _ROOMS = {
         "WorldError",
     ),
     "reduce_ops": ("ReduceOp", "reduce_op"),
+    "runtime.debug_levels": (
+        "DebugLevel",
+        "get_debug_level",
+        "set_debug_level",
+        "set_debug_level_from_env",
+    ),
     "runtime.world": ("World",),
     "runtime.stores": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "runtime.rendezvous": ("register_rendezvous_handler", "rendezvous"),
@@ -226,6 +232,12 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
     from .mesh.simulation import simulate as simulate
     from .mesh.spawning import spawn as spawn
     from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
+    from .runtime.debug_levels import (
+        DebugLevel as DebugLevel,
+        get_debug_level as get_debug_level,
+        set_debug_level as set_debug_level,
+        set_debug_level_from_env as set_debug_level_from_env,
+    )
     from .runtime.rendezvous import (
         register_rendezvous_handler as register_rendezvous_handler,
         rendezvous as rendezvous,

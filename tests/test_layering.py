@@ -36,6 +36,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "handles",
             "boards",
             "ledger",
+            "debug_levels",
             "recorder",
             "file_records",
             "mpi_address",

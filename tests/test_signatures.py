@@ -74,6 +74,7 @@ NAMES = (
 
 # What is torch's own class or function here.
 SAME = (
+    "DebugLevel",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -112,8 +113,18 @@ METHODS = (
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
 )
-# Classes that torch writes in C++, whose methods have no signature; and names without a call.
-WITHOUT_SIGNATURES = ("GroupMember", "ProcessGroup", "ReduceOp", "Work", "group", "reduce_op")
+# What torch writes in C++, which has no signature; and names without a call.
+WITHOUT_SIGNATURES = (
+    "GroupMember",
+    "ProcessGroup",
+    "ReduceOp",
+    "Work",
+    "get_debug_level",
+    "group",
+    "reduce_op",
+    "set_debug_level",
+    "set_debug_level_from_env",
+)
 
 # name -> (parameters of torch that we leave out, parameters that we add or that differ in kind or
 # default, why). Each is told in docs/differences.md.
