@@ -358,3 +358,52 @@ def disagreeing() -> str:
 def test_a_disagreement_arrives_in_the_future() -> None:
     (first, second) = md.simulate(disagreeing, 2)
     assert first == second != "nothing"
+
+
+def step_of_torchs_ddp() -> list:
+    """A step under torch's own DDP, which waits in C++ for the future that the hook returns."""
+    import torch.distributed as dist
+
+    from meshdist.runtime.world import get_world
+
+    rank, size = md.get_rank(), md.get_world_size()
+    store = dist.PrefixStore("torchs", get_world().store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+
+        def hook(state, bucket):
+            work = md.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0] / size)
+
+        layer = torch.nn.Linear(3, 1, bias=False)
+        model = torch.nn.parallel.DistributedDataParallel(layer)
+        model.register_comm_hook(None, hook)
+        model(torch.full((1, 3), rank + 1.0)).sum().backward()
+        return layer.weight.grad.tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchs_ddp_takes_the_future_of_a_comm_hook(pool) -> None:
+    assert pool.run(step_of_torchs_ddp, 2) == [[[1.5] * 3]] * 2
+
+
+def stress() -> list:
+    """Many futures over three groups, collected, while other verbs go on."""
+    groups = [md.new_group([0, 1]) for _ in range(3)]
+    tensors = [torch.full((5,), float(n)) for n in range(150)]
+    futures = [
+        md.all_reduce(x, group=groups[n % 3], async_op=True).get_future().then(lambda f: f.value())
+        for n, x in enumerate(tensors)
+    ]
+    everything = torch.futures.collect_all(futures)
+    for _ in range(20):
+        md.all_reduce(torch.ones(3))
+    everything.wait()
+    return [x[0].item() for x in tensors]
+
+
+@pytest.mark.parametrize("wire", ["simulated", "gloo"])
+def test_many_futures(wire: str, pool) -> None:
+    run = pool.run if wire == "gloo" else md.simulate
+    assert run(stress, 2) == [[2.0 * n for n in range(150)]] * 2
