@@ -143,6 +143,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "tensor_parallel": (),
     },
+    {"bench": ("sides", "worker", "measuring", "reporting")},
     {"cli": ("arguments", "run", "bench", "doctor", "main")},
     {"launch": ("launch",), "__main__": ("__main__",)},
 )

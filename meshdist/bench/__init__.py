@@ -1,0 +1,1 @@
+"""Measuring collectives: ours and the peers', in turn, in one run."""

@@ -1,0 +1,180 @@
+"""All sides measured in turn: each keeps its ranks, asleep while another is at work.
+
+For each verb and size every round asks each side once, in an order that changes from round to
+round. A sample is the time per call of the slowest rank; a cell is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from .worker import ADDRESS
+
+__all__ = ["Cell", "Entrant", "measure", "running"]
+
+_SAMPLE_S = 0.03
+_MOST_CALLS = 2000
+_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A side to measure.
+
+    Args:
+        label: what the report calls it.
+        side: its name in ``sides.SIDES``.
+        launch: the command before the interpreter's arguments, with the number of ranks filled
+            in; () starts one process a rank with the variables of ``env://``.
+        python: the interpreter.
+        environment: further variables.
+    """
+
+    label: str
+    side: str
+    launch: tuple[str, ...] = ()
+    python: str = sys.executable
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Cell:
+    """One verb at one size: the samples of each entrant, in seconds per call."""
+
+    verb: str
+    num_bytes: int
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, label: str) -> float | None:
+        """The median of an entrant's samples, or None where it has none."""
+        samples = self.samples.get(label)
+        return statistics.median(samples) if samples else None
+
+    def ratio(self, label: str, to: str) -> float | None:
+        """The median over rounds of one entrant's time divided by another's."""
+        both = (self.samples.get(label), self.samples.get(to))
+        if not both[0] or not both[1]:
+            return None
+        return statistics.median(a / b for a, b in zip(both[0], both[1], strict=True))
+
+
+class _Ranks:
+    """The running ranks of one entrant."""
+
+    def __init__(self, connections: list[Any]) -> None:
+        self._talks = connections
+        self._calls: dict[tuple[str, int], int] = {}
+
+    def sample(self, verb: str, num_bytes: int) -> float | None:
+        """Seconds per call of the slowest rank."""
+        calls = self._calls.get((verb, num_bytes))
+        if calls is None:
+            first = self._ask(verb, num_bytes, 1, 2)
+            if first is None:
+                return None
+            calls = max(1, min(_MOST_CALLS, int(_SAMPLE_S / max(first, 1e-9))))
+            self._calls[verb, num_bytes] = calls
+        return self._ask(verb, num_bytes, 1, calls)
+
+    def end(self) -> None:
+        """Let all ranks end."""
+        for talk in self._talks:
+            talk.write(json.dumps({"verb": "end"}) + "\n")
+            talk.flush()
+
+    def _ask(self, verb: str, num_bytes: int, warm_up: int, calls: int) -> float | None:
+        order = {"verb": verb, "bytes": num_bytes, "warm_up": warm_up, "calls": calls}
+        for talk in self._talks:
+            talk.write(json.dumps(order) + "\n")
+            talk.flush()
+        answers = [json.loads(talk.readline())["seconds"] for talk in self._talks]
+        return None if answers[0] is None else max(answers)
+
+
+@contextmanager
+def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _Ranks]]:
+    """Start every entrant's ranks; end them, and wait, when the context ends."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        path = os.path.join(folder, "socket")
+        listener.bind(path)
+        listener.listen(len(entrants) * num_ranks)
+        listener.settimeout(_START_S)
+        ranks = {}
+        for entrant in entrants:
+            processes = _start(entrant, num_ranks, path)
+            stack.callback(_stop, processes)
+            talks: dict[int, Any] = {}
+            for _ in range(num_ranks):
+                connection, _ = listener.accept()
+                stack.callback(connection.close)
+                connection.settimeout(None)
+                talk = connection.makefile("rw")
+                talks[json.loads(talk.readline())["rank"]] = talk
+            ranks[entrant.label] = _Ranks([talks[rank] for rank in range(num_ranks)])
+        yield ranks
+        for each in ranks.values():
+            each.end()
+
+
+def measure(
+    ranks: dict[str, _Ranks],
+    verbs: Sequence[str],
+    sizes: Sequence[int],
+    rounds: int,
+    tell: Callable[[Cell], None],
+) -> list[Cell]:
+    """Measure every verb at every size, ``rounds`` times each, entrants in turn."""
+    cells = []
+    order = list(ranks)
+    shuffler = random.Random(0)
+    for verb in verbs:
+        for num_bytes in sizes if verb != "barrier" else (0,):
+            cell = Cell(verb, num_bytes)
+            for _ in range(rounds):
+                shuffler.shuffle(order)
+                for label in order:
+                    sample = ranks[label].sample(verb, num_bytes)
+                    if sample is not None:
+                        cell.samples.setdefault(label, []).append(sample)
+            cells.append(cell)
+            tell(cell)
+    return cells
+
+
+def _start(entrant: Entrant, num_ranks: int, path: str) -> list[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **entrant.environment, ADDRESS: path}
+    command = [entrant.python, "-m", "meshdist.bench.worker", entrant.side, entrant.label]
+    if entrant.launch:
+        launch = [word.replace("{n}", str(num_ranks)) for word in entrant.launch]
+        return [subprocess.Popen([*launch, *command], env=environment)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    return [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_ranks)
+    ]
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
