@@ -9,22 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..errors import ArgumentError, KindError
-from ..mesh.channel import Channel
 from ..mesh.groups import ProcessGroup, resolve_group
-from ..wires.base import Pending, WireFailure
+from ..wires.base import Communicator, Pending, WireFailure
 from ..wires.work import Work
 from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history, note_write
-from .running import bring_one_home as copy_home
+from .instruments import verb
+from .running import bring_one_home
 
-__all__ = ["irecv", "isend", "recv", "send"]
+__all__ = ["ANSWER_TAG", "Message", "irecv", "isend", "recv", "send"]
 
-_LARGEST_TAG = (1 << 30) - 1
-"""What every wire takes; wires use larger ones for themselves."""
+_LARGEST_TAG = (1 << 30) - 3
+"""What every wire takes; larger ones belong to the verbs and wires themselves."""
+
+ANSWER_TAG = _LARGEST_TAG + 1
+"""The tag of what a receiver answers to a sender; no program's message bears it."""
 
 
+@verb
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -39,7 +41,7 @@ def send(
         dst: the receiver's global rank; or
         group_dst: its rank in the group. One of the two is required.
         group: who may be named.
-        tag: matches sends to receives.
+        tag: matches sends to receives; NCCL has none.
 
     Raises:
         ArgumentError: the receiver is this rank (use isend), none or two receivers are named.
@@ -59,10 +61,12 @@ def send(
     target = resolve_group(group)
     peer = get_peer(target, dst, group_dst, "send", "dst")
     _check_not_me(target, peer, "send", "isend")
-    channel, pending = _start_send(target, peer, tensor, tag, "send")
-    _finish(target, channel, pending)
+    message = Message("send", target, peer, tensor, tag, is_send=True)
+    message.start()
+    message.finish()
 
 
+@verb
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -84,16 +88,14 @@ def recv(
     """
     target = resolve_group(group)
     peer = find_peer(target, src, group_src, "recv", "src")
-    if peer is not None:
-        _check_not_me(target, peer, "recv", "irecv")
-    channel, pending, data, buffer = _start_recv(target, peer, tensor, tag, "recv")
-    _finish(target, channel, pending)
-    if is_overwriting_history(data):
-        forbid_gradient(data, "recv")
-    copy_home(tensor, data, buffer)
-    return target.ranks[channel.communicator.source(pending)]
+    _check_not_me(target, peer, "recv", "irecv")
+    message = Message("recv", target, peer, tensor, tag, is_send=False)
+    message.start()
+    message.finish()
+    return target.ranks[message.source()]
 
 
+@verb
 def isend(
     tensor: Any,
     dst: int | None = None,
@@ -112,10 +114,12 @@ def isend(
     """
     target = resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
-    channel, pending = _start_send(target, peer, tensor, tag, "isend")
-    return target.work(channel, pending, [tensor])
+    message = Message("isend", target, peer, tensor, tag, is_send=True)
+    message.start()
+    return message.work()
 
 
+@verb
 def irecv(
     tensor: Any,
     src: int | None = None,
@@ -137,61 +141,117 @@ def irecv(
     """
     target = resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
-    channel, pending, data, buffer = _start_recv(target, peer, tensor, tag, "irecv")
-    if is_overwriting_history(data):
-        forbid_gradient(data, "irecv")
-    return target.work(channel, pending, [tensor], lambda: copy_home(tensor, data, buffer))
+    message = Message("irecv", target, peer, tensor, tag, is_send=False)
+    message.start()
+    return message.work()
 
 
-def _start_send(
-    target: ProcessGroup, peer: int, tensor: Any, tag: int, verb: str
-) -> tuple[Channel, Pending]:
-    _, buffer = dense(tensor, "tensor", verb, writable=False)
-    channel = _enter(target, buffer, peer, tag, verb, is_send=True)
-    try:
-        return channel, channel.communicator.send(buffer, peer, tag, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
+class Message:
+    """One send or receive whose arguments are known to be good; nothing is sent before ``start``.
+
+    Args:
+        verb: its public name.
+        target: the group.
+        peer: the other side's place in the group; None receives from any.
+        tensor: what is sent, or written.
+        tag: matches sends to receives.
+        is_send: which of both it is.
+
+    Raises:
+        KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
+        BackendError: the group has no wire for the tensor's device.
+    """
+
+    __slots__ = (
+        "buffer",
+        "channel",
+        "communicator",
+        "data",
+        "device_type",
+        "is_send",
+        "pending",
+        "peer",
+        "tag",
+        "target",
+        "tensor",
+        "verb",
+    )
+
+    communicator: Communicator
+    pending: Pending
+
+    def __init__(
+        self,
+        verb: str,
+        target: ProcessGroup,
+        peer: int | None,
+        tensor: Any,
+        tag: int = 0,
+        *,
+        is_send: bool,
+    ) -> None:
+        self.data, self.buffer = dense(tensor, "tensor", verb, writable=not is_send)
+        self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
+        if tag.__class__ is not int or tag:  # a plain 0 is the common case
+            _check_tag(tag, target.wire_name(self.device_type))
+        self.verb = verb
+        self.target = target
+        self.peer = peer
+        self.tensor = tensor
+        self.tag = tag
+        self.is_send = is_send
+
+    def start(self) -> None:
+        """Start it, once its counterpart, if that is there, is known to fit.
+
+        Raises:
+            AgreementError: the counterpart has another dtype or number of elements.
+        """
+        channel = self.channel = self.target.channel(self.device_type)
+        communicator = self.communicator = channel.communicator
+        buffer, peer, tag = self.buffer, self.peer, self.tag
+        channel.enter_message(self.verb, buffer, peer, tag, is_send=self.is_send)
+        try:
+            if self.is_send:
+                assert peer is not None  # who receives is always named
+                self.pending = communicator.send(buffer, peer, tag, channel.timeout)
+            else:
+                note_write(self.data)
+                self.pending = communicator.recv(buffer, peer, tag, channel.timeout)
+        except WireFailure as failure:
+            raise self.target.explain(failure, channel) from None
+
+    def finish(self) -> None:
+        """Wait for it; what has come lies in the caller's array then."""
+        try:
+            self.communicator.finish(self.pending, self.channel.timeout)
+        except WireFailure as failure:
+            raise self.target.explain(failure, self.channel) from None
+        if not self.is_send:
+            self._forbid_gradient()
+            self._bring_home()
+
+    def source(self) -> int:
+        """The place in the group that a finished receive came from."""
+        return self.communicator.source(self.pending)
+
+    def work(self) -> Work:
+        """What a caller who waits later gets."""
+        settle = None
+        if not self.is_send:
+            self._forbid_gradient()
+            settle = self._bring_home
+        return self.target.work(self.channel, self.pending, [self.tensor], settle, is_transfer=True)
+
+    def _forbid_gradient(self) -> None:
+        if is_overwriting_history(self.data):
+            forbid_gradient(self.data, self.verb)
+
+    def _bring_home(self) -> None:
+        bring_one_home(self.tensor, self.data, self.buffer)
 
 
-def _start_recv(
-    target: ProcessGroup, peer: int | None, tensor: Any, tag: int, verb: str
-) -> tuple[Channel, Pending, torch.Tensor, torch.Tensor]:
-    """Start receiving into a buffer, which ``copy_home`` brings to the tensor beside it."""
-    data, buffer = dense(tensor, "tensor", verb, writable=True)
-    channel = _enter(target, buffer, peer, tag, verb, is_send=False)
-    note_write(data)
-    try:
-        pending = channel.communicator.recv(buffer, peer, tag, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-    return channel, pending, data, buffer
-
-
-def _enter(
-    target: ProcessGroup,
-    buffer: torch.Tensor,
-    peer: int | None,
-    tag: int,
-    verb: str,
-    *,
-    is_send: bool,
-) -> Channel:
-    """Return the channel for ``buffer``, once the tag is known to be fit; note the call."""
-    channel = target.channel(buffer.device.type)
-    _check_tag(channel, tag)
-    channel.enter_message(verb, buffer, peer, tag, is_send=is_send)
-    return channel
-
-
-def _finish(target: ProcessGroup, channel: Channel, pending: Pending) -> None:
-    try:
-        channel.communicator.finish(pending, channel.timeout)
-    except WireFailure as failure:
-        raise target.explain(failure, channel) from None
-
-
-def _check_not_me(target: ProcessGroup, peer: int, verb: str, other: str) -> None:
+def _check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str) -> None:
     if peer == target.rank():
         raise ArgumentError(
             f"{verb} between a rank and itself would wait for ever",
@@ -200,7 +260,7 @@ def _check_not_me(target: ProcessGroup, peer: int, verb: str, other: str) -> Non
         )
 
 
-def _check_tag(channel: Channel, tag: int) -> None:
+def _check_tag(tag: object, wire_name: str) -> None:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise KindError(
             f"{tag!r} is not a tag",
@@ -209,7 +269,7 @@ def _check_tag(channel: Channel, tag: int) -> None:
         )
     if not 0 <= tag <= _LARGEST_TAG:
         raise ArgumentError(f"there is no tag {tag}", expected=f"0 to {_LARGEST_TAG}")
-    if tag != 0 and channel.wire.name == "nccl":
+    if tag != 0 and wire_name == "nccl":
         raise ArgumentError(
             f"tag={tag} on NCCL, which has no tags",
             expected="tag=0",

@@ -199,7 +199,15 @@ class ProcessGroup:
             raise self.explain(failure, channel) from None
         return self.work(channel, pending, [tensor])
 
-    def work(self, channel: Channel, pending: Any, tensors: list[Any], settle: Any = None) -> Work:
+    def work(
+        self,
+        channel: Channel,
+        pending: Any,
+        tensors: list[Any],
+        settle: Any = None,
+        *,
+        is_transfer: bool = False,
+    ) -> Work:
         """Wrap a started operation of ``channel`` for a caller who waits later."""
         return Work(
             channel.communicator,
@@ -208,6 +216,7 @@ class ProcessGroup:
             lambda failure: self.explain(failure, channel),
             lambda: tensors,
             settle,
+            is_transfer=is_transfer,
         )
 
     def close(self) -> None:

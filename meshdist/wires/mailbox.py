@@ -6,6 +6,9 @@ from collections import deque
 
 import torch
 
+from ..arrays import dtype_name, shape_text
+from ..errors import AgreementError
+
 __all__ = ["Mailbox", "SelfTransfer"]
 
 
@@ -30,7 +33,8 @@ class Mailbox:
     """Pairs sends and receives of one rank to itself, by tag, in the order they were started.
 
     Starting the second of a pair copies the data. A send that is waited for before its receive has
-    started is buffered, so that it is done: nobody else could start the receive.
+    started is buffered, so that it is done: nobody else could start the receive. Where sizes or
+    dtypes of a pair differ, the second is refused and the first stays as it was.
     """
 
     def __init__(self) -> None:
@@ -59,9 +63,19 @@ class Mailbox:
         if not waiting:
             mine.setdefault(tag, deque()).append(transfer)
             return transfer
-        counterpart = waiting.popleft()
+        counterpart = waiting[0]
         source, target = (tensor, counterpart.tensor) if is_send else (counterpart.tensor, tensor)
-        with torch.no_grad():
+        if source.dtype is not target.dtype or source.numel() != target.numel():
+            raise AgreementError(
+                "a message of a rank to itself does not fit the tensor that receives it",
+                where=f"tag {tag}; nothing was copied",
+                expected="equal dtype and number of elements on both sides",
+                found=f"sent: {shape_text(source.shape)} {dtype_name(source.dtype)}\n"
+                f"received: {shape_text(target.shape)} {dtype_name(target.dtype)}",
+                fix="receive into a tensor like the one that is sent",
+            )
+        waiting.popleft()
+        with torch.inference_mode():  # it may be a parameter, or an inference tensor
             target.copy_(source.reshape(target.shape))
         transfer.done = counterpart.done = True
         return transfer

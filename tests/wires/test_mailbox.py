@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from meshdist.errors import AgreementError
 from meshdist.wires.mailbox import Mailbox
 
 
@@ -57,3 +59,15 @@ def test_a_send_is_buffered_for_whoever_waits_for_it() -> None:
     waiting = box.recv(torch.zeros(2), 0)
     waiting.buffer()
     assert not waiting.done
+
+
+@pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(2, dtype=torch.int64)])
+def test_what_does_not_fit_is_refused_and_the_first_stays(given: torch.Tensor) -> None:
+    box = Mailbox()
+    sent = box.send(torch.ones(2), 1)
+    with pytest.raises(AgreementError, match=r"sent: \(2,\) float32"):
+        box.recv(given, 1)
+    assert not sent.done and not given.any()
+    got = torch.zeros(2)
+    box.recv(got, 1)
+    assert sent.done and got.tolist() == [1.0, 1.0]
