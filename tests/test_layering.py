@@ -149,7 +149,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 )
 
 # Private attributes of torch's objects that share their name with one of ours.
-TORCH_ATTRIBUTES = {  # of a process group's options
+TORCH_ATTRIBUTES = {  # of a process group's options, and of a tensor
+    ("meshdist.collectives.checks", "_base"),
     ("meshdist.wires.c10d", "_timeout"),
     ("meshdist.wires.gloo", "_devices"),
     ("meshdist.wires.gloo", "_timeout"),

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 __all__ = ["SIDES", "VERBS", "Side", "open_side"]
@@ -186,22 +187,14 @@ class MpiSide(Side):
         return first if self.rank == 0 else second if self.rank == 1 else lambda: None
 
 
-def _meshdist_side(backend: str) -> Side:
-    import meshdist
-
-    return TorchSide(meshdist, backend)
-
-
-def _torch_side() -> Side:
-    import torch.distributed
-
+def _side_of(library: str, backend: str) -> Side:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return TorchSide(torch.distributed, "gloo")
+    return TorchSide(import_module(library), backend)
 
 
 SIDES: dict[str, Callable[[], Side]] = {
-    "meshdist/gloo": partial(_meshdist_side, "gloo"),
-    "torch/gloo": _torch_side,
+    "meshdist/gloo": partial(_side_of, "meshdist", "gloo"),
+    "torch/gloo": partial(_side_of, "torch.distributed", "gloo"),
     "mpi": MpiSide,
 }
 """What can be measured; "mpi" is whichever MPI the interpreter's mpi4py finds."""
