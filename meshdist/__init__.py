@@ -121,7 +121,9 @@ _ROOMS = {
         "reduce_scatter",
         "scatter",
     ),
+    "collectives.monitored": ("monitored_barrier",),
     "collectives.point_to_point": ("irecv", "isend", "recv", "send"),
+    "collectives.batches": ("P2POp", "batch_isend_irecv"),
     "ddp.data_parallel": ("DDP", "DistributedDataParallel"),
     "ddp.sampler": ("DistributedSampler",),
 }
@@ -143,6 +145,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         reduce_scatter as reduce_scatter,
         scatter as scatter,
     )
+    from .collectives.monitored import monitored_barrier as monitored_barrier
     from .collectives.point_to_point import (
         irecv as irecv,
         isend as isend,
@@ -158,6 +161,10 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         reduce as reduce,
         reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
+    )
+    from .collectives.batches import (
+        P2POp as P2POp,
+        batch_isend_irecv as batch_isend_irecv,
     )
     from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
     from .ddp.sampler import DistributedSampler as DistributedSampler

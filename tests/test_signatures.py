@@ -57,6 +57,7 @@ NAMES = (
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "monitored_barrier",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
