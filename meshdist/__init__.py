@@ -135,6 +135,10 @@ __all__ = ["__version__", *sorted([*_ROOM_OF, *_MODULES])]
 
 if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test compares them
     from . import lax as lax
+    from .collectives.batches import (
+        P2POp as P2POp,
+        batch_isend_irecv as batch_isend_irecv,
+    )
     from .collectives.list_verbs import (
         all_gather as all_gather,
         all_gather_coalesced as all_gather_coalesced,
@@ -161,10 +165,6 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         reduce as reduce,
         reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
-    )
-    from .collectives.batches import (
-        P2POp as P2POp,
-        batch_isend_irecv as batch_isend_irecv,
     )
     from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
     from .ddp.sampler import DistributedSampler as DistributedSampler

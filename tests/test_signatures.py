@@ -32,6 +32,7 @@ NAMES = (
     "all_to_all",
     "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "destroy_process_group",
     "gather",
@@ -95,6 +96,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "BackendConfig": (md.BackendConfig, distributed_c10d.BackendConfig),
     "DeviceMesh": (md.DeviceMesh, device_mesh.DeviceMesh),
     "DistributedDataParallel": (md.DistributedDataParallel, DistributedDataParallel),
+    "P2POp": (md.P2POp, dist.P2POp),
     "DistributedSampler": (md.DistributedSampler, DistributedSampler),
 }
 METHODS = (
@@ -113,6 +115,7 @@ METHODS = (
     "DistributedDataParallel.forward",
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
+    "P2POp.__init__",
 )
 # What torch writes in C++, which has no signature; and names without a call.
 WITHOUT_SIGNATURES = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -134,6 +135,13 @@ class Communicator(ABC):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         """Receive from member ``peer``, or from any member."""
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Sends and receives started inside wait for each other in no order, whatever theirs is.
+
+        Nothing is to be done where starting one never waits.
+        """
+        return nullcontext()
 
     def all_reduce_list(
         self, tensors: Sequence[torch.Tensor], op: ReduceKind, timeout: timedelta
