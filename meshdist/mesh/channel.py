@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 
-from ..reduce_ops import ReduceKind
-from ..runtime.ledger import fingerprint
-from ..runtime.recorder import DebugLevel, debug_level
+from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
+from ..runtime.recorder import Data, DebugLevel, debug_level, is_list
 from ..wires.base import Communicator, Wire, WireFailure, WireTimeout
 from .failures import call_disagreement, explain, message_disagreement
 from .registry import OpenCommunicator
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Channel"]
 
 _PAUSE_S = 0.001
+_MOST_FINGERPRINTS = 4096
+_SUM = ReduceOp.SUM
+_SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
 
 class _Codes(dict[Any, int]):
@@ -33,7 +37,18 @@ class _Codes(dict[Any, int]):
         return code
 
 
+class _Fingerprints(dict[Any, int]):
+    """The fingerprint of each header; kept, since programs repeat their calls."""
+
+    def __missing__(self, header: Any) -> int:
+        if len(self) >= _MOST_FINGERPRINTS:
+            self.clear()
+        self[header] = found = fingerprint(*_numbers(*header))
+        return found
+
+
 _codes = _Codes()
+_fingerprints = _Fingerprints()
 
 
 class Channel:
@@ -104,17 +119,20 @@ class Channel:
         """
         self.communicator.caller = verb
         recorder = self.recorder
-        recorder.note(self.group.name, verb, tensor, op, root, (sent, taken) if sent else ())
+        sizes = (sent, taken) if sent else ()
+        data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
+        number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
         ledger = self.ledger
         if ledger is not None:
             sequence = recorder.sequence
-            header = fingerprint(*_header(verb, tensor, op, root, bool(sent)))
-            if ledger.find_behind(sequence, bool(sent)) is not None:
-                self._wait_for_the_slowest(sequence, bool(sent))
+            if sent or not sequence % CHECK_EVERY:
+                self._wait_for_the_slowest(ledger, sequence, bool(sent))
+            header = _fingerprints[verb, data, number, root, bool(sent)]
             if ledger.enter(sequence, header, sent, taken):
                 raise call_disagreement(self.group, self, sequence)
         if self.spans_hosts and debug_level() == DebugLevel.DETAIL:
-            self._compare_by_a_round(_header(verb, tensor, op, root, bool(sent)), sent, taken)
+            numbers = _numbers(verb, data, number, root, bool(sent))
+            self._compare_by_a_round(numbers, sent, taken)
 
     def enter_message(
         self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
@@ -136,10 +154,8 @@ class Channel:
         if number is not None:
             raise message_disagreement(self.group, self, is_send, peer, tag, number)
 
-    def _wait_for_the_slowest(self, sequence: int, is_uneven: bool) -> None:
+    def _wait_for_the_slowest(self, ledger: Ledger, sequence: int, is_uneven: bool) -> None:
         """Return when no member is too far behind to see what call ``sequence`` overwrites."""
-        ledger = self.ledger
-        assert ledger is not None
         deadline = time.monotonic() + self.timeout.total_seconds()
         while (member := ledger.find_behind(sequence, is_uneven)) is not None:
             if self.opened.label in self.opened.aborts:
@@ -172,26 +188,23 @@ class Channel:
             raise call_disagreement(self.group, self, self.recorder.sequence)
 
 
-def _header(
-    verb: str,
-    tensor: torch.Tensor | list[torch.Tensor] | None,
-    op: ReduceKind | None,
-    root: int | None,
-    is_uneven: bool,
+def _numbers(
+    verb: str, data: Data, op: int | None, root: int | None, is_uneven: bool
 ) -> tuple[int, ...]:
-    """What must be equal on all members of a collective, as numbers."""
-    if tensor is None:
-        dtype = count = 0
-    elif isinstance(tensor, list):
-        dtype = fingerprint(*(_codes[part.dtype] for part in tensor))
-        count = fingerprint(*(part.numel() for part in tensor))
-    else:
-        dtype = _codes[tensor.dtype]
-        count = 0 if is_uneven else tensor.numel()
-    return (
-        _codes[verb],
-        dtype,
-        count,
-        -2 if op is None else op.value,
-        -2 if root is None else root,
-    )
+    """What must be equal on all members of a collective, as numbers equal on every process.
+
+    Args:
+        verb: its name.
+        data: the shape and dtype of its tensor, a tuple of such, or None.
+        op: the number of its reduction.
+        root: the place of its root.
+        is_uneven: whether members may differ in the number of elements.
+    """
+    dtype = count = 0
+    if is_list(data):
+        dtype = fingerprint(*(_codes[kind] for _, kind in data or ()))
+        count = fingerprint(*(prod(shape) for shape, _ in data or ()))
+    elif data is not None:
+        shape, kind = data
+        dtype, count = _codes[kind], 0 if is_uneven else prod(shape)
+    return _codes[verb], dtype, count, -2 if op is None else op, -2 if root is None else root

@@ -121,7 +121,7 @@ class Registry:
         try:
             communicator = wire.open(opening)
         except BaseException:
-            self._drop_ledger(label)
+            self._drop_ledger(label, ledger)
             raise
         opened = OpenCommunicator(
             label,
@@ -157,7 +157,7 @@ class Registry:
             self.forget(opened)
         self._await_members([opened])
         opened.communicator.close()
-        self._drop_ledger(opened.label)
+        self._drop_ledger(opened.label, opened.ledger)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -215,9 +215,8 @@ class Registry:
             return
         store = cloned(self.world.store)
         self._board = find_board()
-        if self._board is not None:
-            address = json.dumps(self._board.address.to_json())
-            store.set(_board_key(self.world.rank), address)
+        address = None if self._board is None else self._board.address.to_json()
+        store.set(_board_key(self.world.rank), json.dumps(address))
         self._sentinel = Sentinel(store, self.world.rank, self.answer, self._abort_here)
         self.world.rooms["store probe"] = self._sentinel.is_store_served
         atexit.register(self._leave)  # runs before the sentinel's own, which was registered before
@@ -250,6 +249,9 @@ class Registry:
             self._by_key.clear()
         for entry in opened:
             entry.communicator.close()
+            if entry.ledger is not None:
+                entry.ledger.close()
+        self._views.clear()
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -287,12 +289,18 @@ class Registry:
             return None if view is None else view.find(key, num_words)
 
         def is_current(member: int) -> bool:
-            view = self._find_view(ranks[member])
+            view = self._views.get(ranks[member])
             return view is not None and view.has(key)
 
-        return Ledger(region, me, others, len(ranks), find_region, is_current)
+        def is_alive(member: int) -> bool:
+            view = self._views.get(ranks[member])
+            return view is not None and view.is_kept() and view.has(key)
 
-    def _drop_ledger(self, label: str) -> None:
+        return Ledger(region, me, others, len(ranks), find_region, is_current, is_alive)
+
+    def _drop_ledger(self, label: str, ledger: Ledger | None) -> None:
+        if ledger is not None:
+            ledger.close()
         if self._board is not None:
             self._board.release(_board_region(label))
 
@@ -303,8 +311,8 @@ class Registry:
             store = store_of_thread(self.world)
             if not store.check([_board_key(rank)]):
                 return None
-            address = BoardAddress.from_json(json.loads(store.get(_board_key(rank))))
-            self._views[rank] = find_view(address)
+            address = json.loads(store.get(_board_key(rank)))
+            self._views[rank] = address and find_view(BoardAddress.from_json(address))
         return self._views[rank]
 
     def _leave(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ _BOARD_BYTES = 1 << 28  # of address space: memory is taken by what is written a
 _BOARD_WORDS = _BOARD_BYTES // 8
 _DIRECTORY_WORDS = 1 << 13
 _PAGE_WORDS = mmap.PAGESIZE // 8
+_NAME = "meshdist-board"
+_LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
 _NONCE, _COUNT, _ENTRIES = 0, 1, 2  # words of the directory; an entry is a key and where it lies
 
 
@@ -55,7 +58,7 @@ class Board:
     """
 
     def __init__(self) -> None:
-        file = os.memfd_create("meshdist-board")
+        file = os.memfd_create(_NAME)
         try:
             os.ftruncate(file, _BOARD_BYTES)
             self._words = _mapped(file, mmap.ACCESS_WRITE)
@@ -66,6 +69,7 @@ class Board:
         self._end = _DIRECTORY_WORDS
         self._slots: dict[int, _Slot] = {}
         self._free: list[_Slot] = []
+        self._lock = threading.Lock()
         self._words[_NONCE] = secrets.randbits(63)
         self.address = BoardAddress(os.getpid(), file, self._words[_NONCE])
 
@@ -76,33 +80,40 @@ class Board:
             MemoryError: the board is full.
         """
         num_words = -(-num_words // _PAGE_WORDS) * _PAGE_WORDS
-        slot = next((slot for slot in self._free if slot.num_words == num_words), None)
-        if slot is None:
-            entry = _ENTRIES + 2 * int(self._words[_COUNT])
-            if entry + 2 > _DIRECTORY_WORDS or self._end + num_words > _BOARD_WORDS:
-                raise MemoryError("the board of this process is full")
-            slot = _Slot(entry, self._end, num_words)
-            self._end += num_words
-        else:
-            self._free.remove(slot)
-        self._slots[key] = slot
-        region = self._words[slot.start : slot.start + num_words]
-        region.cast("B")[:] = bytes(8 * num_words)
-        self._words[slot.entry + 1] = slot.start
-        self._words[slot.entry] = key
-        self._words[_COUNT] = max((slot.entry - _ENTRIES) // 2 + 1, self._words[_COUNT])
-        return region
+        with self._lock:
+            slot = next((slot for slot in self._free if slot.num_words == num_words), None)
+            if slot is None:
+                slot = self._new_slot(num_words)
+                region = self._words[slot.start : slot.start + num_words]
+            else:
+                self._free.remove(slot)
+                region = self._words[slot.start : slot.start + num_words]
+                region.cast("B")[:] = bytes(8 * num_words)
+            self._slots[key] = slot
+            self._words[slot.entry + 1] = slot.start
+            self._words[slot.entry] = key
+            self._words[_COUNT] = max((slot.entry - _ENTRIES) // 2 + 1, self._words[_COUNT])
+            return region
 
     def release(self, key: int) -> None:
         """Give a region back, for another key."""
-        slot = self._slots.pop(key, None)
-        if slot is not None:
-            self._words[slot.entry] = 0
-            self._free.append(slot)
+        with self._lock:
+            slot = self._slots.pop(key, None)
+            if slot is not None:
+                self._words[slot.entry] = 0
+                self._free.append(slot)
 
     def close(self) -> None:
         """Let nobody find the board any more; who has it mapped keeps it."""
         os.close(self._file)
+
+    def _new_slot(self, num_words: int) -> _Slot:
+        entry = _ENTRIES + 2 * int(self._words[_COUNT])
+        if entry + 2 > _DIRECTORY_WORDS or self._end + num_words > _BOARD_WORDS:
+            raise MemoryError("the board of this process is full")
+        slot = _Slot(entry, self._end, num_words)
+        self._end += num_words
+        return slot
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,9 @@ class BoardView:
     """
 
     def __init__(self, address: BoardAddress) -> None:
-        path = f"/proc/{address.pid}/fd/{address.file}"
+        self._path = path = f"/proc/{address.pid}/fd/{address.file}"
+        if not self.is_kept():  # looked at first: to open some other file might do something
+            raise OSError(f"{path} is no board")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if os.fstat(file).st_size != _BOARD_BYTES:
@@ -130,6 +143,13 @@ class BoardView:
             os.close(file)
         if self._words[_NONCE] != address.nonce:
             raise OSError(f"{path} is another board")
+
+    def is_kept(self) -> bool:
+        """Whether the process lives, and has not closed its board."""
+        try:
+            return os.readlink(self._path).startswith(_LINK)
+        except OSError:
+            return False
 
     def find(self, key: int, num_words: int) -> memoryview | None:
         """Return the words under ``key``, or None while there are none."""

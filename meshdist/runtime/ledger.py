@@ -12,15 +12,19 @@ A write is one aligned 64-bit store of the interpreter's, far apart from the loa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["WINDOW", "Ledger", "fingerprint"]
+__all__ = ["CHECK_EVERY", "WINDOW", "Ledger", "fingerprint"]
 
 WINDOW = 1024
 """How many collectives a member may be ahead of another."""
+CHECK_EVERY = 256
+"""At every how many collectives to look whether a member is that far behind."""
 _UNEVEN_WINDOW = 64
 _MESSAGES = 128  # of one pair that can be looked back upon
-_CHECK_EVERY = 256
+_PATIENT_LOOKS = 64  # for a member's words that are not there; then now and then only
+_SETTLE_S = 0.001
 _LOW = 0xFFFFFFFF
 
 FindRegion = Callable[[int, int], "memoryview | None"]
@@ -42,6 +46,7 @@ class Ledger:
         find_region: finds another member's words (its place, how many words), or None as long as
             they are not there.
         is_current: whether a member's words are still this group's.
+        is_alive: whether a member may write more; by default as long as they are.
     """
 
     def __init__(
@@ -52,12 +57,15 @@ class Ledger:
         size: int,
         find_region: FindRegion,
         is_current: Callable[[int], bool],
+        is_alive: Callable[[int], bool] | None = None,
     ) -> None:
         self._mine = region
         self._member = member
         self._size = size
         self._find_region = find_region
         self._is_current = is_current
+        self._is_alive = is_alive or is_current
+        self._num_looks = 0
         self._uneven_words = 1 + 2 * size
         self._missing = list(others)
         self._views: list[tuple[int, memoryview]] = []
@@ -67,6 +75,12 @@ class Ledger:
     def num_words(size: int) -> int:
         """How many words a member of a group of ``size`` writes on."""
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MessageLog.num_words
+
+    def close(self) -> None:
+        """Let go of the others' words; compare nothing any more."""
+        self._missing.clear()
+        self._views.clear()
+        self._messages.clear()
 
     def enter(
         self, sequence: int, header: int, sent: Sequence[int] = (), taken: Sequence[int] = ()
@@ -81,10 +95,9 @@ class Ledger:
         """
         if self._missing:
             self._find_missing()
-        stamp = sequence & _LOW
-        word = stamp << 32 | header
         if sent:
             self._write_uneven(sequence, sent, taken)
+        word = (sequence & _LOW) << 32 | header
         place = sequence % WINDOW
         self._mine[place] = word
         differing = []
@@ -93,18 +106,17 @@ class Ledger:
             if theirs == word:
                 if sent and not self._fits(sequence, member, view, sent, taken):
                     differing.append(member)
-            elif theirs >> 32 == stamp and self._is_current(member):
+            elif theirs >> 32 == word >> 32 and self._is_current(member):
                 differing.append(member)
         return differing
 
     def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
         """A member so far behind that call ``sequence`` would overwrite what it has not seen.
 
-        Looked for now and then only; until none is found the call has to wait.
+        To be asked before every uneven call and every ``CHECK_EVERY``-th other one; as long as
+        there is such a member the call has to wait.
         """
-        if not is_uneven and sequence % _CHECK_EVERY:
-            return None
-        window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - _CHECK_EVERY
+        window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - CHECK_EVERY
         reached = sequence - window
         if reached <= 0:
             return None
@@ -112,16 +124,9 @@ class Ledger:
             self._find_missing()
         for member, view in self._views:
             ahead = (view[reached % WINDOW] >> 32) - reached & _LOW
-            if ahead >= 1 << 31 and self._is_current(member):
+            if ahead >= 1 << 31 and self._is_alive(member):
                 return member
         return None
-
-    def has_come(self, member: int, sequence: int) -> bool:
-        """Whether a member has started call ``sequence``, or a later one."""
-        for other, view in self._views:
-            if other == member:
-                return (view[sequence % WINDOW] >> 32) - sequence & _LOW < 1 << 31
-        return False
 
     def send(self, peer: int, tag: int, header: int) -> int | None:
         """Note a message to ``peer``; returns its number where the receive for it differs."""
@@ -164,6 +169,9 @@ class Ledger:
         return self._is_current(member)
 
     def _find_missing(self) -> None:
+        self._num_looks += 1
+        if self._num_looks > _PATIENT_LOOKS and self._num_looks % _PATIENT_LOOKS:
+            return
         for member in list(self._missing):
             view = self._find_region(member, self.num_words(self._size))
             if view is not None:
@@ -185,11 +193,16 @@ class Ledger:
         taken: Sequence[int],
     ) -> bool:
         start = self._uneven_start(sequence)
-        sent_to_me = view[start + 1 + self._member]
-        taken_from_me = view[start + 1 + self._size + self._member]
-        if view[start] != sequence:
-            return True
-        return bool(sent_to_me == taken[member] and taken_from_me == sent[member])
+        for is_settled in (False, True):
+            sent_to_me = view[start + 1 + self._member]
+            taken_from_me = view[start + 1 + self._size + self._member]
+            if view[start] != sequence:  # overwritten
+                return True
+            if sent_to_me == taken[member] and taken_from_me == sent[member]:
+                return True
+            if not is_settled:  # words may arrive in another order than they were written in
+                time.sleep(_SETTLE_S)
+        return False
 
     def _uneven_start(self, sequence: int) -> int:
         return WINDOW + sequence % _UNEVEN_WINDOW * self._uneven_words
@@ -198,12 +211,14 @@ class Ledger:
 class _MessageLog:
     """The messages between this member and one other, as both note them.
 
-    An entry is two words: direction, tag and number; and the fingerprint. The number counts the
-    messages of one direction and tag, so that the n-th send meets the n-th receive; it is 0 for a
-    receive from any member, after which messages of that tag cannot be told apart.
+    First come two words: how many entries were written, and whether one of them is a receive from
+    any member. An entry is two words: direction, tag and number; and the fingerprint under a seal
+    that tells whether both are of this entry. The number counts the messages of one direction and
+    tag, so that the n-th send meets the n-th receive; it is 0 for a receive from any member, after
+    which messages of that tag cannot be told apart.
     """
 
-    num_words = 1 + 2 * _MESSAGES
+    num_words = 2 + 2 * _MESSAGES
 
     def __init__(self, ledger: Ledger, peer: int) -> None:
         self._ledger = ledger
@@ -215,6 +230,7 @@ class _MessageLog:
         self._counts: dict[int, int] = {}
         self._ahead: dict[int, dict[int, int]] = {}
         self._loose: set[int] = set()
+        self._is_all_loose = False
 
     def note(self, direction: int, tag: int, header: int) -> int | None:
         """Note one transfer; returns its number where its counterpart is there and differs."""
@@ -224,22 +240,24 @@ class _MessageLog:
         self._read()  # before the count: what comes for an earlier number was compared over there
         self._counts[kind] = number
         expected = self._ahead.get(kind ^ 1, {}).pop(number, header)
-        if expected == header or tag in self._loose or not self._ledger.is_current(self._peer):
+        if expected == header or self._is_all_loose or tag in self._loose:
             return None
-        return number
+        return number if self._ledger.is_current(self._peer) else None
 
     def note_any(self, tag: int) -> None:
         """Note a receive from any member."""
         if tag not in self._loose:
             self._loose.add(tag)
+            self._mine[1] = 1
             self._write(tag << 1 | 1, 0, 0)
 
     def _write(self, kind: int, number: int, header: int) -> None:
-        place = 1 + 2 * (self._num_mine % _MESSAGES)
-        self._mine[place] = kind << 32 | number & _LOW
-        self._mine[place + 1] = header
-        self._num_mine += 1
-        self._mine[0] = self._num_mine
+        entry = self._num_mine
+        place = 2 + 2 * (entry % _MESSAGES)
+        name = kind << 32 | number & _LOW
+        self._mine[place] = name
+        self._mine[place + 1] = fingerprint(entry, name) << 32 | header
+        self._num_mine = self._mine[0] = entry + 1
 
     def _read(self) -> None:
         if self._theirs is None:
@@ -249,12 +267,24 @@ class _MessageLog:
             self._theirs = self._ledger.message_words(view, self._ledger.member)
         theirs = self._theirs
         written = theirs[0]
-        for entry in range(max(self._num_read, written - _MESSAGES + 1), written):
-            place = 1 + 2 * (entry % _MESSAGES)
-            name, header = theirs[place], theirs[place + 1]
-            if theirs[0] - entry < _MESSAGES:  # else it was overwritten meanwhile
-                self._take(name >> 32, name & _LOW, header)
+        if written - self._num_read > _MESSAGES:
+            self._miss(theirs)
+            self._num_read = written - _MESSAGES
+        for entry in range(self._num_read, written):
+            place = 2 + 2 * (entry % _MESSAGES)
+            name, word = theirs[place], theirs[place + 1]
+            if word >> 32 == fingerprint(entry, name):
+                self._take(name >> 32, name & _LOW, word & _LOW)
+            elif theirs[0] - entry >= _MESSAGES:  # overwritten meanwhile
+                self._miss(theirs)
+            else:  # not all of it has arrived yet
+                self._num_read = entry
+                return
         self._num_read = written
+
+    def _miss(self, theirs: memoryview) -> None:
+        """Entries are lost; a receive from any member may have been one of them."""
+        self._is_all_loose = self._is_all_loose or bool(theirs[1])
 
     def _take(self, kind: int, number: int, header: int) -> None:
         if number == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from time import monotonic
-from typing import Any
+from itertools import count
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import DebugLevel, get_debug_level
@@ -14,10 +14,15 @@ from torch.distributed import DebugLevel, get_debug_level
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, op_name
 
-__all__ = ["NUM_NOTES", "DebugLevel", "Recorder", "call_text", "debug_level"]
+__all__ = ["NUM_NOTES", "Data", "DebugLevel", "Recorder", "call_text", "debug_level", "is_list"]
 
 NUM_NOTES = 128
 """How many calls a recorder remembers."""
+
+_moments = count(1)
+
+Data: TypeAlias = "tuple[Any, ...] | None"
+"""The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
 
 _NOT_THE_PROGRAM = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
@@ -38,6 +43,9 @@ class Recorder:
 
     Args:
         ranks: the members' global ranks, in group order.
+
+    Attributes:
+        moment: when it was called last, in terms of all recorders of the process; 0 for never.
     """
 
     __slots__ = (
@@ -53,7 +61,7 @@ class Recorder:
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
         self.ranks = ranks
         self.sequence = 0
-        self.moment = 0.0
+        self.moment = 0
         self.is_collective = True
         self._notes: list[tuple[Any, ...]] = [()] * NUM_NOTES
         self._num_notes = 0
@@ -67,7 +75,7 @@ class Recorder:
         op: ReduceKind | None = None,
         root: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
-    ) -> None:
+    ) -> Data:
         """Note a collective, the next in the members' common sequence.
 
         Args:
@@ -77,17 +85,20 @@ class Recorder:
             op: the reduction, if it is one.
             root: the place of the source or destination in the group, if it has one.
             sizes: how many elements go to and come from each member, where members may differ.
+
+        Returns:
+            What is kept of ``tensor``.
         """
         self.is_collective = True
         self.sequence += 1
-        self._keep(group, verb, tensor, (op, root, sizes))
+        return self._keep(group, verb, tensor, (op, root, sizes))
 
     def note_message(
         self, group: str, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
     ) -> None:
         """Note a send to or a receive from ``peer`` (None: any member); it does not count."""
         self.is_collective = False
-        kind = (verb.endswith("send"), peer, tag)
+        kind = ("send" in verb, peer, tag)
         number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
         self._keep(group, verb, tensor, (*kind, number))
 
@@ -97,14 +108,14 @@ class Recorder:
         verb: str,
         tensor: torch.Tensor | list[torch.Tensor] | None,
         more: tuple[Any, ...],
-    ) -> None:
-        self.moment = monotonic()
+    ) -> Data:
+        self.moment = next(_moments)
         frame = sys._getframe(3)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        while frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM) and frame.f_back is not None:
             frame = frame.f_back
-        data: Any = None
+        data: Data = None
         if isinstance(tensor, list):
-            data = [(part.shape, part.dtype) for part in tensor]
+            data = tuple([(part.shape, part.dtype) for part in tensor])
         elif tensor is not None:
             data = (tensor.shape, tensor.dtype)
         self._notes[self._num_notes % NUM_NOTES] = (
@@ -117,6 +128,7 @@ class Recorder:
             frame.f_lasti,
         )
         self._num_notes += 1
+        return data
 
     def describe(self) -> dict[str, Any]:
         """What was called last, as plain values: sequence, group, verb, argument, where."""
@@ -169,8 +181,13 @@ class Recorder:
         return f"rank {self.ranks[member]}" if self.ranks else f"member {member}"
 
 
+def is_list(data: Data) -> bool:
+    """Whether ``data`` is of a list of tensors."""
+    return data is not None and not (data and isinstance(data[0], torch.Size))
+
+
 def _data_text(data: Any) -> str:
-    if isinstance(data, list):
+    if is_list(data):
         return f"[{', '.join(map(_data_text, data))}]"
     shape, dtype = data
     return f"{tuple(shape)} {dtype_name(dtype)}"

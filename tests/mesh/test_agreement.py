@@ -8,11 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
-from meshdist.mesh.agreement import Agreement, agree, call_text, digest_of_ranks
+from meshdist.mesh.agreement import Agreement, agree, digest_of_ranks
 from meshdist.runtime.world import World
 
 LONG = timedelta(seconds=30)
@@ -133,9 +132,3 @@ def test_a_lost_store_is_reported_as_such() -> None:
 
 def test_names_of_rank_lists() -> None:
     assert digest_of_ranks([0, 1]) == digest_of_ranks((0, 1)) != digest_of_ranks((1, 0))
-
-
-@pytest.mark.parametrize(("tensor", "shown"), [("(2,) float32", "((2,) float32)"), ("", "()")])
-def test_calls_in_words(tensor: str, shown: str) -> None:
-    call = {"sequence": 3, "group": "axis 'dp'", "verb": "send", "tensor": tensor, "where": "a:1"}
-    assert call_text(call) == f"call 3 on axis 'dp': send{shown} at a:1"

@@ -62,7 +62,7 @@ def test_a_verb_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> N
     assert told[0] and told[2] and not told[1]
     text = "".join(told)
     assert "CollectiveTimeoutError: all_reduce on axis 'dp' of DeviceMesh(dp=3)" in text
-    assert "call 2 on axis 'dp' of DeviceMesh(dp=3): all_reduce((2, 3) float32) at " in text
+    assert "call 2 on axis 'dp' of DeviceMesh(dp=3): all_reduce((2, 3) float32, SUM) at " in text
     assert "rank 1: did not arrive; last call 1 on axis 'dp'" in text
     assert "test_failures.py" in text
 

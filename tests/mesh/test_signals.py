@@ -27,15 +27,18 @@ def test_an_abort_reaches_every_sentinel_and_questions_are_answered() -> None:
         Sentinel(
             server.clone(),
             rank,
-            lambda rank=rank: [{"verb": f"verb of {rank}"}],
+            lambda about, rank=rank: {"calls": [{"verb": f"verb of {rank}"}], "about": about},
             lambda message, rank=rank: aborted.append((rank, message["reason"])),
         )
         for rank in (0, 1)
     ]
     try:
         world = World(0, 2, server, {})
-        assert ask(world, (0, 1)) == {0: [{"verb": "verb of 0"}], 1: [{"verb": "verb of 1"}]}
-        assert post(server, {"kind": "abort", "reason": "enough"}) == 2
+        calls = {rank: [{"verb": f"verb of {rank}"}] for rank in (0, 1)}
+        assert ask(world, (0, 1)) == {rank: {"calls": calls[rank], "about": {}} for rank in (0, 1)}
+        about = {"label": "group/1", "sequence": 7}
+        assert ask(world, (1,), about) == {1: {"calls": calls[1], "about": about}}
+        assert post(server, {"kind": "abort", "reason": "enough"}) == 3
         assert until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(0, "enough"), (1, "enough")]
         assert all(sentinel.is_store_served() for sentinel in sentinels)

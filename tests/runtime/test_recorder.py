@@ -2,54 +2,168 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
+from torch.distributed import ReduceOp
 
-from meshdist.runtime.recorder import DebugLevel, Recorder, debug_level
+from meshdist.runtime.recorder import (
+    NUM_NOTES,
+    DebugLevel,
+    Recorder,
+    call_text,
+    debug_level,
+    is_list,
+)
 
 
-def call(recorder: Recorder, *args, **more) -> None:
-    """Stands for a verb, whose caller is noted."""
-    recorder.note(*args, **more)
+def verb(recorder: Recorder, *args, **more) -> object:
+    """Stands for a verb and the channel that it enters; its caller is noted."""
+    return enter(recorder, *args, **more)
 
 
-def test_the_last_call_with_tensor_and_place() -> None:
+def enter(recorder: Recorder, *args, **more) -> object:
+    return recorder.note("the world", *args, **more)
+
+
+def message(recorder: Recorder, *args) -> None:
+    enter_message(recorder, *args)
+
+
+def enter_message(recorder: Recorder, *args) -> None:
+    recorder.note_message("the world", *args)
+
+
+def test_the_last_call_with_argument_and_place() -> None:
     recorder = Recorder()
-    call(recorder, "all_reduce", torch.ones(2, 3))
-    line = test_the_last_call_with_tensor_and_place.__code__.co_firstlineno + 2
+    verb(recorder, "all_reduce", torch.ones(2, 3))
+    line = verb.__code__.co_firstlineno + 2
     assert recorder.describe() == {
         "sequence": 1,
+        "group": "the world",
         "verb": "all_reduce",
-        "tensor": "(2, 3) float32",
-        "where": f"{__file__}:{line} in test_the_last_call_with_tensor_and_place",
+        "argument": "(2, 3) float32",
+        "where": f"{__file__}:{line} in verb",
     }
+
+
+def test_the_place_is_that_of_the_program_whatever_lies_between() -> None:
+    recorder = Recorder()
+    inside = torch.__file__.replace("__init__", "made_up")
+    code = compile("def between(f, *args): f(*args)\n", inside, "exec")
+    names: dict = {}
+    exec(code, names)
+    names["between"](enter, recorder, "barrier", None)
+    assert recorder.describe()["where"].endswith(
+        "in test_the_place_is_that_of_the_program_whatever_lies_between"
+    )
+
+
+def test_arguments_in_words() -> None:
+    recorder = Recorder((4, 6))
+    x = torch.ones(2)
+    verb(recorder, "reduce", x, ReduceOp.MAX, 1)
+    assert recorder.describe()["argument"] == "(2,) float32, MAX, root rank 6"
+    verb(recorder, "all_to_all", x, None, None, ([1, 2], [3, 0]))
+    told = "(2,) float32, sending [1, 2], taking [3, 0] elements"
+    assert recorder.describe()["argument"] == told
+    verb(recorder, "all_reduce_coalesced", [x, torch.zeros(3, 1, dtype=torch.int8)])
+    assert recorder.describe()["argument"] == "[(2,) float32, (3, 1) int8]"
+    message(recorder, "irecv", x, None, 7)
+    assert recorder.describe()["argument"] == "(2,) float32, from any rank, tag 7"
+    message(recorder, "send", x, 0, 0)
+    assert recorder.describe()["argument"] == "(2,) float32, to rank 4"
+    verb(Recorder(), "barrier", None)
+
+
+def test_a_list_is_told_from_a_tensor() -> None:
+    recorder = Recorder()
+    x = torch.ones(2)
+    assert verb(recorder, "all_reduce", x) == (x.shape, x.dtype)
+    assert not is_list(verb(recorder, "all_reduce", torch.ones(())))
+    assert not is_list(verb(recorder, "barrier", None))
+    assert is_list(verb(recorder, "all_reduce_coalesced", [x]))
+    assert is_list(verb(recorder, "all_reduce_coalesced", []))
 
 
 def test_only_collectives_count() -> None:
     recorder = Recorder()
-    recorder.note("barrier", None)
-    recorder.note("send", torch.ones(1), is_collective=False)
+    verb(recorder, "barrier", None)
+    assert recorder.is_collective
+    message(recorder, "send", torch.ones(1), 1, 0)
+    assert not recorder.is_collective
     described = recorder.describe()
     assert (described["sequence"], described["verb"]) == (1, "send")
-    recorder.note("barrier", None)
+    verb(recorder, "barrier", None)
     assert recorder.describe()["sequence"] == 2
-    assert recorder.describe()["tensor"] == ""
+    assert recorder.describe()["argument"] == ""
+
+
+def test_earlier_calls_are_found_as_long_as_they_are_remembered() -> None:
+    recorder = Recorder()
+    for size in range(NUM_NOTES + 2):
+        verb(recorder, "all_reduce", torch.ones(size))
+    assert recorder.find_call(2) is None
+    third = recorder.find_call(3)
+    assert third is not None and third["argument"] == "(2,) float32"
+    assert recorder.find_call(NUM_NOTES + 3) is None
+
+
+def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
+    recorder = Recorder((0, 1, 2))
+    verb(recorder, "barrier", None)
+    for size, (name, peer, tag) in enumerate(
+        [("send", 1, 0), ("isend", 1, 0), ("recv", 1, 0), ("send", 2, 0), ("send", 1, 5)], 1
+    ):
+        message(recorder, name, torch.ones(size), peer, tag)
+    found = {
+        key: recorder.find_message(*key)
+        for key in [
+            (True, 1, 0, 1),
+            (True, 1, 0, 2),
+            (False, 1, 0, 1),
+            (True, 2, 0, 1),
+            (True, 1, 5, 1),
+        ]
+    }
+    shown = [call and call["argument"].split(" ")[0] for call in found.values()]
+    assert shown == ["(1,)", "(2,)", "(3,)", "(4,)", "(5,)"]
+    assert recorder.find_message(True, 1, 0, 3) is None
+    call = recorder.find_call(1)
+    assert call is not None and call["verb"] == "barrier"  # messages bear its number too
 
 
 def test_before_any_call() -> None:
-    assert Recorder().describe() == {"sequence": 0, "verb": "", "tensor": "", "where": ""}
+    nothing = {"sequence": 0, "group": "", "verb": "", "argument": "", "where": ""}
+    assert Recorder().describe() == nothing
+    assert Recorder().moment == 0
+
+
+def test_moments_tell_who_was_called_last() -> None:
+    first, second = Recorder(), Recorder()
+    verb(first, "barrier", None)
+    verb(second, "barrier", None)
+    assert first.moment < second.moment
+    message(first, "send", torch.ones(1), 0, 0)
+    assert first.moment > second.moment
 
 
 def test_it_keeps_no_tensor_alive() -> None:
-    import gc
-    import weakref
-
     recorder = Recorder()
     x = torch.ones(2)
     seen = weakref.ref(x)
-    recorder.note("all_reduce", x)
+    verb(recorder, "all_reduce", x)
     del x
     gc.collect()
     assert seen() is None
+
+
+def test_calls_in_words() -> None:
+    call = {"sequence": 3, "group": "axis 'dp'", "verb": "send", "argument": "", "where": "a:1"}
+    assert call_text(call) == "call 3 on axis 'dp': send() at a:1"
+    call["argument"] = "(2,) float32, to rank 1"
+    assert call_text(call) == "call 3 on axis 'dp': send((2,) float32, to rank 1) at a:1"
 
 
 def test_debug_level_is_torchs() -> None:
