@@ -46,6 +46,7 @@ from .base import (
 )
 from .mailbox import Mailbox, SelfTransfer
 from .pending import Chain
+from .reductions import find_lack
 from .stand_ins import NCCL, UCC, Arithmetic, StandIn, read_as
 from .transfers import Transfer
 
@@ -107,11 +108,14 @@ class C10dCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if verb in REDUCING_VERBS:
+            if cls.arithmetic is not None and find_lack(op, dtype) is not None:
+                return ""
+            stand_in = cls._stand_in(op, dtype)
+            if stand_in is None or not stand_in.is_view:
+                return "built"
         if verb in cls.lacking:
             return "built"
-        if verb in REDUCING_VERBS:
-            stand_in = cls._stand_in(op, dtype)
-            return "native" if stand_in is not None and stand_in.is_view else "built"
         return super().support(verb, device_type, dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
@@ -490,8 +494,7 @@ class NcclWire(C10dWire):
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
-    flat = tensor.view(-1)
-    return flat if tensor.dtype in _MOVED else flat.view(torch.uint8)
+    return read_as(tensor, tensor.dtype if tensor.dtype in _MOVED else torch.uint8)
 
 
 def _all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..reduce_ops import ReduceKind
+from ..arrays import dtype_name
+from ..errors import DtypeError
+from ..reduce_ops import ReduceKind, op_name
 from .pending import Chain
-from .reductions import reduced
+from .reductions import find_lack, reduced
 
 if TYPE_CHECKING:
     from .base import Communicator
@@ -44,6 +45,7 @@ def all_reduce_by_gathering(
     wire: Communicator, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
 ) -> Chain:
     """An all-reduce of an op or dtype that the wire cannot reduce: gathered, then reduced here."""
+    _check_reducible(wire, op, tensor.dtype)
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.all_gather(whole, tensor, timeout)
     return Chain([gathered], lambda: _write(tensor, reduced(_blocks(whole, wire.size), op)))
@@ -145,6 +147,7 @@ def reduce_scatter_by_exchange(
 
     ``sizes[j]`` is the number of elements of member j's part.
     """
+    _check_reducible(wire, op, tensor.dtype)
     count = output.numel()
     mine = tensor.new_empty(wire.size * count)
     exchanged = wire.all_to_all_single(mine, tensor, [count] * wire.size, sizes, timeout)
@@ -176,12 +179,7 @@ def all_to_all_by_packing(
     whole = packed.new_empty(sum(output_sizes))
     input_sizes = [part.numel() for part in inputs]
     exchanged = wire.all_to_all_single(whole, packed, output_sizes, input_sizes, timeout)
-
-    def settle() -> None:
-        for output, part in zip(outputs, parts(whole, output_sizes), strict=True):
-            _write(output, part)
-
-    return Chain([exchanged], settle)
+    return Chain([exchanged], lambda: _write_all(outputs, parts(whole, output_sizes)))
 
 
 def all_to_all_single(
@@ -200,13 +198,21 @@ def all_to_all_single(
 
 def parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Views of consecutive parts of a contiguous tensor, flat; sizes in elements."""
-    flat = tensor.view(-1)
-    ends = accumulate(sizes)
-    return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return list(tensor.view(-1).split(list(sizes)))
 
 
-def _blocks(whole: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    return parts(whole, [whole.numel() // num_blocks] * num_blocks)
+def _check_reducible(wire: Communicator, op: ReduceKind, dtype: torch.dtype) -> None:
+    lack = find_lack(op, dtype)
+    if lack is not None:
+        raise DtypeError(
+            f"the wire {wire.wire!r} cannot reduce {dtype_name(dtype)} with {op_name(op)}",
+            expected=lack,
+            fix="use another reduction, or convert the tensor",
+        )
+
+
+def _blocks(whole: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
+    return whole.view(num_blocks, whole.numel() // num_blocks).unbind()
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -215,10 +221,14 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _write_parts(outputs: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
     if outputs:
-        for output, part in zip(outputs, _blocks(whole, len(outputs)), strict=True):
-            _write(output, part)
+        _write_all(outputs, _blocks(whole, len(outputs)))
+
+
+def _write_all(outputs: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+    with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        for output, part in zip(outputs, data, strict=True):
+            output.view(-1).copy_(part)
 
 
 def _write(output: torch.Tensor, data: torch.Tensor) -> None:
-    with torch.inference_mode():  # it may be a parameter, or an inference tensor
-        output.view(-1).copy_(data)
+    _write_all((output,), (data.view(-1),))

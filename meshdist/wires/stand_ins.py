@@ -110,7 +110,10 @@ def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[StandIn]:
 
 def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The memory of a contiguous tensor as a flat tensor of ``dtype``."""
-    return tensor.view(-1).view(dtype)
+    if dtype is tensor.dtype:
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
+    # One element, or none, counts as contiguous whatever its stride, but is not read as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
 
 
 _NUMBERS = frozenset({_SUM, _PRODUCT, _MIN, _MAX})

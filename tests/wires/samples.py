@@ -77,10 +77,9 @@ def draw(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         parts = generator.standard_normal((2, *shape))
         return torch.from_numpy(np.asarray(parts[0] + 1j * parts[1])).to(dtype)
     if dtype.is_floating_point:
-        values = np.asarray(generator.standard_normal(shape))
-        return torch.from_numpy(np.abs(values) if dtype is torch.float8_e8m0fnu else values).to(
-            dtype
-        )
+        values = generator.standard_normal(shape)
+        positive = np.abs(values) if dtype is torch.float8_e8m0fnu else values
+        return torch.from_numpy(np.asarray(positive)).to(dtype)
     info = torch.iinfo(dtype)
     kind = str(dtype).removeprefix("torch.")
     return torch.from_numpy(

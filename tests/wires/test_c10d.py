@@ -1,198 +1,27 @@
-"""torch's wires opened for one group's members. Verbs over them: tests/collectives."""
+"""torch's wires other than Gloo, as far as this machine has them: what their classes are asked."""
 
 from __future__ import annotations
 
 import os
-import threading
-import time
 from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.wires.base import (
-    Opening,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
-    find_wire,
-    get_wire,
-)
-from meshdist.wires.c10d import is_timeout, plain_text
-from meshdist.wires.gloo import gloo_devices, gloo_interfaces
+from meshdist.reduce_ops import ReduceKind, ReduceOp
+from meshdist.wires.base import Opening, WireFailure, find_wire
+from meshdist.wires.c10d import C10dCommunicator, is_timeout, plain_text
+from meshdist.wires.gloo import GlooCommunicator
+from tests.pool import Pool
+from tests.wires.verb_table import check_every_verb
 
 SECONDS = timedelta(seconds=20)
 
 
 def opening(rank: int = 0, size: int = 1, **more) -> Opening:
     return Opening(HashStore(), tuple(range(size)), rank, "cpu", SECONDS, **more)
-
-
-def test_gloo_of_one_member() -> None:
-    communicator = get_wire("gloo").open(opening())
-    x = torch.ones(3)
-    communicator.finish(communicator.all_reduce(x, md.ReduceOp.SUM, SECONDS), SECONDS)
-    communicator.finish(communicator.barrier(SECONDS), SECONDS)
-    assert x.tolist() == [1.0] * 3
-    communicator.close()
-
-
-def test_gloo_takes_torchs_own_options() -> None:
-    from torch.distributed import ProcessGroupGloo
-
-    options = ProcessGroupGloo._Options()
-    options._threads = 1
-    communicator = get_wire("gloo").open(opening(options=options))
-    communicator.finish(communicator.barrier(SECONDS), SECONDS)
-    assert options._timeout == SECONDS
-
-
-def pairs(rounds: int):
-    """Two Gloo members in two threads of this process, over one HashStore."""
-    store = HashStore()
-    made = {}
-
-    def make(rank: int) -> None:
-        made[rank] = get_wire("gloo").open(
-            Opening(PrefixStore(f"{rounds}", store), (0, 1), rank, "cpu", timedelta(seconds=30))
-        )
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made[0], made[1]
-
-
-@pytest.mark.parametrize("what", ["all_reduce", "recv", "recv from anyone"])
-def test_abort_frees_a_thread_that_waits(what: str) -> None:
-    one, two = pairs(1)
-    x = torch.ones(1)
-    pending = {
-        "all_reduce": lambda: one.all_reduce(x, md.ReduceOp.SUM, SECONDS),
-        "recv": lambda: one.recv(x, 1, 0, SECONDS),
-        "recv from anyone": lambda: one.recv(x, None, 0, SECONDS),
-    }[what]()
-    timer = threading.Timer(0.3, one.abort)
-    timer.start()
-    start = time.monotonic()
-    with pytest.raises(WireAborted):
-        one.finish(pending, SECONDS)
-    assert time.monotonic() - start < 5
-    timer.join()
-    two.abort()
-
-
-def test_a_timeout_of_a_collective_and_of_a_receive() -> None:
-    short = timedelta(seconds=0.7)
-    one, _two = pairs(2)
-    with pytest.raises(WireTimeout):
-        one.finish(one.all_reduce(torch.ones(1), md.ReduceOp.SUM, short), short)
-    _one, two = pairs(3)  # an expiry closes a communicator's connections
-    with pytest.raises(WireTimeout):
-        two.finish(two.recv(torch.ones(1), 0, 0, short), short)
-
-
-def test_a_member_that_never_comes_is_a_timeout_of_the_opening() -> None:
-    lonely = Opening(HashStore(), (0, 1), 0, "cpu", timedelta(seconds=1))
-    with pytest.raises(WireFailure):
-        get_wire("gloo").open(lonely)
-
-
-def test_a_message_to_oneself_without_counterpart_times_out() -> None:
-    communicator = get_wire("gloo").open(opening())
-    with pytest.raises(WireTimeout, match="no counterpart"):
-        communicator.finish(
-            communicator.recv(torch.ones(1), 0, 0, SECONDS), timedelta(seconds=0.05)
-        )
-
-
-def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert gloo_interfaces(is_one_host=True) == ("127.0.0.1",)
-    assert gloo_interfaces(is_one_host=False) == ()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0, eth1")
-    assert gloo_interfaces(is_one_host=True) == ("eth0", "eth1")
-
-
-def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    communicator = get_wire("gloo").open(opening())
-    communicator.finish(communicator.barrier(SECONDS), SECONDS)
-
-
-def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(gloo_devices(("lo",))) == 1
-    assert len(gloo_devices(("lo", "lo"))) == 2
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    communicator = get_wire("gloo").open(opening())
-    communicator.finish(communicator.barrier(SECONDS), SECONDS)
-
-
-def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
-    with pytest.raises(md.BackendError, match="the world could not be opened on wire 'gloo'") as e:
-        md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
-    assert not md.is_initialized()
-    assert (
-        "found:    GLOO_SOCKET_IFNAME=lo,nowhere0 names an interface that has no address here; "
-        "this host has lo" in str(e.value)
-    )
-
-
-@pytest.mark.parametrize("lazily", ["0", "1"])
-def test_groups_may_connect_on_demand(pool, lazily: str) -> None:
-    def program() -> list[float]:
-        mesh = md.init_device_mesh(
-            "cpu",
-            (2, 2),
-            mesh_dim_names=("dp", "tp"),
-            axis_options={"dp": md.AxisOptions(private=True)},
-        )
-        found = []
-        for _ in range(2):
-            for group in (None, mesh["tp"], mesh["dp"]):
-                x = torch.tensor([2.0 ** md.get_rank()])
-                md.all_reduce(x, group=group)
-                found.append(x.item())
-        devices = [gloo_devices(("127.0.0.1",))[0] for _ in range(3)]
-        assert len(set(map(id, devices))) == (3 if lazily == "1" else 1)
-        return found[:3] if found[:3] == found[3:] else found
-
-    expected = [[15.0, 3.0, 5.0], [15.0, 3.0, 10.0], [15.0, 12.0, 5.0], [15.0, 12.0, 10.0]]
-    assert pool.run(program, 4, env={"TORCH_GLOO_LAZY_INIT": lazily}) == expected
-
-
-def test_groups_of_a_process_share_one_device() -> None:
-    def listening() -> int:
-        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()}
-        count = 0
-        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-            with open(table) as lines:
-                for line in list(lines)[1:]:
-                    fields = line.split()
-                    count += fields[3] == "0A" and f"socket:[{fields[9]}]" in own
-        return count
-
-    first = get_wire("gloo").open(opening())
-    before = listening()
-    more = [get_wire("gloo").open(opening()) for _ in range(3)]
-    assert listening() == before
-    del first, more
-
-
-def _fds() -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        found.append(fd)
-    return found
 
 
 def test_texts_lose_their_source_positions() -> None:
@@ -215,12 +44,18 @@ class RecordedNccl:
         self.rank, self.size, self.options = rank, size, options
         self.connected: list[torch.device] = []
         self.barriers: list = []
+        self.calls: list[tuple] = []
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.connected.append(device)
 
     def barrier(self, options):
         self.barriers.append(options.device)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments: self.calls.append((name, *arguments)) or name
 
 
 @pytest.fixture
@@ -260,6 +95,169 @@ def test_a_barrier_runs_on_the_device_named(nccl: type[RecordedNccl]) -> None:
     for one in (None, device):
         communicator.barrier(SECONDS, one)
     assert communicator._group.barriers == [None, device]
+
+
+def asked(group: RecordedNccl) -> tuple[str, list, dict]:
+    """The last call: its name, shapes and dtypes of what it was given, and the options' fields."""
+    name, *arguments = group.calls.pop()
+
+    def seen(argument):
+        if isinstance(argument, torch.Tensor):
+            return (tuple(argument.shape), str(argument.dtype).removeprefix("torch."))
+        return [seen(one) for one in argument] if isinstance(argument, list) else argument
+
+    options = arguments.pop()
+    fields = {"rootRank", "rootTensor", "reduceOp", "timeout"} & set(dir(options))
+    assert options.timeout == SECONDS
+    found = {field: getattr(options, field) for field in fields - {"timeout"}}
+    return name, [seen(argument) for argument in arguments], found
+
+
+def test_what_nccl_is_asked_for(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    group = wire._group
+    x, y = torch.ones(2, 2), torch.ones(2, 4)
+    one, two = ((4,), "float32"), ((8,), "float32")
+    square = ((2, 2), "float32")
+    total = ReduceOp.SUM
+
+    wire.all_reduce(x, ReduceOp.MAX, SECONDS)
+    assert asked(group) == ("allreduce", [[square]], {"reduceOp": ReduceOp.MAX})
+    wire.all_reduce_list([x, x], total, SECONDS)
+    assert asked(group) == ("allreduce_coalesced", [[square, square]], {"reduceOp": total})
+    wire.reduce(x, ReduceOp.AVG, 1, SECONDS)
+    options = {"rootRank": 1, "rootTensor": 0, "reduceOp": ReduceOp.AVG}
+    assert asked(group) == ("reduce", [[one]], options)
+    wire.broadcast(x, 1, SECONDS)
+    assert asked(group) == ("broadcast", [[one]], {"rootRank": 1, "rootTensor": 0})
+    wire.all_gather(y, x, SECONDS)
+    assert asked(group) == ("_allgather_base", [two, one], {})
+    wire.all_gather_list([y, x], x, SECONDS)  # NCCL's own takes several sizes
+    assert asked(group) == ("allgather", [[[two, one]], [one]], {})
+    wire.gather([x, x], x, 1, SECONDS)
+    assert asked(group) == ("gather", [[[one, one]], [one]], {"rootRank": 1})
+    wire.gather([], x, 0, SECONDS)
+    assert asked(group) == ("gather", [[], [one]], {"rootRank": 0})
+    wire.scatter(x, [x, x], 1, SECONDS)
+    assert asked(group) == ("scatter", [[one], [[one, one]]], {"rootRank": 1})
+    wire.scatter(x, [], 0, SECONDS)
+    assert asked(group) == ("scatter", [[one], []], {"rootRank": 0})
+    wire.reduce_scatter(x, y, total, SECONDS)
+    assert asked(group) == ("_reduce_scatter_base", [one, two], {"reduceOp": total})
+    wire.reduce_scatter_list(x, [y, x], total, SECONDS)
+    assert asked(group) == ("reduce_scatter", [[one], [[two, one]]], {"reduceOp": total})
+    wire.all_to_all([y, x], [x, y], SECONDS)
+    assert asked(group) == ("alltoall", [[two, one], [one, two]], {})
+    wire.all_to_all_single(y, y, [3, 5], [6, 2], SECONDS)
+    assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
+
+
+def test_what_nccl_does_not_know_travels_as_bytes(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)
+    wire.all_to_all_single(y, y, [1, 3], [2, 2], SECONDS)
+    whole = ((32,), "uint8")
+    assert asked(wire._group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
+    wire.gather([], x, 0, SECONDS)
+    assert asked(wire._group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
+
+
+def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    group = wire._group
+
+    def asked_for(dtype: torch.dtype, op: ReduceKind) -> list:
+        wire.all_reduce(torch.ones(4, dtype=dtype), op, SECONDS)
+        name, arguments, options = asked(group)
+        return [name, *arguments, *options.values()]
+
+    floats, longs = [((8,), "float32")], [((4,), "int64")]
+    assert asked_for(torch.complex64, ReduceOp.SUM) == ["allreduce", floats, ReduceOp.SUM]
+    assert asked_for(torch.uint64, ReduceOp.PRODUCT) == ["allreduce", longs, ReduceOp.PRODUCT]
+    bools = [((4,), "bool")]
+    assert asked_for(torch.bool, ReduceOp.BAND) == ["allreduce", bools, ReduceOp.MIN]
+    wide = [((4,), "int32")]
+    assert asked_for(torch.int16, ReduceOp.SUM) == ["allreduce", wide, ReduceOp.SUM]
+    # Bits are gathered, and of a block exchanged.
+    blocks = ((8,), "int32")
+    assert asked_for(torch.int32, ReduceOp.BXOR) == ["_allgather_base", blocks, wide[0]]
+    x, y = torch.ones(4, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
+    wire.reduce_scatter(x, y, ReduceOp.BAND, SECONDS)
+    assert asked(group) == ("alltoall_base", [blocks, blocks, [4, 4], [4, 4]], {})
+    wire.reduce(x, ReduceOp.BAND, 0, SECONDS)
+    assert asked(group) == ("_allgather_base", [blocks, wide[0]], {})
+    half = torch.ones(2, dtype=torch.complex64)
+    wire.reduce_scatter(half, torch.cat([half, half]), ReduceOp.AVG, SECONDS)
+    found = asked(group)
+    assert found[:2] == ("_reduce_scatter_base", [((4,), "float32"), ((8,), "float32")])
+
+
+def test_lists_of_several_dtypes_go_by_dtype(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    tensors = [torch.ones(1), torch.ones(2, dtype=torch.int32), torch.ones(3), torch.ones(())]
+    wire.all_reduce_list(tensors, ReduceOp.SUM, SECONDS)
+    second, first = asked(wire._group), asked(wire._group)
+    floats = [((1,), "float32"), ((3,), "float32"), ((), "float32")]
+    assert first == ("allreduce_coalesced", [floats], {"reduceOp": ReduceOp.SUM})
+    assert second == ("allreduce", [[((2,), "int32")]], {"reduceOp": ReduceOp.SUM})
+    assert wire._group.calls == []
+
+
+def test_support_on_nccl_and_its_kin() -> None:
+    for name, device_type in (("nccl", "cuda"), ("xccl", "xpu")):
+        support = find_wire(name).support
+        assert support("all_reduce", device_type, torch.float32) == "native"
+        assert support("all_reduce", device_type, torch.int32, ReduceOp.BAND) == "built"
+        assert support("reduce_scatter", device_type, torch.float32) == "native"
+        assert support("reduce_scatter", device_type, torch.int16) == "built"
+        assert support("gather", device_type, torch.int16) == "native"
+        assert support("all_reduce", device_type, torch.complex64, ReduceOp.MAX) == ""
+        assert support("all_reduce", "cpu", torch.float32) == ""
+    assert find_wire("ucc").support("reduce", "cpu", torch.int32, ReduceOp.BAND) == "native"
+
+
+class Meagre:
+    """A process group that has four methods, and refuses others as c10d's base class does."""
+
+    def __init__(self, group) -> None:
+        self.allreduce, self.broadcast = group.allreduce, group.broadcast
+        self.allgather, self.barrier = group.allgather, group.barrier
+        self.send, self.recv = group.send, group.recv
+        self.refused: set[str] = set()
+
+    def __getattr__(self, name: str):
+        def refuse(*arguments: object) -> None:
+            self.refused.add(name)
+            raise RuntimeError(f"Backend meagre does not support {name}")
+
+        return refuse
+
+
+class Asking(GlooCommunicator):
+    """Asks its process group for everything."""
+
+    lacking = frozenset()
+
+
+def test_what_a_class_lacks_is_built(pool: Pool) -> None:
+    def program() -> list[str]:
+        gloo = md.group.WORLD.communicator("cpu")
+        meagre = Meagre(gloo._group)
+        wire = Asking("meagre", gloo.rank, gloo.size, meagre)
+        check_every_verb(wire, (torch.float32, torch.uint8))
+        return sorted(meagre.refused)
+
+    expected = ["_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", "alltoall"]
+    expected += ["alltoall_base", "gather", "reduce", "reduce_scatter", "scatter"]
+    assert pool.run(program, 2) == [expected] * 2
+
+
+def test_a_class_without_any_all_gather_is_a_failure() -> None:
+    meagre = Meagre(RecordedNccl(None, 0, 1, None))
+    meagre.allgather = meagre._allgather_base
+    wire = C10dCommunicator("meagre", 0, 1, meagre)
+    with pytest.raises(WireFailure, match="Backend meagre does not support _allgather_base"):
+        wire.all_gather(torch.ones(1), torch.ones(1), SECONDS)
 
 
 @pytest.mark.gpu
@@ -317,17 +315,6 @@ def test_nccl_with_one_rank(tmp_path) -> None:
             md.irecv(x, 0, tag=3)
     finally:
         md.destroy_process_group()
-
-
-@pytest.mark.gpu
-def test_gloo_with_cuda_tensors_on_several_ranks(pool) -> None:
-    def program() -> list:
-        mesh = md.init_device_mesh("cuda", (2,), backend_override={0: "gloo"})
-        x = torch.full((3,), md.get_rank() + 1.0, device="cuda")
-        md.all_reduce(x, group=mesh)
-        return x.tolist()
-
-    assert pool.run(program, 2) == [[3.0] * 3] * 2
 
 
 @pytest.mark.gpu

@@ -1,0 +1,178 @@
+"""Verbs made from those that every wire has, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.reduce_ops import ReduceKind, ReduceOp
+from meshdist.wires import fallbacks
+from meshdist.wires.base import Communicator, Pending, Wire
+from meshdist.wires.pending import Chain
+from tests.pool import Pool
+from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
+
+SECONDS = timedelta(seconds=20)
+
+
+class Bare(Communicator):
+    """A connection with no verb but those that every wire must have, over another one."""
+
+    def __init__(self, wire: Communicator) -> None:
+        super().__init__("bare", wire.rank, wire.size)
+        self.wire_below = wire
+        self.all_reduced: list[torch.dtype] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
+        self.all_reduced.append(tensor.dtype)
+        return self.wire_below.all_reduce(tensor, op, timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
+        return self.wire_below.broadcast(tensor, root, timeout)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
+        return self.wire_below.all_gather(output, tensor, timeout)
+
+    def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
+        return self.wire_below.barrier(timeout, device)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
+        return self.wire_below.send(tensor, peer, tag, timeout)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
+        return self.wire_below.recv(tensor, peer, tag, timeout)
+
+    def finish(self, pending: Pending, timeout: timedelta) -> None:
+        if isinstance(pending, Chain):
+            self.finish_chain(pending, timeout)
+        else:
+            self.wire_below.finish(pending, timeout)
+
+    def is_finished(self, pending: Pending) -> bool:
+        if isinstance(pending, Chain):
+            return self.is_chain_finished(pending)
+        return self.wire_below.is_finished(pending)
+
+    def source(self, pending: Pending) -> int:
+        return self.wire_below.source(pending)
+
+    def abort(self) -> None:
+        self.wire_below.abort()
+
+    def close(self) -> None:
+        self.wire_below.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_verb_matches_numpy(pool: Pool, size: int) -> None:
+    dtypes = (torch.float32, torch.int16, torch.bool, torch.complex64)
+
+    def program() -> str:
+        return check_every_verb(Bare(md.group.WORLD.communicator("cpu")), dtypes)
+
+    assert len(set(pool.run(program, size))) == 1
+
+
+def test_an_abort_frees_whoever_waits(pool: Pool) -> None:
+    answers = pool.run(lambda: waiting_times(Bare, WAITING, "abort"), 2)[0]
+    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireAborted") for verb in WAITING]
+    assert max(seconds for _, _, seconds in answers) < 1.9, answers
+
+
+def test_an_all_reduce_by_gathering_or_in_a_wider_dtype(pool: Pool) -> None:
+    def program() -> list[list[float]]:
+        wire = Bare(md.group.WORLD.communicator("cpu"))
+        answers = []
+        for start in (
+            lambda x: fallbacks.all_reduce_by_gathering(wire, x, ReduceOp.PRODUCT, SECONDS),
+            lambda x: fallbacks.all_reduce_widened(
+                wire, x, ReduceOp.PRODUCT, torch.float64, SECONDS
+            ),
+        ):
+            x = torch.nn.Parameter(torch.tensor([2.0 + wire.rank, -1.0]))
+            wire.finish(start(x.detach()), SECONDS)
+            answers.append(x.tolist())
+        assert wire.all_reduced == [torch.float64]
+        return answers
+
+    assert pool.run(program, 3) == [[[24.0, -1.0]] * 2] * 3
+
+
+def test_lists_packed_and_blocks_exchanged(pool: Pool) -> None:
+    def program() -> tuple[list[list[int]], list[int]]:
+        wire = Bare(md.group.WORLD.communicator("cpu"))
+        inputs = [torch.arange(j) + 10 * wire.rank for j in range(wire.size)]
+        outputs = [torch.empty(wire.rank, dtype=torch.int64) for _ in range(wire.size)]
+        packed = fallbacks.all_to_all_by_packing(wire, outputs, inputs, SECONDS)
+        wire.finish(packed, SECONDS)
+        mine = torch.empty(2, dtype=torch.int64)
+        whole = torch.arange(2 * wire.size)
+        sizes = [2] * wire.size
+        exchanged = fallbacks.reduce_scatter_by_exchange(
+            wire, mine, whole, sizes, ReduceOp.SUM, SECONDS
+        )
+        wire.finish(exchanged, SECONDS)
+        assert wire.all_reduced == []
+        return [x.tolist() for x in outputs], mine.tolist()
+
+    assert pool.run(program, 3) == [
+        ([[], [], []], [0, 3]),
+        ([[0], [10], [20]], [6, 9]),
+        ([[0, 1], [10, 11], [20, 21]], [12, 15]),
+    ]
+
+
+def test_what_torch_cannot_reduce_is_refused_before_anything_is_sent() -> None:
+    wire = Bare(_nothing())
+    with pytest.raises(md.DtypeError) as caught:
+        fallbacks.all_reduce_by_gathering(
+            wire, torch.zeros(2, dtype=torch.float4_e2m1fn_x2), ReduceOp.MAX, SECONDS
+        )
+    assert str(caught.value) == (
+        "the wire 'bare' cannot reduce float4_e2m1fn_x2 with MAX\n"
+        "  expected: bool, or integers, floats and complex numbers of 8 bits and more\n"
+        "  fix:      use another reduction, or convert the tensor"
+    )
+
+
+def test_parts_are_views() -> None:
+    x = torch.arange(6).view(2, 3)
+    pieces = fallbacks.parts(x, [1, 0, 3, 2])
+    assert [piece.tolist() for piece in pieces] == [[0], [], [1, 2, 3], [4, 5]]
+    pieces[3].zero_()
+    assert x.tolist() == [[0, 1, 2], [3, 0, 0]]
+
+
+def test_a_wire_without_means_of_its_own_builds_what_it_can() -> None:
+    class BareWire(Wire):
+        name = "bare"
+        device_types = frozenset({"cpu"})
+        communicator_kind = Bare
+
+        def is_available(self) -> bool:
+            return True
+
+        def open(self, opening: object) -> Communicator:
+            raise NotImplementedError
+
+    support = BareWire().support
+
+    def kinds(verbs: Sequence[str]) -> set[str]:
+        return {support(verb, "cpu", torch.float32) for verb in verbs}
+
+    assert kinds(["all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"]) == {"native"}
+    assert kinds(["all_reduce_list", "reduce", "gather", "scatter", "all_gather_list"]) == {"built"}
+    assert kinds(["reduce_scatter", "reduce_scatter_list", "all_to_all"]) == {"built"}
+    assert support("all_reduce", "cuda", torch.float32) == ""
+    assert support("reduce", "cpu", torch.float32, ReduceOp.BAND) == ""
+    assert support("reduce", "cpu", torch.int8, ReduceOp.BAND) == "built"
+
+
+def _nothing() -> Communicator:
+    from meshdist.wires.c10d import C10dCommunicator
+
+    return C10dCommunicator("nothing", 0, 2, None)

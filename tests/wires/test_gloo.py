@@ -1,0 +1,266 @@
+"""Gloo opened for one group's members: every verb against NumPy, waits that end, devices."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import meshdist as md
+from meshdist.reduce_ops import ReduceOp, find_refusal
+from meshdist.wires.base import Opening, WireFailure, WireTimeout, get_wire
+from meshdist.wires.gloo import gloo_devices, gloo_interfaces
+from tests.pool import Pool
+from tests.wires.samples import DTYPES, OPS
+from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
+
+SECONDS = timedelta(seconds=20)
+SOME = (torch.float32, torch.bfloat16, torch.uint16, torch.bool, torch.complex64)
+
+
+def opening(rank: int = 0, size: int = 1, **more) -> Opening:
+    return Opening(HashStore(), tuple(range(size)), rank, "cpu", SECONDS, **more)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtypes"),
+    [(1, SOME), (2, DTYPES), (3, SOME[:3]), (4, SOME[:1])],
+    ids=["1 member", "2 members", "3 members", "4 members"],
+)
+def test_every_verb_on_every_dtype_matches_numpy(
+    pool: Pool, size: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    def program() -> str:
+        return check_every_verb(md.group.WORLD.communicator("cpu"), dtypes)
+
+    digests = pool.run(program, size)
+    assert len(set(digests)) == 1  # the same bits on every member
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_every_verb_on_every_dtype_matches_numpy_in_larger_groups(pool: Pool, size: int) -> None:
+    def program() -> str:
+        return check_every_verb(md.group.WORLD.communicator("cpu"))
+
+    assert len(set(pool.run(program, size))) == 1
+
+
+def test_an_abort_frees_whoever_waits(pool: Pool) -> None:
+    answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "abort"), 2)[0]
+    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireAborted") for verb in WAITING]
+    assert max(seconds for _, _, seconds in answers) < 1.9, answers
+
+
+def test_a_member_that_does_not_come_is_a_timeout(pool: Pool) -> None:
+    answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "timeout"), 2)[0]
+    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireTimeout") for verb in WAITING]
+    for verb, _, seconds in answers:
+        assert 0.5 < seconds < 1.9, (verb, seconds)
+
+
+def test_sums_of_many_bools_stay_bools(pool: Pool) -> None:
+    def program() -> list[list[int]]:
+        wire = md.group.WORLD.communicator("cpu")
+        tensors = [torch.tensor([True, False]) for _ in range(3)]
+        wire.finish(wire.all_reduce(tensors[0], ReduceOp.SUM, SECONDS), SECONDS)
+        wire.finish(wire.reduce(tensors[1], ReduceOp.SUM, 1, SECONDS), SECONDS)
+        wire.finish(wire.all_reduce_list(tensors[2:], ReduceOp.SUM, SECONDS), SECONDS)
+        return [tensor.view(torch.uint8).tolist() for tensor in tensors]
+
+    assert pool.run(program, 3) == [[[1, 0]] * 3] * 3
+
+
+def test_an_average_of_large_halves_is_no_infinity(pool: Pool) -> None:
+    def program() -> list[float]:
+        wire = md.group.WORLD.communicator("cpu")
+        x = torch.full((2,), 40000.0 + 32 * wire.rank, dtype=torch.float16)
+        wire.finish(wire.all_reduce(x, ReduceOp.AVG, SECONDS), SECONDS)
+        return x.tolist()
+
+    assert pool.run(program, 3) == [[40032.0] * 2] * 3
+
+
+def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(pool: Pool) -> None:
+    def program() -> list[str]:
+        wire = md.group.WORLD.communicator("cpu")
+        x = torch.zeros(2, dtype=torch.float4_e2m1fn_x2)
+        whole = torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
+        texts = []
+        for call in (
+            lambda: wire.all_reduce(x, ReduceOp.SUM, SECONDS),
+            lambda: wire.reduce(x, ReduceOp.SUM, 0, SECONDS),
+            lambda: wire.reduce_scatter(x, whole, ReduceOp.SUM, SECONDS),
+        ):
+            with pytest.raises(md.DtypeError) as caught:
+                call()
+            texts.append(str(caught.value))
+        assert len(set(texts)) == 1
+        return texts[0].splitlines()
+
+    expected = [
+        "the wire 'gloo' cannot reduce float4_e2m1fn_x2 with SUM",
+        "  expected: bool, or integers, floats and complex numbers of 8 bits and more",
+        "  fix:      use another reduction, or convert the tensor",
+    ]
+    assert pool.run(program, 2) == [expected] * 2
+
+
+VERBS = ("all_reduce", "all_reduce_list", "reduce", "reduce_scatter", "reduce_scatter_list")
+MOVING = ("broadcast", "all_gather", "all_gather_list", "gather", "scatter", "all_to_all_single")
+
+
+def test_support_tells_what_is_gloos_own() -> None:
+    support = get_wire("gloo").support
+    for verb, dtype in itertools.product(MOVING, DTYPES):
+        assert support(verb, "cpu", dtype) == support(verb, "cuda", dtype) == "native"
+    assert support("barrier", "cpu", torch.float32) == "native"
+    assert support("all_to_all", "cpu", torch.float32) == "built"
+    assert (support("send", "cpu", torch.int16), support("recv", "cuda", torch.int16)) == (
+        "native",
+        "built",
+    )
+    assert support("all_reduce", "xpu", torch.float32) == ""
+    for verb, dtype, name in itertools.product(VERBS, DTYPES, OPS):
+        op = getattr(ReduceOp, name)
+        answer = support(verb, "cpu", dtype, op)
+        assert (answer == "") == (find_refusal(op, dtype) is not None)
+    assert support("all_reduce", "cpu", torch.float32) == "native"
+    assert support("reduce", "cpu", torch.uint32, ReduceOp.SUM) == "native"
+    assert support("reduce", "cpu", torch.uint32, ReduceOp.MAX) == "built"
+    assert support("all_reduce", "cpu", torch.uint64, ReduceOp.MAX) == "built"
+    assert support("reduce_scatter", "cpu", torch.float32, ReduceOp.SUM) == "built"
+    assert support("all_reduce", "cpu", torch.float4_e2m1fn_x2, ReduceOp.SUM) == ""
+
+
+def test_gloo_of_one_member() -> None:
+    communicator = get_wire("gloo").open(opening())
+    x = torch.ones(3)
+    communicator.finish(communicator.all_reduce(x, md.ReduceOp.SUM, SECONDS), SECONDS)
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+    assert x.tolist() == [1.0] * 3
+    communicator.close()
+
+
+def test_gloo_takes_torchs_own_options() -> None:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._threads = 1
+    communicator = get_wire("gloo").open(opening(options=options))
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+    assert options._timeout == SECONDS
+
+
+def test_a_member_that_never_comes_is_a_timeout_of_the_opening() -> None:
+    lonely = Opening(HashStore(), (0, 1), 0, "cpu", timedelta(seconds=1))
+    with pytest.raises(WireFailure):
+        get_wire("gloo").open(lonely)
+
+
+def test_a_message_to_oneself_without_counterpart_times_out() -> None:
+    communicator = get_wire("gloo").open(opening())
+    with pytest.raises(WireTimeout, match="no counterpart"):
+        communicator.finish(
+            communicator.recv(torch.ones(1), 0, 0, SECONDS), timedelta(seconds=0.05)
+        )
+
+
+def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert gloo_interfaces(is_one_host=True) == ("127.0.0.1",)
+    assert gloo_interfaces(is_one_host=False) == ()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0, eth1")
+    assert gloo_interfaces(is_one_host=True) == ("eth0", "eth1")
+
+
+def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    communicator = get_wire("gloo").open(opening())
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+
+
+def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(gloo_devices(("lo",))) == 1
+    assert len(gloo_devices(("lo", "lo"))) == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    communicator = get_wire("gloo").open(opening())
+    communicator.finish(communicator.barrier(SECONDS), SECONDS)
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(md.BackendError, match="the world could not be opened on wire 'gloo'") as e:
+        md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
+    assert not md.is_initialized()
+    assert (
+        "found:    GLOO_SOCKET_IFNAME=lo,nowhere0 names an interface that has no address here; "
+        "this host has lo" in str(e.value)
+    )
+
+
+@pytest.mark.parametrize("lazily", ["0", "1"])
+def test_groups_may_connect_on_demand(pool, lazily: str) -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh(
+            "cpu",
+            (2, 2),
+            mesh_dim_names=("dp", "tp"),
+            axis_options={"dp": md.AxisOptions(private=True)},
+        )
+        found = []
+        for _ in range(2):
+            for group in (None, mesh["tp"], mesh["dp"]):
+                x = torch.tensor([2.0 ** md.get_rank()])
+                md.all_reduce(x, group=group)
+                found.append(x.item())
+        devices = [gloo_devices(("127.0.0.1",))[0] for _ in range(3)]
+        assert len(set(map(id, devices))) == (3 if lazily == "1" else 1)
+        return found[:3] if found[:3] == found[3:] else found
+
+    expected = [[15.0, 3.0, 5.0], [15.0, 3.0, 10.0], [15.0, 12.0, 5.0], [15.0, 12.0, 10.0]]
+    assert pool.run(program, 4, env={"TORCH_GLOO_LAZY_INIT": lazily}) == expected
+
+
+def test_groups_of_a_process_share_one_device() -> None:
+    def listening() -> int:
+        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()}
+        count = 0
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with open(table) as lines:
+                for line in list(lines)[1:]:
+                    fields = line.split()
+                    count += fields[3] == "0A" and f"socket:[{fields[9]}]" in own
+        return count
+
+    first = get_wire("gloo").open(opening())
+    before = listening()
+    more = [get_wire("gloo").open(opening()) for _ in range(3)]
+    assert listening() == before
+    del first, more
+
+
+def _fds() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        found.append(fd)
+    return found
+
+
+@pytest.mark.gpu
+def test_gloo_with_cuda_tensors_on_several_ranks(pool) -> None:
+    def program() -> list:
+        mesh = md.init_device_mesh("cuda", (2,), backend_override={0: "gloo"})
+        x = torch.full((3,), md.get_rank() + 1.0, device="cuda")
+        md.all_reduce(x, group=mesh)
+        return x.tolist()
+
+    assert pool.run(program, 2) == [[3.0] * 3] * 2
