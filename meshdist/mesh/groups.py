@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from datetime import timedelta
 from os import getpid
 from typing import Any
@@ -18,7 +19,7 @@ from ..errors import (
     MeshdistError,
     NotInGroupError,
 )
-from ..reduce_ops import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import Communicator, Wire, WireFailure, WireTimeout, find_wire, get_wire
 from ..wires.work import Work
@@ -35,6 +36,7 @@ __all__ = [
     "world_group",
 ]
 
+_log = logging.getLogger("meshdist.groups")
 _handle_numbers = itertools.count(1)
 
 
@@ -188,13 +190,16 @@ class ProcessGroup:
                 fix="make a new mesh or group; a closed one stays closed",
             )
 
-    def allreduce(self, tensors: list[torch.Tensor], op: ReduceKind = ReduceOp.SUM) -> Work:
+    def allreduce(self, tensors: list[torch.Tensor], op: Any = ReduceOp.SUM) -> Work:
         """Start reducing the one tensor of ``tensors`` in place; the call of torch's comm hooks."""
         (tensor,) = tensors
+        kind, factor = split_premul(op)
         channel = self.channel(tensor.device.type)
-        channel.enter("allreduce", tensor, op)
+        channel.enter("allreduce", tensor, kind if factor is None else ReduceOp.PREMUL_SUM)
+        if factor is not None:
+            multiply(tensor, factor)
         try:
-            pending = channel.communicator.all_reduce(tensor, op, channel.timeout)
+            pending = channel.communicator.all_reduce(tensor, kind, channel.timeout)
         except WireFailure as failure:
             raise self.explain(failure, channel) from None
         return self.work(channel, pending, [tensor])
@@ -291,6 +296,14 @@ class ProcessGroup:
             ) from failure
         channel = Channel(self, wire, opened, device_type, timeout)
         self._channels[device_type] = channel
+        _log.info(
+            "rank %d opened %s, %s, on wire %s for %s tensors",
+            self.world.rank,
+            self.name,
+            ranks_text(self.ranks),
+            wire.name,
+            device_type,
+        )
         return channel
 
 
