@@ -50,6 +50,22 @@ def test_every_verb_on_every_dtype_matches_numpy_in_larger_groups(pool: Pool, si
     assert len(set(pool.run(program, size))) == 1
 
 
+@pytest.mark.soak
+def test_more_elements_than_32_bits_count(pool: Pool) -> None:
+    def program() -> list[int]:
+        wire = md.group.WORLD.communicator("cpu")
+        count, limit = (1 << 31) + 8, timedelta(minutes=4)
+        x = torch.full((count,), wire.rank + 3, dtype=torch.uint8)
+        y = torch.zeros(count, dtype=torch.uint8)
+        mine = [count - 5, 5] if wire.rank == 0 else [5, count - 5]
+        wire.finish(wire.all_to_all_single(y, x, mine, mine, limit), limit)
+        wire.finish(wire.broadcast(x, 1, limit), limit)
+        return [int(one) for one in (y[4], y[5], y[-6], y[-5], x[0], x[-1])]
+
+    expected = [[3, 3, 3, 4, 4, 4], [3, 4, 4, 4, 4, 4]]
+    assert pool.run(program, 2, timeout_s=280.0) == expected
+
+
 def test_an_abort_frees_whoever_waits(pool: Pool) -> None:
     answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "abort"), 2)[0]
     assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireAborted") for verb in WAITING]
@@ -264,3 +280,18 @@ def test_gloo_with_cuda_tensors_on_several_ranks(pool) -> None:
         return x.tolist()
 
     assert pool.run(program, 2) == [[3.0] * 3] * 2
+
+
+@pytest.mark.gpu
+def test_messages_of_cuda_tensors_go_by_host_memory(pool: Pool) -> None:
+    def program() -> tuple[list[float], int]:
+        wire = md.new_group(backend="gloo").communicator("cuda")
+        x = torch.full((3,), wire.rank + 1.0, device="cuda")
+        y = torch.zeros(3, device="cuda")
+        other = 1 - wire.rank
+        received, sent = wire.recv(y, other, 5, SECONDS), wire.send(x, other, 5, SECONDS)
+        for pending in (received, sent):
+            wire.finish(pending, SECONDS)
+        return y.tolist(), wire.source(received)
+
+    assert pool.run(program, 2) == [([2.0] * 3, 1), ([1.0] * 3, 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -72,3 +73,51 @@ def test_a_failure_of_the_backend_is_told(pool: Pool) -> None:
 
     with pytest.raises(md.BackendError, match="no bird at home"):
         pool.run(program, 1)
+
+
+def test_what_a_registered_class_lacks_is_built(pool: Pool, tmp_path: Any) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        import torch
+        from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+        from meshdist.wires.base import find_wire
+
+        class Pigeon(ProcessGroup):
+            """A backend in Python that has an all-reduce, a broadcast and a list all-gather."""
+
+            def __init__(self, gloo: ProcessGroupGloo, rank: int, size: int) -> None:
+                super().__init__(rank, size)
+                self.allreduce, self.broadcast = gloo.allreduce, gloo.broadcast
+                self.allgather, self.barrier = gloo.allgather, gloo.barrier
+
+        def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+            return Pigeon(ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+        md.Backend.register_backend("pigeon", make, devices=["cpu"])
+        md.init_process_group("pigeon", f"file://{tmp_path}/meeting", rank=rank, world_size=2)
+        wire = md.group.WORLD.communicator("cpu")
+        limit = timedelta(seconds=20)
+        x = torch.full((2,), rank + 1.0)
+        outputs = [torch.empty(2), torch.empty(2)] if rank == 1 else []
+        wire.finish(wire.gather(outputs, x, 1, limit), limit)
+        wire.finish(wire.scatter(x, outputs, 1, limit), limit)
+        wire.finish(wire.reduce(x, md.ReduceOp.SUM, 0, limit), limit)
+        md.destroy_process_group()
+        served = find_wire("pigeon").support("gather", "cpu", torch.float32)
+        return [one.tolist() for one in outputs], x.tolist(), served
+
+    assert pool.call(program, 2) == [
+        ([], [3.0, 3.0], "native"),
+        ([[1.0, 1.0], [2.0, 2.0]], [2.0, 2.0], "native"),
+    ]
+
+
+def test_a_registered_gloo_is_waited_for_as_gloo(pool: Pool) -> None:
+    def program() -> tuple[str, str]:
+        from torch.distributed import ProcessGroupGloo
+
+        md.Backend.register_backend("pigeon", ProcessGroupGloo, devices="cpu")
+        wire = md.new_group(backend="pigeon").communicator("cpu")
+        return type(wire).__name__, wire.wire
+
+    assert pool.run(program, 1) == [("GlooCommunicator", "pigeon")]
