@@ -71,6 +71,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "hierarchical",
             "registered",
             "names",
+            "capabilities",
         )
     },
     {
@@ -124,7 +125,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "sharding": ("plans", "resharding", "einsums", "shard_mapping", "sharded_array"),
         "lax": ("lax",),
         "torch_backends": ("torch_backends",),
-        "debug": (),
+        "debug": ("consoles", "pausing"),
     },
     {
         "ddp": (
