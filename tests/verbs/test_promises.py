@@ -1,0 +1,204 @@
+"""Promises about verbs that are not about their values alone: precision, modes, order, futures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshdist as md
+from tests.pool import Pool
+from tests.verbs.cases import WIRES, complaint, finish_verb, perform
+from tests.verbs.plans import VERBS, Case
+
+ASYNC = [name for name, verb in VERBS.items() if verb.takes_async]
+
+
+def half_precision(seed: int) -> list[Any]:
+    rank = md.get_rank()
+    generator = torch.Generator().manual_seed(seed + rank)
+    x = torch.randn(1000, generator=generator).to(torch.float16)
+    mine = x.clone()
+    md.all_reduce(x)
+    return [mine.numpy(), x.numpy()]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_float16_sums_are_as_precise_as_float16(wire: str, pool: Pool) -> None:
+    found = WIRES[wire](pool, half_precision, 4, 1)
+    parts = np.stack([mine for mine, _ in found]).astype(np.float64)
+    bound = 4 * 2.0**-11 * np.abs(parts).sum(0) + 2.0**-24
+    for _, summed in found:
+        assert (np.abs(summed - parts.sum(0)) <= bound).all()
+        np.testing.assert_array_equal(summed, found[0][1])
+
+
+def cases_of_each(**more: Any) -> list[Case]:
+    """One plain case for each verb."""
+    cases = []
+    for name, verb in VERBS.items():
+        settings: dict[str, Any] = {"size": 3, "form": verb.forms[0], **more}
+        if verb.reduces:
+            settings["op"] = "SUM"
+        if verb.root:
+            settings["root"] = 1
+        cases.append(Case(name, **settings))
+    return cases
+
+
+def in_inference_mode(cases: list[Case]) -> list[Any]:
+    with torch.inference_mode():
+        return [perform(case) for case in cases]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_verb_in_inference_mode(wire: str, pool: Pool) -> None:
+    cases = [*cases_of_each(), *cases_of_each(layout="strided")]
+    found = WIRES[wire](pool, in_inference_mode, 3, cases)
+    for number, case in enumerate(cases):
+        assert not complaint(case, [one[number] for one in found]), repr(case)
+
+
+def without_gradients(cases: list[Case]) -> list[Any]:
+    with torch.no_grad():
+        return [perform(case) for case in cases]
+
+
+@pytest.mark.parametrize("layout", ["strided", "turned"])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_verb_takes_non_contiguous_arrays(
+    wire: str, library: str, layout: str, pool: Pool
+) -> None:
+    cases = cases_of_each(shape=(2, 3), layout=layout, library=library)
+    found = WIRES[wire](pool, without_gradients, 3, cases)
+    for number, case in enumerate(cases):
+        assert not complaint(case, [one[number] for one in found]), repr(case)
+
+
+def every_work() -> dict[str, md.Work]:
+    """One Work of every verb that gives one, on two ranks."""
+    rank = md.get_rank()
+    x = torch.ones(2)
+
+    def fresh() -> list[torch.Tensor]:
+        return [torch.zeros(2) for _ in range(2)]
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: md.all_reduce(x.clone(), async_op=True),
+        "all_reduce_coalesced": lambda: md.all_reduce_coalesced(fresh(), async_op=True),
+        "reduce": lambda: md.reduce(x.clone(), 0, async_op=True),
+        "broadcast": lambda: md.broadcast(x.clone(), 0, async_op=True),
+        "all_gather": lambda: md.all_gather(fresh(), x, async_op=True),
+        "all_gather_into_tensor": lambda: md.all_gather_into_tensor(
+            torch.zeros(4), x, async_op=True
+        ),
+        "all_gather_single": lambda: md.all_gather_single(torch.zeros(4), x, async_op=True),
+        "all_gather_coalesced": lambda: md.all_gather_coalesced(
+            [fresh(), fresh()], [x, x], async_op=True
+        ),
+        "gather": lambda: md.gather(x, None if rank else fresh(), 0, async_op=True),
+        "scatter": lambda: md.scatter(torch.zeros(2), None if rank else [x, x], 0, async_op=True),
+        "reduce_scatter": lambda: md.reduce_scatter(torch.zeros(2), [x, x], async_op=True),
+        "reduce_scatter_tensor": lambda: md.reduce_scatter_tensor(
+            torch.zeros(2), torch.ones(4), async_op=True
+        ),
+        "reduce_scatter_single": lambda: md.reduce_scatter_single(
+            torch.zeros(2), torch.ones(4), async_op=True
+        ),
+        "all_to_all": lambda: md.all_to_all(fresh(), [x, x], async_op=True),
+        "all_to_all_single": lambda: md.all_to_all_single(
+            torch.zeros(4), torch.ones(4), async_op=True
+        ),
+    }
+    assert sorted(calls) == sorted(ASYNC)
+    return {verb: call() for verb, call in calls.items()}
+
+
+def behind_a_barrier() -> list[str]:
+    works = every_work()
+    md.barrier()
+    return [verb for verb, work in works.items() if not work.is_completed()]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_barrier_is_behind_every_earlier_verb(wire: str, pool: Pool) -> None:
+    assert WIRES[wire](pool, behind_a_barrier, 2) == [[], []]
+
+
+def barrier_in_vain(way: str) -> str:
+    """Rank 1 does not come; the time is the group's or the call's own."""
+    group = md.new_group([0, 1], timeout=timedelta(seconds=0.5 if way == "group" else 60))
+    if md.get_rank() == 1:
+        time.sleep(1.5)
+        return ""
+    limit = timedelta(seconds=0.5) if way == "argument" else None
+    with pytest.raises(md.CollectiveTimeoutError) as caught:
+        md.barrier(group, timeout=limit)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["group", "argument"])
+def test_a_barrier_that_a_member_misses_names_it(way: str, pool: Pool) -> None:
+    text = pool.run(barrier_in_vain, 2, way)[0]
+    assert text.startswith("barrier on ")
+    assert "rank 1" in text
+
+
+def futures() -> dict[str, Any]:
+    """What each verb's future holds, and what a chained callback made of it."""
+    found: dict[str, Any] = {}
+    for verb, work in every_work().items():
+        future = work.get_future()
+        counted = future.then(lambda done: len(done.value()))
+        value = future.wait()
+        found[verb] = (type(value).__name__, counted.wait() == len(value), future.done())
+        finish_verb(Case(verb, 2), work)
+        assert work.exception() is None
+        with pytest.raises(RuntimeError):
+            work.source_rank()
+    return found
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_verb_has_a_future_that_chains(wire: str, pool: Pool) -> None:
+    assert WIRES[wire](pool, futures, 2) == [dict.fromkeys(ASYNC, ("list", True, True))] * 2
+
+
+def sparse() -> str:
+    x = torch.eye(3).to_sparse()
+    with pytest.raises(md.MeshdistError) as caught:
+        md.all_reduce(x)
+    md.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_sparse_tensors_are_refused(wire: str, pool: Pool) -> None:
+    for text in WIRES[wire](pool, sparse, 2):
+        assert text.startswith("all_reduce cannot take a sparse tensor as tensor")
+
+
+def read_only() -> list[str]:
+    told = []
+    x = np.ones(2)
+    x.flags.writeable = False
+    with pytest.raises(md.ArgumentError) as caught:
+        md.all_reduce(x)
+    told.append(str(caught.value))
+    out = np.zeros(2 * md.get_world_size())
+    md.all_gather_into_tensor(out, x)  # which only reads it
+    told.append(str(out.tolist()))
+    return told
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_read_only_arrays_are_read_and_never_written(wire: str, pool: Pool) -> None:
+    for refused, out in WIRES[wire](pool, read_only, 2):
+        assert "read-only" in refused
+        assert out == "[1.0, 1.0, 1.0, 1.0]"
