@@ -124,6 +124,14 @@ _ROOMS = {
     "collectives.monitored": ("monitored_barrier",),
     "collectives.point_to_point": ("irecv", "isend", "recv", "send"),
     "collectives.batches": ("P2POp", "batch_isend_irecv"),
+    "collectives.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    ),
     "ddp.data_parallel": ("DDP", "DistributedDataParallel"),
     "ddp.sampler": ("DistributedSampler",),
 }
@@ -150,6 +158,14 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         scatter as scatter,
     )
     from .collectives.monitored import monitored_barrier as monitored_barrier
+    from .collectives.objects import (
+        all_gather_object as all_gather_object,
+        broadcast_object_list as broadcast_object_list,
+        gather_object as gather_object,
+        recv_object_list as recv_object_list,
+        scatter_object_list as scatter_object_list,
+        send_object_list as send_object_list,
+    )
     from .collectives.point_to_point import (
         irecv as irecv,
         isend as isend,

@@ -17,13 +17,13 @@ from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_
 from .instruments import verb
 from .running import bring_one_home
 
-__all__ = ["ANSWER_TAG", "Message", "irecv", "isend", "recv", "send"]
+__all__ = ["Message", "check_not_me", "irecv", "isend", "recv", "send"]
 
 _LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
 
-ANSWER_TAG = _LARGEST_TAG + 1
-"""The tag of what a receiver answers to a sender; no program's message bears it."""
+_ANSWER_TAG = _LARGEST_TAG + 1
+"""The tag of what a receiver answers to a sender."""
 
 
 @verb
@@ -60,7 +60,7 @@ def send(
     """
     target = resolve_group(group)
     peer = get_peer(target, dst, group_dst, "send", "dst")
-    _check_not_me(target, peer, "send", "isend")
+    check_not_me(target, peer, "send", "isend")
     message = Message("send", target, peer, tensor, tag, is_send=True)
     message.start()
     message.finish()
@@ -88,7 +88,7 @@ def recv(
     """
     target = resolve_group(group)
     peer = find_peer(target, src, group_src, "recv", "src")
-    _check_not_me(target, peer, "recv", "irecv")
+    check_not_me(target, peer, "recv", "irecv")
     message = Message("recv", target, peer, tensor, tag, is_send=False)
     message.start()
     message.finish()
@@ -156,6 +156,7 @@ class Message:
         tensor: what is sent, or written.
         tag: matches sends to receives.
         is_send: which of both it is.
+        is_answer: whether it goes under a tag of its own, which no program's message bears.
 
     Raises:
         KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
@@ -189,6 +190,7 @@ class Message:
         tag: int = 0,
         *,
         is_send: bool,
+        is_answer: bool = False,
     ) -> None:
         self.data, self.buffer = dense(tensor, "tensor", verb, writable=not is_send)
         self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
@@ -198,7 +200,7 @@ class Message:
         self.target = target
         self.peer = peer
         self.tensor = tensor
-        self.tag = tag
+        self.tag = _ANSWER_TAG if is_answer else tag
         self.is_send = is_send
 
     def start(self) -> None:
@@ -251,12 +253,13 @@ class Message:
         bring_one_home(self.tensor, self.data, self.buffer)
 
 
-def _check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str) -> None:
+def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:
+    """Raise where a blocking verb would wait for its own rank; ``other`` would not."""
     if peer == target.rank():
         raise ArgumentError(
             f"{verb} between a rank and itself would wait for ever",
             where=f"rank {target.world.rank}, {target.name}",
-            fix=f"use {other}, which is legal between a rank and itself",
+            fix=f"use {other}, which is legal between a rank and itself" if other else None,
         )
 
 
