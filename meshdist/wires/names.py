@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..errors import ArgumentError, KindError
 from ..runtime.world import World
 from .base import find_wire, get_wire
-from .registered import register_torch_backend
+from .registered import adopt_torch_backends, register_torch_backend
 
 __all__ = [
     "DEFAULT_WIRES",
@@ -82,8 +82,9 @@ def parse_backends(backend: str | None) -> dict[str, str]:
     """Return the wire for each device type that ``backend`` means.
 
     Args:
-        backend: a wire's name, for all device types that it serves; pairs such as
-            "cpu:gloo,cuda:nccl"; or None, for the default wire of each device type.
+        backend: a wire's name, for all device types that it serves, or that of a backend that a
+            plug-in has registered with torch; pairs such as "cpu:gloo,cuda:nccl"; or None, for
+            the default wire of each device type.
 
     Raises:
         ArgumentError: a malformed pair, or a device type twice.
@@ -96,6 +97,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
         return dict(DEFAULT_WIRES)
     if not isinstance(backend, str):
         raise KindError("backend must be a str", found=f"{backend!r}")
+    adopt_torch_backends()
     text = backend.lower()
     if text == "tcp":
         raise ArgumentError(

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from .base import Communicator, Opening, Wire, WireFailure, register_wire
+from .base import Communicator, Opening, Wire, WireFailure, find_wire, register_wire
 from .c10d import C10dCommunicator
 from .gloo import GlooCommunicator
 
-__all__ = ["RegisteredWire", "register_torch_backend"]
+__all__ = ["RegisteredWire", "adopt_torch_backends", "register_torch_backend"]
 
 
 class RegisteredWire(Wire):
@@ -72,3 +72,13 @@ def register_torch_backend(
 ) -> None:
     """Register a ``RegisteredWire`` of these arguments."""
     register_wire(RegisteredWire(name, make, device_types, extended_api=extended_api))
+
+
+def adopt_torch_backends() -> None:
+    """Make a wire of each backend that a plug-in has registered with torch and that is none yet."""
+    backends: Any = distributed_c10d.Backend
+    for upper, plugin in tuple(backends._plugins.items()):
+        name = upper.lower()
+        if find_wire(name) is None:
+            kinds = frozenset(backends.backend_capability.get(name, ("cpu", "cuda")))
+            register_torch_backend(name, plugin.creator_fn, kinds, extended_api=plugin.extended_api)

@@ -121,3 +121,39 @@ def test_a_registered_gloo_is_waited_for_as_gloo(pool: Pool) -> None:
         return type(wire).__name__, wire.wire
 
     assert pool.run(program, 1) == [("GlooCommunicator", "pigeon")]
+
+
+def test_a_backend_registered_with_torch_works_by_its_name(pool: Pool, tmp_path: Any) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        import torch
+        from torch.distributed import Backend, ProcessGroupGloo
+
+        def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+            return ProcessGroupGloo(store, rank, size, timeout)
+
+        Backend.register_backend("carrier", make, devices=["cpu"])
+        assert md.is_backend_available("carrier")
+        md.init_process_group("CARRIER", f"file://{tmp_path}/meeting", rank=rank, world_size=2)
+        x = torch.ones(2)
+        md.all_reduce(x)
+        answer = md.get_backend(), md.get_backend_config(), x.tolist()
+        md.destroy_process_group()
+        return answer
+
+    assert pool.call(program, 2) == [("carrier", "cpu:carrier", [2.0, 2.0])] * 2
+
+
+def test_a_backend_registered_with_torch_for_an_options_object(pool: Pool) -> None:
+    def program() -> list[Any]:
+        from torch.distributed import Backend, ProcessGroupGloo
+
+        def make(options: Any, backend_options: Any) -> Any:
+            given = options.store, options.group_rank, options.group_size
+            return ProcessGroupGloo(*given, options.timeout)
+
+        Backend.register_backend("courier", make, extended_api=True, devices=["cpu"])
+        x = torch.full((2,), md.get_rank() + 1.0)
+        md.all_reduce(x, group=md.new_group(backend="cpu:courier"))
+        return x.tolist()
+
+    assert pool.run(program, 2) == [[3.0, 3.0]] * 2

@@ -1,0 +1,253 @@
+"""The table of capabilities, compared with what really runs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.reduce_ops import op_name
+from meshdist.wires import fallbacks
+from meshdist.wires.base import Wire, find_wire, wire_names
+from meshdist.wires.capabilities import (
+    DTYPE_GROUPS,
+    DTYPES,
+    OPS,
+    PUBLIC_VERBS,
+    available_wires,
+    capabilities,
+    dtypes_text,
+    overview_grid,
+    public_support,
+    table_grid,
+)
+from tests.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What is built above the wire, whatever the wire does; nothing that a wire could betray.
+ABOVE = {verb for verb, way in PUBLIC_VERBS.items() if not way.is_plain}
+ON_TENSORS = [verb for verb in PUBLIC_VERBS if verb not in ABOVE]
+
+
+@contextmanager
+def counted_fallbacks() -> Iterator[list[str]]:
+    """The names of the functions of ``fallbacks`` that are called, as they are."""
+    called: list[str] = []
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+    with ExitStack() as stack:
+        for name in fallbacks.__all__:
+            if name != "parts":
+                function = counting(name, getattr(fallbacks, name))
+                stack.enter_context(patch.object(fallbacks, name, function))
+        yield called
+
+
+def call(verb: str, dtype: torch.dtype, op: Any) -> None:
+    """One call of ``verb`` on a group of two."""
+    me = md.get_rank()
+
+    def some(count: int = 2) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype)
+
+    def pair() -> list[torch.Tensor]:
+        return [some(), some()]
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: md.all_reduce(some(), op),
+        "all_reduce_coalesced": lambda: md.all_reduce_coalesced(pair(), op),
+        "reduce": lambda: md.reduce(some(), 1, op),
+        "reduce_scatter_tensor": lambda: md.reduce_scatter_tensor(some(), some(4), op),
+        "reduce_scatter_single": lambda: md.reduce_scatter_single(some(), some(4), op),
+        "reduce_scatter": lambda: md.reduce_scatter(some(), pair(), op),
+        "broadcast": lambda: md.broadcast(some(), 1),
+        "all_gather_into_tensor": lambda: md.all_gather_into_tensor(some(4), some()),
+        "all_gather_single": lambda: md.all_gather_single(some(4), some()),
+        "all_gather": lambda: md.all_gather(pair(), some()),
+        "gather": lambda: md.gather(some(), pair() if me == 1 else None, 1),
+        "scatter": lambda: md.scatter(some(), pair() if me == 1 else None, 1),
+        "all_to_all": lambda: md.all_to_all(pair(), pair()),
+        "all_to_all_single": lambda: md.all_to_all_single(some(), some()),
+        "barrier": lambda: md.barrier(),
+        "send": lambda: md.send(some(), 1) if me == 0 else md.recv(some(), 0),
+        "recv": lambda: md.recv(some(), 1) if me == 0 else md.send(some(), 0),
+        "isend": lambda: (md.isend if me == 0 else md.irecv)(some(), 1 - me).wait(),
+        "irecv": lambda: (md.isend if me == 1 else md.irecv)(some(), 1 - me).wait(),
+        "batch_isend_irecv": lambda: [
+            work.wait()
+            for work in md.batch_isend_irecv(
+                [md.P2POp(md.isend, some(), 1 - me), md.P2POp(md.irecv, some(), 1 - me)]
+            )
+        ],
+    }
+    calls[verb]()
+
+
+def found(verbs: list[str]) -> dict[tuple[str, str, str], str]:
+    """What every cell really does on this rank: native, built or refused."""
+    warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+    answers = {}
+    with counted_fallbacks() as called:
+        for verb in verbs:
+            for op in OPS if PUBLIC_VERBS[verb].reduces else (None,):
+                kind = md.ReduceOp.premul_sum(2) if op == md.ReduceOp.PREMUL_SUM else op
+                for dtype in DTYPES:
+                    called.clear()
+                    try:
+                        call(verb, dtype, kind)
+                        state = "built" if called else "native"
+                    except md.DtypeError:
+                        state = "" if not called else f"refused after {called}"
+                    answers[verb, "" if op is None else op_name(op), str(dtype)] = state
+    return answers
+
+
+def expected(wire: str) -> dict[tuple[str, str, str], str]:
+    answers = {}
+    for verb in ON_TENSORS:
+        for op in OPS if PUBLIC_VERBS[verb].reduces else (None,):
+            for dtype in DTYPES:
+                told = public_support(find_wire(wire), verb, "cpu", dtype, op)
+                if op == md.ReduceOp.PREMUL_SUM and told:  # what the sum behind it is
+                    told = public_support(find_wire(wire), verb, "cpu", dtype, md.ReduceOp.SUM)
+                answers[verb, "" if op is None else op_name(op), str(dtype)] = told
+    return answers
+
+
+@pytest.mark.parametrize("wire", ["simulated", "gloo"])
+def test_every_cell_is_what_runs(wire: str, pool: Pool) -> None:
+    if wire == "simulated":
+        results = md.simulate(found, 2, args=(ON_TENSORS,))
+    else:
+        results = pool.run(found, 2, ON_TENSORS)
+    told = expected(wire)
+    assert {"native", ""} <= set(told.values())
+    for answers in results:
+        assert {cell: state for cell, state in answers.items() if state != told[cell]} == {}
+        assert answers.keys() == told.keys()
+
+
+def test_every_verb_of_the_front_door_is_in_the_table() -> None:
+    marked = {
+        name
+        for name in md.__all__
+        if inspect.isfunction(thing := getattr(md, name)) and hasattr(thing, "_torchdynamo_disable")
+    }
+    assert len(marked) > 20
+    assert marked == set(PUBLIC_VERBS)
+
+
+def test_what_the_table_is_made_of() -> None:
+    assert len(set(DTYPES)) == len(DTYPES)
+    assert {torch.float32, torch.bool, torch.uint64, torch.complex32} <= set(DTYPES)
+    assert {op_name(op) for op in OPS} == set(md.ReduceOp.RedOpType.__members__) - {"UNUSED"}
+
+
+def test_premul_sum_is_built_on_every_wire_and_knows_no_bool() -> None:
+    for name in wire_names():
+        wire = find_wire(name)
+        for device_type in wire.device_types:
+            states = [
+                public_support(wire, "all_reduce", device_type, dtype, md.ReduceOp.PREMUL_SUM)
+                for dtype in (torch.float32, torch.int64, torch.bool)
+            ]
+            assert states == ["built", "built", ""]
+
+
+def test_a_device_that_a_wire_does_not_serve() -> None:
+    assert public_support(find_wire("nccl"), "broadcast", "cpu", torch.float32) == ""
+    assert public_support(find_wire("gloo"), "send", "cuda", torch.float32) == "built"
+    assert public_support(find_wire("gloo"), "send", "cpu", torch.float32) == "native"
+
+
+def test_dtypes_in_words() -> None:
+    assert dtypes_text([]) == ""
+    assert dtypes_text(DTYPES) == "all"
+    assert dtypes_text(DTYPE_GROUPS["integers"]) == "integers"
+    assert dtypes_text([torch.bool, torch.int8, torch.int64]) == "int64, int8, bool"
+
+
+def test_the_table_as_plain_values() -> None:
+    told = capabilities([find_wire("gloo")])
+    assert list(told) == ["gloo"] and list(told["gloo"]) == ["cpu", "cuda"]
+    reducing = told["gloo"]["cpu"]["all_reduce"]["MIN"]
+    assert "float32" in reducing["native"] and "uint64" in reducing["built"]
+    assert "complex64" not in reducing["native"] + reducing["built"]
+    assert len(told["gloo"]["cpu"]["broadcast"][""]["native"]) == len(DTYPES)
+    assert set(capabilities()) == {wire.name for wire in available_wires()}
+
+
+def test_the_overview() -> None:
+    head, *rows = overview_grid([find_wire("gloo"), find_wire("simulated")])
+    assert head[:3] == ("verb", "gloo: cpu", "gloo: cuda")
+    assert head[3].startswith("simulated: cpu, cuda, ")
+    by_verb = {verb: cells for names, *cells in rows for verb in names.split(", ")}
+    assert by_verb.keys() == PUBLIC_VERBS.keys()
+    assert by_verb["all_reduce"] == ["native, in part built"] * 2 + ["native"]
+    assert by_verb["isend"] == ["native", "built", "native"]
+    assert by_verb["reduce_scatter"] == ["built", "built", "native"]
+
+
+def test_the_whole_table_holds_every_cell() -> None:
+    """Read back from its text, the grid says what ``public_support`` says."""
+    wire = find_wire("gloo")
+    told: dict[tuple[str, str, str, str], str] = {}
+    place = ["", "", ""]
+    for *here, ops, native, built, refused in table_grid([wire])[1:]:
+        place = here if here[0] else place
+        for devices in place[1].split(", "):
+            for verb in place[2].split(", "):
+                for op in ops.split(", "):
+                    for state, text in (("native", native), ("built", built), ("", refused)):
+                        for dtype in dtypes_of(text):
+                            told[devices, verb, op, str(dtype)] = state
+    wanted = {}
+    for device_type in wire.device_types:
+        for verb, way in PUBLIC_VERBS.items():
+            for op in OPS if way.reduces else (None,):
+                for dtype in DTYPES:
+                    name = "" if op is None else op_name(op)
+                    state = public_support(wire, verb, device_type, dtype, op)
+                    wanted[device_type, verb, name, str(dtype)] = state
+    assert told == wanted
+
+
+def dtypes_of(text: str) -> list[torch.dtype]:
+    if text == "all":
+        return list(DTYPES)
+    dtypes: list[torch.dtype] = []
+    for word in text.split(", ") if text != "-" else ():
+        dtypes += DTYPE_GROUPS.get(word) or [getattr(torch, word)]
+    return dtypes
+
+
+@pytest.mark.parametrize("name", ["raven of ours", "raven of torch's"])
+def test_a_backend_of_a_third_party_appears(name: str, pool: Pool) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        from torch.distributed import Backend, ProcessGroupGloo
+
+        from meshdist.wires.capabilities import available_wires, capabilities, overview_grid
+
+        (md.Backend if "ours" in name else Backend).register_backend(
+            name, lambda *given: ProcessGroupGloo(*given), devices=["cpu"]
+        )
+        wires: list[Wire] = available_wires()
+        served = capabilities(wires)[name]["cpu"]["all_reduce"]["SUM"]["native"]
+        return f"{name}: cpu" in overview_grid(wires)[0], "float32" in served
+
+    assert pool.call(program, 1) == [(True, True)]
