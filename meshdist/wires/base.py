@@ -11,6 +11,7 @@ has one, and else are built from those (``fallbacks``).
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -225,8 +226,10 @@ class Communicator(ABC):
 
     def finish_chain(self, chain: Chain, timeout: timedelta) -> None:
         """Wait for every part of ``chain`` and bring its results home; for ``finish``."""
+        deadline = time.monotonic() + timeout.total_seconds()
         for pending in chain.pendings:
-            self.finish(pending, timeout)
+            left = max(0.0, deadline - time.monotonic())
+            self.finish(pending, timedelta(seconds=left))
         chain.settle()
 
     def is_chain_finished(self, chain: Chain) -> bool:
@@ -235,11 +238,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def finish(self, pending: Pending, timeout: timedelta) -> None:
-        """Wait for ``pending``; raises WireTimeout, WireAborted or WireFailure."""
+        """Wait for ``pending``; raises WireTimeout, WireAborted or WireFailure.
+
+        A helper thread may finish one operation while the program's starts or finishes others;
+        never two threads the same one.
+        """
 
     @abstractmethod
     def is_finished(self, pending: Pending) -> bool:
-        """Whether ``pending`` is done, without waiting."""
+        """Whether ``pending`` is done, failed ones too, without waiting."""
 
     def source(self, pending: Pending) -> int:
         """The member that a finished receive came from."""

@@ -325,13 +325,6 @@ class C10dCommunicator(Communicator):
             except RuntimeError as error:
                 raise self._failure(error) from None
 
-    def finish_chain(self, chain: Chain, timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
-        for pending in chain.pendings:
-            left = max(0.0, deadline - time.monotonic())
-            self.finish(pending, timedelta(seconds=left))
-        chain.settle()
-
     def is_finished(self, pending: Pending) -> bool:
         kind = type(pending)
         if kind is Chain:
