@@ -98,9 +98,9 @@ def test_the_oracle_s_groups() -> None:
     assert PLACES_OF_EIGHT["outer axes of 2 x 2 x 2"].members_with(3) == [2, 3, 6, 7]
 
 
-def cases_of(size: int, num_per_verb: int) -> list[Case]:
-    """Some cases of every verb for groups of ``size`` members."""
-    draw = random.Random(SEED + 100 * size)
+def cases_of(size: int, num_per_verb: int, name: str = "") -> list[Case]:
+    """Some cases of every verb for groups of ``size`` members; others for each ``name``."""
+    draw = random.Random(f"{SEED} {size} {name}")
     by_verb: dict[str, list[Case]] = {}
     for (verb, _), cases in cases_by_verb(size).items():
         by_verb.setdefault(verb, []).extend(cases)
@@ -149,14 +149,14 @@ def size_of(place: Place) -> int:
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_verb_on_axes(wire: str, name: str, pool: Pool) -> None:
     place = PLACES[name]
-    cases = cases_of(size_of(place), 2)
+    cases = cases_of(size_of(place), 1, name)
     judge_groups(place, cases, WIRES[wire](pool, on_axes, 4, place, cases))
 
 
 @pytest.mark.parametrize("name", PLACES_OF_EIGHT)
 def test_every_verb_on_axes_of_three(name: str) -> None:
     place = PLACES_OF_EIGHT[name]
-    cases = cases_of(size_of(place), 2)
+    cases = cases_of(size_of(place), 1, name)
     judge_groups(place, cases, md.simulate(on_axes, 8, args=(place, cases)))
 
 
@@ -165,7 +165,7 @@ def test_every_verb_on_axes_of_three(name: str) -> None:
 @pytest.mark.parametrize("name", [*PLACES, *PLACES_OF_EIGHT])
 def test_many_cases_on_axes(wire: str, name: str, pool: Pool) -> None:
     place = {**PLACES, **PLACES_OF_EIGHT}[name]
-    cases = cases_of(size_of(place), 40)
+    cases = cases_of(size_of(place), 40, name)
     num_ranks = 4 if name in PLACES else 8
     judge_groups(place, cases, WIRES[wire](pool, on_axes, num_ranks, place, cases))
 
@@ -208,7 +208,7 @@ DERIVED = {
 @pytest.mark.parametrize("kind", DERIVED)
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_verb_on_derived_groups(wire: str, kind: str, pool: Pool) -> None:
-    cases = cases_of(len(DERIVED[kind][0]), 1)
+    cases = cases_of(len(DERIVED[kind][0]), 1, kind)
     found = WIRES[wire](pool, on_derived, 4, kind, cases)
     for members in DERIVED[kind]:
         for number, case in enumerate(cases):

@@ -20,7 +20,7 @@ from tests.verbs.cases import (
     sample,
 )
 
-NUM_PER_VERB = 9
+NUM_PER_VERB = 6
 BATCH = 1000
 
 
