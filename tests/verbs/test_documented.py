@@ -340,6 +340,16 @@ def send_object_list() -> list[Any]:
     return objects
 
 
+# -- the old package ------------------------------------------------------------------------------
+
+
+@example(2, [[16.0]] * 8)
+def all_reduce_multigpu() -> list[Any]:
+    tensor_list = [torch.ones(1) for _ in range(8)]
+    dist.all_reduce_multigpu(tensor_list)
+    return lists(tensor_list)
+
+
 # -- CUDA -----------------------------------------------------------------------------------------
 
 
