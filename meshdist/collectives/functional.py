@@ -29,7 +29,7 @@ from ..arrays import describe
 from ..error_text import ranks_text
 from ..errors import GradientError
 from ..mesh.groups import ProcessGroup, resolve_group
-from ..runtime.recorder import DebugLevel, debug_level
+from ..runtime.debug_levels import DebugLevel, get_debug_level
 from .verbs import all_gather_into_tensor, all_reduce, broadcast
 
 __all__ = ["pmean", "psum", "pvary"]
@@ -69,7 +69,7 @@ class _Psum(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if debug_level() == DebugLevel.DETAIL:
+        if get_debug_level() == DebugLevel.DETAIL:
             _check_invariant(grad.detach(), ctx.group)
         # Only a backward that will be differentiated again needs the verb; else the gradient
         # itself passes on, without a copy.

@@ -12,8 +12,9 @@ from zlib import crc32
 import torch
 
 from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
-from ..runtime.recorder import Data, DebugLevel, debug_level, is_list
+from ..runtime.recorder import Data, call_text, is_list
 from ..wires.base import Communicator, Wire, WireFailure, WireTimeout
 from .failures import call_disagreement, explain, message_disagreement
 from .registry import OpenCommunicator
@@ -121,6 +122,8 @@ class Channel:
         recorder = self.recorder
         sizes = (sent, taken) if sent else ()
         data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
+        if verbs_log.isEnabledFor(TRACE):
+            self._tell()
         number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
         ledger = self.ledger
         if ledger is not None:
@@ -130,7 +133,7 @@ class Channel:
             header = _fingerprints[verb, data, number, root, bool(sent)]
             if ledger.enter(sequence, header, sent, taken):
                 raise call_disagreement(self.group, self, sequence)
-        if self.spans_hosts and debug_level() == DebugLevel.DETAIL:
+        if self.spans_hosts and get_debug_level() == DebugLevel.DETAIL:
             numbers = _numbers(verb, data, number, root, bool(sent))
             self._compare_by_a_round(numbers, sent, taken)
 
@@ -143,6 +146,8 @@ class Channel:
             AgreementError: the counterpart has another dtype or number of elements.
         """
         self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        if verbs_log.isEnabledFor(TRACE):
+            self._tell()
         ledger = self.ledger
         if ledger is None:
             return
@@ -153,6 +158,11 @@ class Channel:
         number = (ledger.send if is_send else ledger.recv)(peer, tag, header)
         if number is not None:
             raise message_disagreement(self.group, self, is_send, peer, tag, number)
+
+    def _tell(self) -> None:
+        """Tell, in the log of all verbs, the call that was just noted."""
+        text = call_text(self.recorder.describe())
+        verbs_log.log(TRACE, "rank %d: %s", self.group.world.rank, text)
 
     def _wait_for_the_slowest(self, ledger: Ledger, sequence: int, is_uneven: bool) -> None:
         """Return when no member is too far behind to see what call ``sequence`` overwrites."""

@@ -29,7 +29,6 @@ from ..errors import ArgumentError, KindError
 __all__ = [
     "TRACE",
     "DebugLevel",
-    "debug_level",
     "get_debug_level",
     "set_debug_level",
     "set_debug_level_from_env",
@@ -41,7 +40,7 @@ TRACE = 5
 
 logging.addLevelName(TRACE, "TRACE")
 verbs_log = logging.getLogger("meshdist.verbs")
-"""Tells every verb at level TRACE; ask ``verbs_log.isEnabledFor(TRACE)`` before making a text."""
+"""Tells every verb, and who calls it from where, at level TRACE."""
 
 _CPP_LEVELS = {
     "INFO": logging.INFO,
@@ -63,9 +62,6 @@ _INFO_LEVELS = {
 def get_debug_level() -> DebugLevel:
     """The debug level in force, of meshdist and of torch.distributed: OFF, INFO or DETAIL."""
     return torch.distributed.get_debug_level()
-
-
-debug_level = get_debug_level
 
 
 def set_debug_level(arg0: DebugLevel) -> None:

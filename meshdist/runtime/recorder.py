@@ -9,12 +9,11 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed import DebugLevel, get_debug_level
 
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, op_name
 
-__all__ = ["NUM_NOTES", "Data", "DebugLevel", "Recorder", "call_text", "debug_level", "is_list"]
+__all__ = ["NUM_NOTES", "Data", "Recorder", "call_text", "is_list"]
 
 NUM_NOTES = 128
 """How many calls a recorder remembers."""
@@ -30,9 +29,15 @@ _NOT_THE_PROGRAM = (
 )
 
 
-def debug_level() -> DebugLevel:
-    """The debug level in force: OFF, INFO or DETAIL (TORCH_DISTRIBUTED_DEBUG)."""
-    return get_debug_level()
+class _BetweenFiles(dict[str, bool]):
+    """Whether a file lies between the program and the wire: this package's and torch's do."""
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = found = name.startswith(_NOT_THE_PROGRAM)
+        return found
+
+
+_between_files = _BetweenFiles()
 
 
 class Recorder:
@@ -111,7 +116,7 @@ class Recorder:
     ) -> Data:
         self.moment = next(_moments)
         frame = sys._getframe(3)
-        while frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM) and frame.f_back is not None:
+        while _between_files[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
         data: Data = None
         if isinstance(tensor, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.runtime.debug_levels import TRACE
 from tests.pool import Failure, Pool
 
 SOON_S = 3.0
@@ -376,15 +378,18 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
         return result
 
     first, second = pool.run(program, 2)
-    # Who gives up first breaks the connection, and may be quoted by the other.
+    # Who gives up first breaks the connection, and may be quoted by the other; or has gone on to
+    # the barrier when it is asked.
     kinds = {first[0], second[0]}
     assert "CollectiveTimeoutError" in kinds <= {"CollectiveTimeoutError", "BackendError"}
     if first[0] == "CollectiveTimeoutError":
-        assert "rank 1: did not arrive; last call 1 on group of ranks 0-1: recv(" in first[2]
+        gone_on = r"on group of ranks 0-1: recv|on the world: barrier"
+        assert re.search(rf"rank 1: did not arrive; last call 1 ({gone_on})\(", first[2])
     else:
         assert "rank 1 failed first, in call 1 on group of ranks 0-1: recv(" in first[2]
     if second[0] == "CollectiveTimeoutError":
-        assert "rank 0: last call 2 on group of ranks 0-1: all_reduce(" in second[2]
+        gone_on = r"2 on group of ranks 0-1: all_reduce|1 on the world: barrier"
+        assert re.search(rf"rank 0: last call ({gone_on})\(", second[2])
     else:
         assert "rank 0 failed first, in call 2 on group of ranks 0-1: all_reduce(" in second[2]
 
@@ -597,3 +602,36 @@ def test_calls_of_many_threads_of_groups_of_their_own_agree(pool: Pool) -> None:
         return totals
 
     assert pool.run(program, 2) == [[200.0] * 4] * 2
+
+
+def two_calls() -> None:
+    md.all_reduce(torch.ones(2), md.ReduceOp.MAX)
+    if md.get_rank() == 0:
+        md.send(torch.ones(3), 1, tag=5)
+    else:
+        md.irecv(torch.ones(3), 0, tag=5).wait()
+
+
+def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -> None:
+    md.simulate(two_calls, 2)
+    assert caplog.records == []
+    with caplog.at_level(TRACE, "meshdist.verbs"):
+        md.simulate(two_calls, 2)
+    line = two_calls.__code__.co_firstlineno
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert said == sorted(
+        [
+            *(
+                f"rank {rank}: call 1 on the world: all_reduce((2,) float32, MAX) at "
+                f"{__file__}:{line + 1} in two_calls"
+                for rank in range(2)
+            ),
+            "rank 0: call 1 on the world: send((3,) float32, to rank 1, tag 5) at "
+            f"{__file__}:{line + 3} in two_calls",
+            "rank 1: call 1 on the world: irecv((3,) float32, from rank 0, tag 5) at "
+            f"{__file__}:{line + 5} in two_calls",
+        ]
+    )
+    assert {(record.name, record.levelname) for record in caplog.records} == {
+        ("meshdist.verbs", "TRACE")
+    }

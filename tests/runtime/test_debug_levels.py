@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import meshdist as md
-from meshdist.runtime.debug_levels import TRACE, debug_level, verbs_log
+from meshdist.runtime.debug_levels import TRACE, verbs_log
 
 PACKAGE = logging.getLogger("meshdist")
 
@@ -34,7 +34,7 @@ def test_both_libraries_agree() -> None:
     assert md.DebugLevel is dist.DebugLevel
     for level in (md.DebugLevel.INFO, md.DebugLevel.DETAIL, md.DebugLevel.OFF):
         md.set_debug_level(level)
-        assert md.get_debug_level() == debug_level() == dist.get_debug_level() == level
+        assert md.get_debug_level() == dist.get_debug_level() == level
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     assert md.get_debug_level() == md.DebugLevel.DETAIL
 

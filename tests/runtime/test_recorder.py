@@ -10,10 +10,8 @@ from torch.distributed import ReduceOp
 
 from meshdist.runtime.recorder import (
     NUM_NOTES,
-    DebugLevel,
     Recorder,
     call_text,
-    debug_level,
     is_list,
 )
 
@@ -164,7 +162,3 @@ def test_calls_in_words() -> None:
     assert call_text(call) == "call 3 on axis 'dp': send() at a:1"
     call["argument"] = "(2,) float32, to rank 1"
     assert call_text(call) == "call 3 on axis 'dp': send((2,) float32, to rank 1) at a:1"
-
-
-def test_debug_level_is_torchs() -> None:
-    assert isinstance(debug_level(), DebugLevel)
