@@ -28,6 +28,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "runtime": (
             "timeouts",
+            "clock",
+            "alarms",
             "environments",
             "hosts",
             "stores",
@@ -85,6 +87,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "drawing",
             "svg",
             "axis_options",
+            "holds",
             "signals",
             "agreement",
             "registry",

@@ -11,7 +11,6 @@ has one, and else are built from those (``fallbacks``).
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,7 @@ from torch.distributed import Store
 
 from ..errors import BackendError
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
+from ..runtime.clock import clock
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
 from .pending import Chain, Pending
@@ -229,9 +229,9 @@ class Communicator(ABC):
 
     def finish_chain(self, chain: Chain, timeout: timedelta) -> None:
         """Wait for every part of ``chain`` and bring its results home; for ``finish``."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = clock.now() + timeout.total_seconds()
         for pending in chain.pendings:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.0, deadline - clock.now())
             self.finish(pending, timedelta(seconds=left))
         chain.settle()
 

@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.clock import clock
 from . import fallbacks
 from .base import (
     REDUCING_VERBS,
@@ -128,7 +129,7 @@ class C10dCommunicator(Communicator):
                 return self._all_reduce_otherwise(tensor, op, stand_in, timeout)
             options = AllreduceOptions()
             options.reduceOp = stand_in.op  # type: ignore[assignment]
-            options.timeout = timeout
+            options.timeout = self._bound(timeout)
             self._reduce_options = (op, timeout, tensor.dtype, options)
         try:
             return self._group.allreduce([tensor], options)
@@ -153,7 +154,7 @@ class C10dCommunicator(Communicator):
             options.rootRank = root
             options.rootTensor = 0
             options.reduceOp = stand_in.op  # type: ignore[assignment]
-            options.timeout = timeout
+            options.timeout = self._bound(timeout)
             with suppress(_VerbLacking):
                 return self._start("reduce", [read_as(tensor, stand_in.dtype)], options)
         return super().reduce(tensor, op, root, timeout)
@@ -162,14 +163,14 @@ class C10dCommunicator(Communicator):
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         return self._start("broadcast", [_movable(tensor)], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self.all_reduce(_movable(output), ReduceOp.MAX, timeout)
         options = AllgatherOptions()
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         with suppress(_VerbLacking):
             return self._start("_allgather_base", _movable(output), _movable(tensor), options)
         blocks = fallbacks.parts(output, [tensor.numel()] * self.size)
@@ -179,7 +180,7 @@ class C10dCommunicator(Communicator):
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta
     ) -> Pending:
         options = AllgatherOptions()
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         if self.gathers_uneven or all(out.numel() == tensor.numel() for out in outputs):
             with suppress(_VerbLacking):
                 return self._start(
@@ -196,7 +197,7 @@ class C10dCommunicator(Communicator):
     ) -> Pending:
         options = GatherOptions()
         options.rootRank = root
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         lists = [_all_movable(outputs)] if self.rank == root else []
         with suppress(_VerbLacking):
             return self._start("gather", lists, [_movable(tensor)], options)
@@ -211,7 +212,7 @@ class C10dCommunicator(Communicator):
     ) -> Pending:
         options = ScatterOptions()
         options.rootRank = root
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         lists = [_all_movable(inputs)] if self.rank == root else []
         with suppress(_VerbLacking):
             return self._start("scatter", [_movable(tensor)], lists, options)
@@ -229,7 +230,7 @@ class C10dCommunicator(Communicator):
         stand_in = self._stand_in(op, tensor.dtype)
         if "reduce_scatter" not in self.lacking and stand_in is not None and stand_in.is_view:
             whole, mine = (read_as(x, stand_in.dtype) for x in (tensor, output))
-            options = _reduce_scatter_options(stand_in.op, timeout)
+            options = _reduce_scatter_options(stand_in.op, self._bound(timeout))
             with suppress(_VerbLacking):
                 return self._start("_reduce_scatter_base", mine, whole, options)
         sizes = [output.numel()] * self.size
@@ -246,7 +247,7 @@ class C10dCommunicator(Communicator):
         if "reduce_scatter_list" not in self.lacking and stand_in is not None and stand_in.is_view:
             parts = [read_as(part, stand_in.dtype) for part in inputs]
             mine = read_as(output, stand_in.dtype)
-            options = _reduce_scatter_options(stand_in.op, timeout)
+            options = _reduce_scatter_options(stand_in.op, self._bound(timeout))
             with suppress(_VerbLacking):
                 return self._start("reduce_scatter", [mine], [parts], options)
         whole = torch.cat([part.view(-1) for part in inputs])
@@ -263,7 +264,7 @@ class C10dCommunicator(Communicator):
             some, data = _all_movable(outputs), _all_movable(inputs)
             return fallbacks.all_to_all_by_packing(self, some, data, timeout)
         options = AllToAllOptions()
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         with suppress(_VerbLacking):
             return self._start("alltoall", _all_movable(outputs), _all_movable(inputs), options)
         return super().all_to_all(outputs, inputs, timeout)
@@ -277,7 +278,7 @@ class C10dCommunicator(Communicator):
         timeout: timedelta,
     ) -> Pending:
         options = AllToAllOptions()
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         whole, data = _movable(output), _movable(tensor)
         scale = 1 if data.dtype is tensor.dtype else tensor.dtype.itemsize
         with suppress(_VerbLacking):
@@ -293,7 +294,7 @@ class C10dCommunicator(Communicator):
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         options = BarrierOptions()
-        options.timeout = timeout
+        options.timeout = self._bound(timeout)
         if device is not None:
             options.device = device
         return self._start("barrier", options)
@@ -394,7 +395,7 @@ class C10dCommunicator(Communicator):
         if len(tensors) > 1 and stand_in is not None and stand_in.is_view:
             options = AllreduceCoalescedOptions()
             options.reduceOp = stand_in.op  # type: ignore[assignment]
-            options.timeout = timeout
+            options.timeout = self._bound(timeout)
             views = tensors
             if stand_in.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, stand_in.dtype) for tensor in tensors]
@@ -428,13 +429,17 @@ class C10dCommunicator(Communicator):
         """The wire's own tag for a message."""
         return tag
 
+    def _bound(self, timeout: timedelta) -> timedelta:
+        """How long c10d itself shall wait in an operation, on a clock that nobody stops."""
+        return timeout
+
     def _finish_self(self, transfer: SelfTransfer, timeout: timedelta) -> None:
         transfer.buffer()
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = clock.now() + timeout.total_seconds()
         while not transfer.done:  # the counterpart can only come from another thread
             if self._aborted:
                 raise WireAborted("aborted while waiting for a message of this rank to itself")
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise WireTimeout("no counterpart for a message of this rank to itself")
             time.sleep(0.001)
 

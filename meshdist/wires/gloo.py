@@ -5,24 +5,31 @@ collectives are waited for in short slices that notice an abort and Ctrl-C. A wa
 receive that expires closes all connections of its communicator at once, which frees everything
 that waits there: ``abort`` uses just that, since Gloo's own abort frees nobody.
 
+Gloo counts time on a clock that nobody can stop. So it is told to wait almost for ever, and how
+long a verb may take is counted here: by slices, and for a send or receive by an alarm.
+
 Sums and products of float16 and bfloat16 are rounded at every step; the smallest or largest of
 numbers one of which is NaN may be either, but the same on every member.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
-import time
+import weakref
 import zlib
+from collections.abc import Iterable
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
 from ..reduce_ops import ReduceKind
+from ..runtime.alarms import Alarm
+from ..runtime.clock import clock
 from .base import (
     Communicator,
     Opening,
@@ -41,6 +48,8 @@ from .transfers import Transfer
 __all__ = ["GlooCommunicator", "GlooWire", "gloo_devices", "gloo_interfaces"]
 
 _SLICE = timedelta(milliseconds=500)
+_WATCH_S = 0.1
+_ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _LOOPBACK = ("127.0.0.1",)
 _YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
@@ -57,6 +66,12 @@ class GlooCommunicator(C10dCommunicator):
     # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
     # equal sizes only, which a member cannot tell of the others.
     lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
+
+    def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
+        super().__init__(wire, rank, size, process_group)
+        self._process_id = os.getpid()
+        self._is_lazy = _connects_late()
+        _open.add(self)
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -89,7 +104,7 @@ class GlooCommunicator(C10dCommunicator):
     def is_finished(self, pending: Pending) -> bool:
         if type(pending) is Transfer:
             # Gloo learns that a message has come or gone only while somebody waits for it.
-            return pending.is_over()
+            return self._has_ended(pending)
         return super().is_finished(pending)
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
@@ -108,17 +123,39 @@ class GlooCommunicator(C10dCommunicator):
 
     def abort(self) -> None:
         self._aborted = True
-        group = self._group
-        if group is None or self.size == 1:
+        self._disconnect()
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is None or not self._is_ours():
             return
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            try:
-                group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if is_timeout(str(error)):  # the expiry that closes all connections
-                    return
-                # That connection was lost already, and with it nothing expires: try the next.
+        # The group ends only when all of its operations have, and one may be in flight that other
+        # members do not come to.
+        messages = [_start_expiring(group, peer) for peer in self._peers()]
+        alarm = Alarm(group.options._timeout.total_seconds(), partial(_expire, messages))
+        try:
+            del group
+        finally:
+            alarm.off()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _is_ours(self) -> bool:
+        """Whether this process opened it, and Gloo waits for as long as this class lets it.
+
+        A forked child shares its parent's connections and must not write to them.
+        """
+        return not self._is_lazy and self._process_id == os.getpid()
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _disconnect(self) -> None:
+        """Close all connections; whatever waits for one fails."""
+        group = self._group
+        if group is not None:
+            _expire(_start_expiring(group, peer) for peer in self._peers())
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         # Gloo ends the process where a message is larger than the tensor that receives it, and
@@ -129,8 +166,13 @@ class GlooCommunicator(C10dCommunicator):
             return _LARGE_SLOT + tag
         return tag << 16 | _code(tensor.numel(), tensor.dtype)
 
+    def _bound(self, timeout: timedelta) -> timedelta:
+        return timeout if self._is_lazy else _ALMOST_FOR_EVER
+
     def _finish_slowly(self, pending: Any, timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds() - _SLICE.total_seconds()
+        deadline = clock.now() + timeout.total_seconds()
+        if not clock.stands():
+            deadline -= _SLICE.total_seconds()  # gone by in the first slice
         while True:
             try:
                 pending.wait(_SLICE)
@@ -140,29 +182,47 @@ class GlooCommunicator(C10dCommunicator):
                     raise self._failure(error) from None
             if self._aborted:
                 raise WireAborted("aborted while waiting")
-            if time.monotonic() > deadline:
-                raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
+            if clock.now() > deadline:
+                self._disconnect()
+                raise _late(timeout)
 
     def _finish_transfer(self, transfer: Transfer, timeout: timedelta) -> None:
+        if transfer.peer is None or transfer.has_waiter:
+            self._finish_beside(transfer, timeout)
+            return
+        alarm = Alarm(timeout.total_seconds(), self._disconnect)
         try:
-            if transfer.peer is None or transfer.has_waiter:
-                self._finish_beside(transfer, timeout)
-            else:
-                transfer.work.wait(timeout)
+            transfer.work.wait(self._bound(timeout))
         except RuntimeError as error:
-            raise self._failure(error) from None
+            if alarm.off() or self._aborted:
+                raise self._failure(error) from None
+            raise _late(timeout) from None
+        if not alarm.off():
+            raise _late(timeout)
 
     def _finish_beside(self, transfer: Transfer, timeout: timedelta) -> None:
         # A receive from any member belongs to no connection, so that closing all of them does
         # not free it: another thread waits, and this one watches for the abort.
-        transfer.timeout = timeout
-        deadline = time.monotonic() + timeout.total_seconds() + _SLICE.total_seconds()
-        while not transfer.is_over(_SLICE.total_seconds()):
+        transfer.is_over(self._bound(timeout))
+        transfer.extend(timeout)
+        while not self._has_ended(transfer, _WATCH_S):
             if self._aborted:
                 raise WireAborted("aborted while waiting for a message")
-            if time.monotonic() > deadline:
-                raise WireTimeout(f"not finished after {timeout.total_seconds():g} s")
-        transfer.check()
+        if transfer.is_late:
+            raise _late(timeout)
+        try:
+            transfer.check()
+        except RuntimeError as error:
+            raise self._failure(error) from None
+
+    def _has_ended(self, transfer: Transfer, seconds: float = 0.0) -> bool:
+        """Whether a transfer that another thread waits for is over within ``seconds``, or late."""
+        if transfer.is_late or transfer.is_over(self._bound(transfer.timeout), seconds):
+            return True
+        if transfer.is_due():
+            transfer.is_late = True
+            self._disconnect()
+        return transfer.is_late
 
 
 class GlooWire(Wire):
@@ -203,7 +263,7 @@ def gloo_devices(interfaces: tuple[str, ...]) -> list[Any]:
     Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
     one then take each other's connections for theirs, and wait for ever (seen on torch 2.13).
     """
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES:
+    if _connects_late():
         return _make_devices(interfaces)
     return list(_shared_devices(interfaces, os.getpid()))
 
@@ -232,6 +292,45 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
 def _code(numel: int, dtype: torch.dtype) -> int:
     """16 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
     return zlib.crc32(f"{numel} {dtype}".encode()) & 0xFFFF
+
+
+def _connects_late() -> bool:
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES
+
+
+def _late(timeout: timedelta) -> WireTimeout:
+    return WireTimeout(f"not finished after {timeout.total_seconds():g} s")
+
+
+def _start_expiring(group: Any, peer: int) -> Any:
+    """A receive of what is never sent; None where the connection is lost."""
+    try:
+        return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
+    except RuntimeError:
+        return None
+
+
+def _expire(messages: Iterable[Any]) -> None:
+    """Let the first receive that can still expire do so, which closes all connections."""
+    for message in messages:
+        if message is None:
+            continue
+        try:
+            message.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if is_timeout(str(error)):
+                return
+            # That connection was lost already, and with it nothing expires: try the next.
+
+
+def _close_all() -> None:
+    """Close what the program left open, while there are threads that can end it."""
+    for communicator in tuple(_open):
+        communicator.close()
+
+
+_open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+atexit.register(_close_all)
 
 
 def _copy(output: torch.Tensor, data: torch.Tensor) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from time import monotonic
 from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError
+from ..runtime.clock import clock
 from ..runtime.timeouts import check_timeout
 from .base import Communicator, Pending, WireFailure, WireTimeout
 from .futures import WorkFuture, get_watcher
@@ -175,7 +175,7 @@ class Work:
             is_new = self._future is None
             future = self._future = self._future or _WorksFuture(self)
         if is_new:
-            self._deadline = monotonic() + self._timeout.total_seconds()
+            self._deadline = clock.now() + self._timeout.total_seconds()
             if self._done:
                 future.tell()
             else:
@@ -274,7 +274,7 @@ class Work:
 
     def _is_overdue(self) -> bool:
         """Whether the time was up since the future was asked for; the verb has failed then."""
-        if monotonic() < self._deadline or not self._guard.acquire(blocking=False):
+        if clock.now() < self._deadline or not self._guard.acquire(blocking=False):
             return False
         try:
             if not self._done:

@@ -31,18 +31,18 @@ def test_another_thread_waits_once() -> None:
     message = Message()
     transfer = Transfer(message, 1, SECONDS)
     assert not transfer.has_waiter
-    assert not transfer.is_over()
-    assert transfer.has_waiter and not transfer.is_over(0.01)
+    assert not transfer.is_over(SECONDS * 2)
+    assert transfer.has_waiter and not transfer.is_over(SECONDS * 2, 0.01)
     message.came.set()
-    assert transfer.is_over(5.0) and transfer.is_over()
+    assert transfer.is_over(SECONDS * 2, 5.0) and transfer.is_over(SECONDS * 2)
     transfer.check()
-    assert message.waits == [SECONDS]
+    assert message.waits == [SECONDS * 2]
 
 
 def test_what_the_other_thread_met_is_raised_here() -> None:
     message = Message(RuntimeError("connection closed"))
     message.came.set()
     transfer = Transfer(message, 1, SECONDS)
-    assert transfer.is_over(5.0)
+    assert transfer.is_over(SECONDS * 2, 5.0)
     with pytest.raises(RuntimeError, match="connection closed"):
         transfer.check()
