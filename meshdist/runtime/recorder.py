@@ -115,7 +115,8 @@ class Recorder:
         more: tuple[Any, ...],
     ) -> Data:
         self.moment = next(_moments)
-        frame = sys._getframe(3)
+        verb_frame = sys._getframe(3)  # below it: the channel, and this recorder
+        frame = verb_frame.f_back or verb_frame
         while _between_files[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
         data: Data = None

@@ -17,7 +17,7 @@ from meshdist.runtime.recorder import (
 
 
 def verb(recorder: Recorder, *args, **more) -> object:
-    """Stands for a verb and the channel that it enters; its caller is noted."""
+    """Stands for a verb, whose caller is noted, and the channel that it enters."""
     return enter(recorder, *args, **more)
 
 
@@ -36,13 +36,13 @@ def enter_message(recorder: Recorder, *args) -> None:
 def test_the_last_call_with_argument_and_place() -> None:
     recorder = Recorder()
     verb(recorder, "all_reduce", torch.ones(2, 3))
-    line = verb.__code__.co_firstlineno + 2
+    line = test_the_last_call_with_argument_and_place.__code__.co_firstlineno + 2
     assert recorder.describe() == {
         "sequence": 1,
         "group": "the world",
         "verb": "all_reduce",
         "argument": "(2, 3) float32",
-        "where": f"{__file__}:{line} in verb",
+        "where": f"{__file__}:{line} in test_the_last_call_with_argument_and_place",
     }
 
 
@@ -52,7 +52,7 @@ def test_the_place_is_that_of_the_program_whatever_lies_between() -> None:
     code = compile("def between(f, *args): f(*args)\n", inside, "exec")
     names: dict = {}
     exec(code, names)
-    names["between"](enter, recorder, "barrier", None)
+    names["between"](verb, recorder, "barrier", None)
     assert recorder.describe()["where"].endswith(
         "in test_the_place_is_that_of_the_program_whatever_lies_between"
     )
