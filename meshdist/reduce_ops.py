@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp as TorchReduceOp, _make_nccl_premul_sum
 from .errors import ArgumentError, KindError
 
 __all__ = [
+    "SIGNED",
     "Factor",
     "ReduceKind",
     "ReduceOp",
@@ -124,7 +125,7 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
         if op == _PREMUL_SUM:
             raise _no_factor()
         return op, None
-    if isinstance(op, TorchReduceOp):
+    if isinstance(op, TorchReduceOp) and not isinstance(op, type):  # the class passes for its own
         state: tuple[ReduceKind, Any] = op.__getstate__()  # type: ignore[assignment]
         kind, factor = state
         if kind != _PREMUL_SUM:
@@ -188,11 +189,12 @@ def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
     return None if is_whole else f"PREMUL_SUM on integers with a whole factor, which {shown} is not"
 
 
-_SIGNED = {
+SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+"""torch adds, orders and multiplies these only as signed numbers of the same width."""
 
 
 def multiply(tensor: torch.Tensor, factor: Factor) -> None:
@@ -203,9 +205,9 @@ def multiply(tensor: torch.Tensor, factor: Factor) -> None:
     dtype = tensor.dtype
     if isinstance(factor, torch.Tensor):
         factor = factor.to(tensor.device)
-    with torch.no_grad():
+    with torch.inference_mode():  # it may be a parameter, or an inference tensor
         if not (dtype.is_floating_point or dtype.is_complex):
-            whole = tensor.view(_SIGNED.get(dtype, dtype))
+            whole = tensor.view(SIGNED.get(dtype, dtype))
             whole.mul_(
                 factor if isinstance(factor, torch.Tensor) else _wrapped(factor, whole.dtype)
             )

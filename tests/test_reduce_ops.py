@@ -239,6 +239,19 @@ def test_floats_of_every_width(name: str, factor: float | torch.Tensor) -> None:
     assert leaf.to(torch.complex128).tolist() == [1.0 * float(factor), -4.0 * float(factor)]
 
 
+def test_an_inference_tensor_is_multiplied_too() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+    multiply(tensor, 3.0)
+    assert tensor.tolist() == [3.0, 3.0]
+
+
+def test_autograd_knows_that_a_tensor_was_multiplied() -> None:
+    tensor = torch.ones(2)
+    multiply(tensor, 3.0)
+    assert tensor._version == 1
+
+
 def test_a_leaf_is_multiplied_too() -> None:
     leaf = torch.ones(2, requires_grad=True)
     multiply(leaf, 3.0)

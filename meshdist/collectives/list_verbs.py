@@ -19,6 +19,7 @@ from ..mesh.groups import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..wires.base import Communicator, Pending
 from ..wires.pending import Chain
+from ..wires.stand_ins import read_as
 from ..wires.work import Work
 from .checks import (
     check_alike,
@@ -489,22 +490,16 @@ def _gather_packed(
     wire: Communicator, outputs: list[torch.Tensor], inputs: list[torch.Tensor], timeout: Any
 ) -> Pending:
     """Gather all inputs, as bytes one after the other, in one go."""
-    packed = torch.cat([_as_bytes(part) for part in inputs])
+    packed = torch.cat([read_as(part, torch.uint8) for part in inputs])
     whole = packed.new_empty(wire.size * packed.numel())
     sizes = [part.numel() * part.element_size() for part in inputs] * wire.size
 
     def settle() -> None:
         with torch.inference_mode():
             for output, part in zip(outputs, whole.split(sizes), strict=True):
-                _as_bytes(output).copy_(part)
+                read_as(output, torch.uint8).copy_(part)
 
     return Chain([wire.all_gather(whole, packed, timeout)], settle)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _written(

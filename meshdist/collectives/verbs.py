@@ -78,8 +78,10 @@ def all_reduce(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
-    kind, factor = (SUM, None) if op is SUM else split_premul(op)
-    check_reducible(kind, buffer, "all_reduce", factor)
+    kind, factor = SUM, None
+    if op is not SUM:  # which every dtype has
+        kind, factor = split_premul(op)
+        check_reducible(kind, buffer, "all_reduce", factor)
     channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
     channel.enter("all_reduce", buffer, kind if factor is None else stated(kind, factor))
     if factor is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from datetime import timedelta
-from os import getpid
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ __all__ = [
 
 _log = logging.getLogger("meshdist.groups")
 _handle_numbers = itertools.count(1)
+_num_forks = 0
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class ProcessGroup:
@@ -85,7 +94,7 @@ class ProcessGroup:
         self._timeout = timeout
         self._number = next(_handle_numbers)
         self._group_rank = ranks.index(world.rank)
-        self._process_id = world.process_id
+        self._num_forks = _num_forks
         self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
@@ -164,7 +173,7 @@ class ProcessGroup:
 
     def channel(self, device_type: str) -> Channel:
         """Return the open way for ``device_type``, opened now if it was not yet."""
-        if self._process_id == getpid():
+        if self._num_forks == _num_forks:  # else a forked child, who may not; getpid is dear
             channel = self._channels.get(device_type)
             if channel is not None:
                 return channel

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..arrays import dtype_name
-from ..errors import DtypeError
-from ..reduce_ops import ReduceKind, op_name
+from ..reduce_ops import ReduceKind
 from .pending import Chain
-from .reductions import find_lack, reduced
+from .reductions import check_reducible, reduced
 
 if TYPE_CHECKING:
     from .base import Communicator
@@ -45,7 +43,7 @@ def all_reduce_by_gathering(
     wire: Communicator, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta
 ) -> Chain:
     """An all-reduce of an op or dtype that the wire cannot reduce: gathered, then reduced here."""
-    _check_reducible(wire, op, tensor.dtype)
+    check_reducible(wire.wire, op, tensor.dtype)
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.all_gather(whole, tensor, timeout)
     return Chain([gathered], lambda: _write(tensor, reduced(_blocks(whole, wire.size), op)))
@@ -147,7 +145,7 @@ def reduce_scatter_by_exchange(
 
     ``sizes[j]`` is the number of elements of member j's part.
     """
-    _check_reducible(wire, op, tensor.dtype)
+    check_reducible(wire.wire, op, tensor.dtype)
     count = output.numel()
     mine = tensor.new_empty(wire.size * count)
     exchanged = wire.all_to_all_single(mine, tensor, [count] * wire.size, sizes, timeout)
@@ -199,16 +197,6 @@ def all_to_all_single(
 def parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Views of consecutive parts of a contiguous tensor, flat; sizes in elements."""
     return list(tensor.view(-1).split(list(sizes)))
-
-
-def _check_reducible(wire: Communicator, op: ReduceKind, dtype: torch.dtype) -> None:
-    lack = find_lack(op, dtype)
-    if lack is not None:
-        raise DtypeError(
-            f"the wire {wire.wire!r} cannot reduce {dtype_name(dtype)} with {op_name(op)}",
-            expected=lack,
-            fix="use another reduction, or convert the tensor",
-        )
 
 
 def _blocks(whole: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:

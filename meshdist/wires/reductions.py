@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
+from ..arrays import dtype_name
+from ..errors import DtypeError
+from ..reduce_ops import SIGNED, ReduceKind, ReduceOp, find_refusal, op_name
 
-__all__ = ["find_lack", "reduced"]
+__all__ = ["check_reducible", "find_lack", "reduced"]
 
 _REDUCIBLE = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -21,13 +23,6 @@ _REDUCIBLE = frozenset(
 """All but quantized numbers, and bits that share a byte: torch converts none of those."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
-
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
-"""torch adds and orders these only as signed numbers of the same width."""
 
 _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.SUM: torch.Tensor.add_,
@@ -57,6 +52,17 @@ def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
     return find_refusal(op, dtype)
 
 
+def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
+    """Raise DtypeError where ``reduced`` cannot reduce ``dtype``, and so ``wire`` cannot."""
+    lack = find_lack(op, dtype)
+    if lack is not None:
+        raise DtypeError(
+            f"the wire {wire!r} cannot reduce {dtype_name(dtype)} with {op_name(op)}",
+            expected=lack,
+            fix="use another reduction, or convert the tensor",
+        )
+
+
 def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
     """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
     dtype = parts[0].dtype
@@ -66,7 +72,7 @@ def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
         for part in parts[1:]:
             _OF_BOOL[op](total, part.to(device))
         return total
-    if dtype in _SIGNED:
+    if dtype in SIGNED:
         return _reduced_unsigned(parts, op)
     wide = dtype
     if dtype.is_floating_point and dtype.itemsize < 4:
@@ -84,7 +90,7 @@ def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
 def _reduced_unsigned(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
     """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
     dtype = parts[0].dtype
-    signed = _SIGNED[dtype]
+    signed = SIGNED[dtype]
     flip = torch.iinfo(signed).min if op in _ORDERED else 0
     total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], op)
     return total.bitwise_xor_(flip).view(dtype)

@@ -14,10 +14,9 @@ from datetime import timedelta
 
 import torch
 
-from ..arrays import dtype_name
 from ..error_text import ranks_text
-from ..errors import AgreementError, BackendError
-from ..reduce_ops import ReduceKind, op_name
+from ..errors import AgreementError
+from ..reduce_ops import ReduceKind
 from .base import (
     REDUCING_VERBS,
     Communicator,
@@ -33,7 +32,7 @@ from .fallbacks import parts
 from .headers import Header, sizes_of
 from .moving import synchronize
 from .pending import Chain
-from .reductions import find_lack
+from .reductions import check_reducible, find_lack
 from .turns import Rank, find_rank_here
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
@@ -245,7 +244,7 @@ class SimulatedCommunicator(Communicator):
         self._check_usable()
         if header.op is not None:
             for dtype in header.dtypes:
-                _check_reducible(header.op, dtype)
+                check_reducible(self.wire, header.op, dtype)
         for tensor in (*inputs, *outputs):
             synchronize(tensor)
         self._started += 1
@@ -292,14 +291,3 @@ class SimulatedWire(Wire):
 
 
 register_wire(SimulatedWire())
-
-
-def _check_reducible(op: ReduceKind, dtype: torch.dtype) -> None:
-    """Raise BackendError where ``dtype`` has no such reduction."""
-    lack = find_lack(op, dtype)
-    if lack is not None:
-        raise BackendError(
-            f"the wire 'simulated' cannot reduce {dtype_name(dtype)} with {op_name(op)}",
-            expected=lack,
-            fix="use another reduction, or convert the tensor",
-        )

@@ -81,6 +81,38 @@ def test_every_verb_takes_non_contiguous_arrays(
         assert not complaint(case, [one[number] for one in found]), repr(case)
 
 
+def of_one_element() -> list[Any]:
+    """One element counts as contiguous whatever its stride."""
+
+    def one(value: int) -> torch.Tensor:
+        return torch.full((4,), value)[::3][:1]
+
+    rank = md.get_rank()
+    lists = [[one(0), one(0)], [one(0), one(0)]]
+    md.all_gather_coalesced(lists, [one(rank), one(5)])
+    return [[int(x) for x in each] for each in lists]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_views_of_one_element_are_gathered(wire: str, pool: Pool) -> None:
+    assert WIRES[wire](pool, of_one_element, 2) == [[[0, 5], [1, 5]]] * 2
+
+
+def premultiplied_inference_tensors() -> list[Any]:
+    with torch.inference_mode():
+        x, y = torch.ones(2), torch.ones(1)
+    twice = md.ReduceOp.premul_sum(2.0)
+    md.all_reduce(x, op=twice)
+    md.all_reduce_coalesced([y], op=twice)
+    return [x.tolist(), y.tolist()]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_inference_tensors_are_premultiplied_outside_their_mode(wire: str, pool: Pool) -> None:
+    found = WIRES[wire](pool, premultiplied_inference_tensors, 2)
+    assert found == [[[4.0, 4.0], [4.0]]] * 2
+
+
 def every_work() -> dict[str, md.Work]:
     """One Work of every verb that gives one, on two ranks."""
     rank = md.get_rank()

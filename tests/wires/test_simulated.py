@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from meshdist.errors import AgreementError, BackendError
+from meshdist.errors import AgreementError, DtypeError
 from meshdist.mesh.simulation import simulate
 from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.world import get_world
@@ -297,7 +297,7 @@ def test_a_list_of_tensors_may_mix_dtypes_and_be_empty() -> None:
 def test_a_list_of_tensors_is_reduced_by_an_op_that_all_of_them_have() -> None:
     def program() -> None:
         group = open_group()
-        with pytest.raises(BackendError, match="cannot reduce int8 with AVG"):
+        with pytest.raises(DtypeError, match="cannot reduce int8 with AVG"):
             group.all_reduce_list([torch.ones(1), torch.ones(1, dtype=torch.int8)], ReduceOp.AVG, T)
 
     simulate(program, 2)
@@ -352,7 +352,7 @@ def test_reductions_that_a_dtype_lacks_are_refused(
 ) -> None:
     def program() -> None:
         group = open_group()
-        with pytest.raises(BackendError) as caught:
+        with pytest.raises(DtypeError) as caught:
             group.all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op), T)
         name = str(dtype).removeprefix("torch.")
         assert str(caught.value).splitlines() == [
