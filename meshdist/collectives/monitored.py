@@ -19,6 +19,7 @@ from ..mesh.agreement import digest_of_ranks
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..mesh.registry import get_registry
 from ..mesh.signals import ask
+from ..runtime.clock import clock
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import call_text
 from ..runtime.timeouts import check_timeout
@@ -165,7 +166,7 @@ class _Meeting:
 
     def _lead(self) -> _Verdict:
         absent = list(self._group.ranks[1:])
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = clock.now() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE_S
         while True:
             absent = [rank for rank in absent if not self._has_come(rank)]
@@ -174,14 +175,14 @@ class _Meeting:
             verdict = self._find_verdict()  # another member may have given up
             if verdict is not None:
                 return verdict
-            if time.monotonic() >= deadline:
+            if clock.now() >= deadline:
                 return self._decide(self._why(absent), absent)
             pause = self._pause(pause)
 
     def _follow(self) -> _Verdict:
         leader = self._group.ranks[0]
         is_leader_here = False
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = clock.now() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE_S
         while True:
             verdict = self._find_verdict()
@@ -189,8 +190,8 @@ class _Meeting:
                 return verdict
             if not is_leader_here and self._has_come(leader):
                 is_leader_here = True
-                deadline = time.monotonic() + self._timeout.total_seconds() + _GRACE_S
-            if time.monotonic() >= deadline:
+                deadline = clock.now() + self._timeout.total_seconds() + _GRACE_S
+            if clock.now() >= deadline:
                 absent = [rank for rank in self._group.ranks if not self._has_come(rank)]
                 why = self._why(absent) if absent else f"rank {leader} gave no verdict"
                 return self._decide(why, absent)

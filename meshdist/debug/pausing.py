@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any
 
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
-from ..mesh.signals import ask
+from ..mesh.registry import get_registry
+from ..mesh.signals import ask, clocks_stopped
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import call_text
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
@@ -31,14 +32,21 @@ _ENTERED, _LEFT, _QUIT = "breakpoint/entered", "breakpoint/left", "breakpoint/qu
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Stop one rank in the debugger (pdb), at the line of this call; the others wait for it.
 
-    Every rank of the world calls it. The others wait without their own timeouts until the rank is
-    let go: by ``continue``, or by a step, after which all ranks run on while this one is stepped
-    through. ``quit`` ends it on all ranks.
+    Every rank of the world calls it. The others wait until the rank is let go: by ``continue``, or
+    by a step, after which all ranks run on while this one is stepped through. ``quit`` ends it on
+    all ranks.
+
+    While the debugger asks for a command, no timeout of a verb runs down on any rank, wherever it
+    waits. The others hear of it within a quarter of a second. Should the debugger's process end,
+    they hear that within ten seconds. What counts time itself goes on counting: NCCL, backends
+    registered with torch, the opening of a group by its wire, Gloo with TORCH_GLOO_LAZY_INIT,
+    waits on a store.
 
     Args:
         rank: the global rank to stop.
         skip: how often this line passes before it stops.
-        timeout_s: how long the others wait, in seconds; None takes the world's timeout.
+        timeout_s: how long, in seconds, the others wait and timeouts stand; None takes the
+            world's timeout.
 
     The debugger talks to the process's standard input and output where they are a terminal, else
     to the terminal from which the job was started. Simulated ranks wait because only one of them
@@ -63,7 +71,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     post.add(_ENTERED)
     frame = sys._getframe(1)
     try:
-        debugger = _Debugger(world)
+        debugger = _Debugger(world, limit)
         debugger.stop_at(frame, f"rank {rank} of {world.size} is here; type continue to let go\n")
     except BaseException:
         post.set_quit(number)
@@ -207,7 +215,7 @@ def _expired(
 class _Debugger(pdb.Pdb):
     """pdb on the frame of a caller, while the caller waits in a call."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, limit: timedelta) -> None:
         if world.is_simulated or (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
             super().__init__(nosigint=True)
         else:
@@ -215,6 +223,14 @@ class _Debugger(pdb.Pdb):
             super().__init__(stdin=console, stdout=console, nosigint=True)
         self.prompt = f"(Pdb, rank {world.rank}) "
         self._steps = True
+        self._world = world
+        self._limit = limit
+        get_registry(world)  # its sentinel tells the others that this process lives
+
+    def interaction(self, *where: Any) -> None:
+        """Ask for commands; meanwhile no timeout runs down anywhere."""
+        with clocks_stopped(self._world, self._limit.total_seconds()):
+            super().interaction(*where)
 
     def stop_at(self, frame: FrameType, greeting: str) -> None:
         """Ask for commands at ``frame``, until one of them lets the program go on.

@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, CollectiveTimeoutError, StoreError
+from ..runtime.clock import clock
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import call_text
 from ..runtime.world import World
@@ -154,16 +155,16 @@ def _wait_for_all(
     if world.is_simulated:
         store.wait(keys)
         return
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = clock.now() + timeout.total_seconds()
     waiting_key = f"agree/waiting/{world.rank}"
     if world.rooms.pop(waiting_key, False):
         store.set(waiting_key, "null")
     suspicion: tuple[str, int] = ("", 0)
-    while not _all_come(world, store, keys, min(_SLICE_S, max(deadline - time.monotonic(), 0.0))):
+    while not _all_come(world, store, keys, _slice(deadline)):
         missing = [rank for rank in members if not store.check([f"{base}/{rank}"])]
         if not missing:
             break
-        if time.monotonic() >= deadline:
+        if clock.now() >= deadline:
             told = f"rank {world.rank} waited {timeout.total_seconds():g} s for {text}"
             outcome = store.compare_set(f"{base}/outcome", "", told).decode()
             if outcome == _ALL_HAVE_COME:
@@ -192,6 +193,11 @@ def _wait_for_all(
             )
     if world.rooms.pop(waiting_key, False):
         store.set(waiting_key, "null")
+
+
+def _slice(deadline: float) -> float:
+    """How long to wait before looking at more than the keys."""
+    return _SLICE_S if clock.stands() else min(_SLICE_S, max(deadline - clock.now(), 0.0))
 
 
 def _all_come(world: World, store: Store, keys: list[str], seconds: float) -> bool:

@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 
 from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.clock import clock
 from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
 from ..runtime.recorder import Data, call_text, is_list
@@ -166,11 +167,11 @@ class Channel:
 
     def _wait_for_the_slowest(self, ledger: Ledger, sequence: int, is_uneven: bool) -> None:
         """Return when no member is too far behind to see what call ``sequence`` overwrites."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = clock.now() + self.timeout.total_seconds()
         while (member := ledger.find_behind(sequence, is_uneven)) is not None:
             if self.opened.label in self.opened.aborts:
                 raise explain(self.group, WireFailure("aborted while waiting"), self)
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 slow = f"rank {self.group.ranks[member]} is too many calls behind"
                 raise explain(self.group, WireTimeout(slow), self)
             time.sleep(_PAUSE_S)

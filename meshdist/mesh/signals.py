@@ -1,9 +1,12 @@
 """Messages between the processes of a world that arrive while they wait in a verb.
 
 Each process has one thread, the sentinel, that looks at the store four times a second. A signal
-is either an abort, which frees the ranks that wait in the named groups, or a question what each
-rank called last, which the sentinel answers even while its rank is stuck elsewhere. That is how a
-timeout can tell who is missing and where.
+is of one of three kinds:
+
+* ``abort`` frees the ranks that wait in the named groups;
+* ``ask`` is a question what each rank called last, which the sentinel answers even while its rank
+  is stuck elsewhere. That is how a timeout can tell who is missing and where;
+* ``clock`` says that the clocks of all ranks shall stand, or go on, as the table of holds has it.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from ..runtime.clock import clock
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.world import World
+from .holds import Holds, add_hold, remove_hold
 
-__all__ = ["Answer", "Sentinel", "ask", "heard_key", "post"]
+__all__ = ["Answer", "Sentinel", "ask", "clocks_stopped", "heard_key", "post"]
 
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
@@ -63,6 +69,8 @@ class Sentinel:
         self._answer = answer
         self._abort = abort
         self._seen = int(store.add("signal/count", 0))
+        self._holds = Holds(store, rank)
+        self._holds.read()  # the clock may stand already
         self._lifeline = find_lifeline(store)
         self._stopping, self._stop = os.pipe()
         self._process_id = os.getpid()
@@ -96,6 +104,7 @@ class Sentinel:
         try:
             self._watch(ends)
         finally:
+            self._holds.release()
             if self._lifeline is not None:
                 self._lifeline.close()
 
@@ -106,17 +115,21 @@ class Sentinel:
                 while self._seen < count:
                     self._seen += 1
                     self._act(self._seen)
+                self._holds.check()
             except RuntimeError:  # the store is gone: the job ends, and verbs will say so
                 return
 
     def _act(self, number: int) -> None:
         message = json.loads(self._store.get(f"signal/{number}"))
-        if message["kind"] == "ask":
+        kind = message["kind"]
+        if kind == "ask":
             answer = json.dumps(self._answer(message["about"]))
             self._store.set(f"signal/{number}/answer/{self._rank}", answer)
-        else:
+        elif kind == "abort":
             self._abort({**message, "number": number})
             self._store.add(heard_key(number), 1)
+        elif kind == "clock":
+            self._holds.read()
 
 
 def heard_key(number: int) -> str:
@@ -145,6 +158,35 @@ def post(store: Store, message: dict[str, Any]) -> int:
     number = int(store.add("signal/count", 1))
     store.set(f"signal/{number}", json.dumps(message))
     return number
+
+
+@contextmanager
+def clocks_stopped(world: World, limit_s: float) -> Iterator[None]:
+    """Let no timeout of a verb run down on any rank, for ``limit_s`` at most.
+
+    The others hear of it within a quarter of a second, and of its end. Where the store is lost it
+    is this rank's clock alone. Simulated ranks have no timeouts.
+    """
+    if world.is_simulated or world.is_closed:
+        yield
+        return
+    here = object()
+    clock.stop(here)
+    name = ""
+    try:
+        with suppress(RuntimeError):
+            check_store_served(world)
+            name = add_hold(store_of_thread(world), world.rank, limit_s)
+            post(store_of_thread(world), {"kind": "clock"})
+        yield
+    finally:
+        clock.go(here)
+        clock.go(name)  # the sentinel would, too, a little later
+        if name:
+            with suppress(RuntimeError):
+                check_store_served(world)
+                remove_hold(store_of_thread(world), name)
+                post(store_of_thread(world), {"kind": "clock"})
 
 
 def ask(

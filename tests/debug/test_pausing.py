@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,58 @@ def test_the_others_wait_no_longer_than_told(pool: Pool) -> None:
     assert "fix:      give a longer timeout_s, or leave the debugger earlier" in text
     absent = pool.run(program, 2, False)[0]
     assert "found:    rank 1 has not come; last call 1 on group of rank 1: barrier()" in absent
+
+
+def test_no_timeout_runs_down_meanwhile(pool: Pool) -> None:
+    limit = timedelta(seconds=1)
+
+    def program(pause: str) -> tuple[float, Any]:
+        me = md.get_rank()
+        waits = md.new_group([0, 1], timeout=limit)
+        receives = md.new_group([0, 2], timeout=limit)
+        polls = md.new_group([0, 3], timeout=limit)
+        md.barrier()
+        x = torch.full((1,), 1.0 + me)
+        begin = time.monotonic()
+        if me == 0:
+            if pause:
+                with streams(Scripted(f"import time; time.sleep({pause})", "c")):
+                    md.breakpoint(0)
+            else:
+                time.sleep(3.0)
+            try:
+                md.all_reduce(x, group=waits)
+                md.send(x, dst=2, group=receives)
+                md.monitored_barrier(polls)
+                md.new_group([0, 3], timeout=limit)
+            except md.MeshdistError as error:
+                return 0.0, error.summary
+        try:
+            if me == 1:
+                md.all_reduce(x, group=waits)
+            elif me == 2:
+                md.recv(x, src=0, group=receives)
+            elif me == 3:
+                md.monitored_barrier(polls)
+                md.new_group([0, 3], timeout=limit)
+        except md.CollectiveTimeoutError as error:
+            return time.monotonic() - begin, error.summary
+        took = time.monotonic() - begin
+        if pause and me:
+            md.breakpoint(0)  # the others come to it, too, if later
+        return took, x.item()
+
+    answers = pool.run(program, 4, "2.5")
+    assert [answer for _, answer in answers] == [3.0, 3.0, 3.0, 4.0]
+    assert all(2.0 < took < 8.0 for took, _ in answers), answers
+    answers = pool.run(program, 4, "")
+    assert all(0.9 < took < 2.5 for took, _ in answers[1:]), answers
+    assert [text for _, text in answers[1:]] == [
+        "all_reduce on group of ranks 0-1 was not finished within 1 s",
+        "recv on group of ranks 0, 2 was not finished within 1 s",
+        "rank 3 successfully reached monitoredBarrier, but received errors while waiting for "
+        "send/recv from rank 0",
+    ]
 
 
 def test_without_a_terminal(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -9,7 +10,9 @@ import time
 
 from torch.distributed import HashStore, TCPStore
 
-from meshdist.mesh.signals import Sentinel, ask, find_lifeline, post
+from meshdist.mesh.holds import add_hold, remove_hold
+from meshdist.mesh.signals import Sentinel, ask, clocks_stopped, find_lifeline, post
+from meshdist.runtime.clock import clock
 from meshdist.runtime.world import World
 
 
@@ -58,6 +61,69 @@ def test_signals_of_before_are_not_acted_on() -> None:
     try:
         assert until(lambda: bool(aborted))
         assert [message["reason"] for message in aborted] == ["new"]
+    finally:
+        sentinel.stop()
+
+
+def test_clocks_are_stopped_and_let_go_by_messages() -> None:
+    store = HashStore()
+    sentinel = Sentinel(store, 1, list, lambda message: None)
+    try:
+        hold = add_hold(store, 0, 60.0)
+        post(store, {"kind": "clock"})
+        assert until(clock.stands)
+        time.sleep(0.6)
+        assert clock.stands()
+        remove_hold(store, hold)
+        post(store, {"kind": "clock"})
+        assert until(lambda: not clock.stands())
+        add_hold(store, 0, 60.0)
+        late = Sentinel(store, 2, list, lambda message: None)
+        assert clock.stands()
+        late.stop()
+        assert not clock.stands()
+    finally:
+        sentinel.stop()
+
+
+def test_the_clocks_of_a_world_stand_within_a_context() -> None:
+    store = HashStore()
+    world = World(0, 2, store, {})
+    sentinel = Sentinel(store, 1, list, lambda message: None)
+    here = clock.now()
+    try:
+        with clocks_stopped(world, 60.0):
+            assert clock.now() - here < 0.5
+            assert clock.stands()
+            assert json.loads(store.get("signal/1")) == {"kind": "clock"}
+            assert [list(hold) for hold in json.loads(store.get("clock/holds")).values()] == [
+                [0, 60.0]
+            ]
+        assert json.loads(store.get("clock/holds")) == {}
+        assert until(lambda: not clock.stands())
+    finally:
+        sentinel.stop()
+    world.origin = "simulated"
+    with clocks_stopped(world, 60.0):
+        assert not clock.stands()
+
+
+def test_where_the_store_is_lost_the_clock_of_this_process_stands_alone() -> None:
+    world = World(0, 2, HashStore(), {}, rooms={"store probe": lambda: False})
+    with clocks_stopped(world, 60.0):
+        assert clock.stands()
+    assert not clock.stands()
+
+
+def test_a_message_of_no_known_kind_is_left_alone() -> None:
+    store = HashStore()
+    aborted: list[dict] = []
+    sentinel = Sentinel(store, 0, list, aborted.append)
+    post(store, {"kind": "greeting"})
+    post(store, {"kind": "abort", "reason": "enough"})
+    try:
+        assert until(lambda: bool(aborted))
+        assert [message["reason"] for message in aborted] == ["enough"]
     finally:
         sentinel.stop()
 

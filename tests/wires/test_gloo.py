@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
@@ -77,6 +78,51 @@ def test_a_member_that_does_not_come_is_a_timeout(pool: Pool) -> None:
     assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireTimeout") for verb in WAITING]
     for verb, _, seconds in answers:
         assert 0.5 < seconds < 1.9, (verb, seconds)
+
+
+def test_no_timeout_runs_down_while_the_clock_stands(pool: Pool) -> None:
+    answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "stopped clock"), 2)[0]
+    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireTimeout") for verb in WAITING]
+    for verb, _, seconds in answers:
+        assert 1.9 < seconds < 4.0, (verb, seconds)
+
+
+def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool) -> None:
+    def program() -> float:
+        world = md.group.WORLD.world
+        limit = timedelta(seconds=1)
+        store = PrefixStore("in flight", world.store)
+        wire = get_wire("gloo").open(Opening(store, (0, 1), world.rank, "cpu", limit))
+        begin = time.monotonic()
+        if world.rank == 0:
+            wire.all_reduce(torch.ones(1), ReduceOp.SUM, limit)
+            wire.close()
+            world.store.set("closed", "")
+        world.store.wait(["closed"])
+        wire.close()
+        return time.monotonic() - begin
+
+    assert 0.9 < pool.run(program, 2)[0] < 4.0
+
+
+def test_who_only_asks_for_a_message_learns_that_it_is_late(pool: Pool) -> None:
+    def program() -> list[str]:
+        wire = md.group.WORLD.communicator("cpu")
+        if wire.rank == 1:
+            md.group.WORLD.world.store.wait(["over"])
+            return []
+        limit = timedelta(seconds=0.5)
+        pending = wire.recv(torch.ones(1), 1, 0, limit)
+        begin = time.monotonic()
+        while not wire.is_finished(pending):
+            time.sleep(0.05)
+        assert 0.4 < time.monotonic() - begin < 3.0
+        with pytest.raises(WireTimeout, match=r"not finished after 0\.5 s"):
+            wire.finish(pending, limit)
+        md.group.WORLD.world.store.set("over", "")
+        return ["late"]
+
+    assert pool.run(program, 2)[0] == ["late"]
 
 
 def test_sums_of_many_bools_stay_bools(pool: Pool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from meshdist.reduce_ops import ReduceOp
+from meshdist.runtime import clock as clocks
 from meshdist.runtime.world import get_world
 from meshdist.wires.base import Communicator, Opening, Pending, WireFailure, get_wire
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
@@ -252,9 +253,10 @@ def waiting_times(
     Args:
         wrap: called with each verb's own Gloo communicator of two members.
         verbs: of WAITING.
-        ends: "abort" after 0.3 s from another thread, or "timeout" after 0.6 s.
+        ends: "abort" after 0.3 s from another thread, "timeout" after 0.6 s, or "stopped clock":
+            that timeout, with a clock that stands for 1.5 s meanwhile.
     """
-    limit = timedelta(seconds=0.6) if ends == "timeout" else SECONDS
+    limit = SECONDS if ends == "abort" else timedelta(seconds=0.6)
     world = get_world()
     wires = []
     for verb in verbs:
@@ -281,6 +283,10 @@ def waiting_times(
             time.sleep(0.3)
             for member in members:
                 member.abort()
+        if ends == "stopped clock":
+            clocks.clock.stop("test")
+            time.sleep(1.5)
+            clocks.clock.go("test")
         answers = list(waiting)
     world.store.set("over", "")
     return answers
