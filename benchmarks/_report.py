@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from meshdist.bench.reporting import machine
+
 REPORTS = Path(__file__).resolve().parent / "reports"
-
-
-def machine() -> dict[str, Any]:
-    """Versions, date and the kind of machine, without its name."""
-    import numpy
-    import torch
-
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [x.split(":")[1] for x in cpuinfo.read_text().splitlines() if "model name" in x]
-        model = names[0].strip() if names else model
-    return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release().split('-')[0]}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-    }
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
@@ -66,6 +45,8 @@ def write_report(name: str, rows: list[dict[str, Any]], notes: str) -> None:
     Console(width=140).print(table)
     path = report_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"benchmark": name, "notes": notes, "machine": machine(), "rows": rows}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    about = {**machine(), "gpu": gpu}
+    report = {"benchmark": name, "notes": notes, "machine": about, "rows": rows}
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written: {path}")

@@ -14,18 +14,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..error_text import ExplainedError
 from .worker import ADDRESS
 
-__all__ = ["Cell", "Entrant", "measure", "running"]
+__all__ = ["Cell", "Entrant", "SideFailedError", "measure", "running"]
 
 _SAMPLE_S = 0.03
 _MOST_CALLS = 2000
 _START_S = 60.0
+_LOOK_S = 0.2
+
+
+class SideFailedError(ExplainedError, RuntimeError):
+    """A side cannot be measured: its ranks do not start, or have ended."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,9 @@ class Cell:
 class _Ranks:
     """The running ranks of one entrant."""
 
-    def __init__(self, connections: list[Any]) -> None:
-        self._talks = connections
+    def __init__(self, label: str, talks: list[Any]) -> None:
+        self._label = label
+        self._talks = talks
         self._calls: dict[tuple[str, int], int] = {}
 
     def sample(self, verb: str, num_bytes: int) -> float | None:
@@ -98,32 +106,41 @@ class _Ranks:
         for talk in self._talks:
             talk.write(json.dumps(order) + "\n")
             talk.flush()
-        answers = [json.loads(talk.readline())["seconds"] for talk in self._talks]
+        lines = [talk.readline() for talk in self._talks]
+        if "" in lines:
+            raise SideFailedError(
+                f"a rank of {self._label} ended while it was measured",
+                where=f"{verb} of {num_bytes} bytes, rank {lines.index('')}",
+                fix="look at what it wrote to stderr",
+            )
+        answers = [json.loads(line)["seconds"] for line in lines]
         return None if answers[0] is None else max(answers)
 
 
 @contextmanager
 def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _Ranks]]:
-    """Start every entrant's ranks; end them, and wait, when the context ends."""
+    """Start every entrant's ranks; end them, and wait, when the context ends.
+
+    Raises:
+        SideFailedError: ranks do not start.
+    """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         path = os.path.join(folder, "socket")
         listener.bind(path)
         listener.listen(len(entrants) * num_ranks)
-        listener.settimeout(_START_S)
+        listener.settimeout(_LOOK_S)
         ranks = {}
         for entrant in entrants:
-            processes = _start(entrant, num_ranks, path)
-            stack.callback(_stop, processes)
+            processes = stack.enter_context(_started(entrant, num_ranks, path))
             talks: dict[int, Any] = {}
             for _ in range(num_ranks):
-                connection, _ = listener.accept()
-                stack.callback(connection.close)
-                connection.settimeout(None)
-                talk = connection.makefile("rw")
+                with _accepted(listener, processes, entrant.label) as connection:
+                    talk = stack.enter_context(connection.makefile("rw"))
                 talks[json.loads(talk.readline())["rank"]] = talk
-            ranks[entrant.label] = _Ranks([talks[rank] for rank in range(num_ranks)])
+            in_order = [talks[rank] for rank in range(num_ranks)]
+            ranks[entrant.label] = _Ranks(entrant.label, in_order)
         yield ranks
         for each in ranks.values():
             each.end()
@@ -159,7 +176,13 @@ def _start(entrant: Entrant, num_ranks: int, path: str) -> list[subprocess.Popen
     command = [entrant.python, "-m", "meshdist.bench.worker", entrant.side, entrant.label]
     if entrant.launch:
         launch = [word.replace("{n}", str(num_ranks)) for word in entrant.launch]
-        return [subprocess.Popen([*launch, *command], env=environment)]
+        try:
+            return [subprocess.Popen([*launch, *command], env=environment)]
+        except FileNotFoundError:
+            raise SideFailedError(
+                f"{entrant.label} cannot be started: there is no command {launch[0]!r}",
+                fix=f"install what {launch[0]!r} belongs to, or leave {entrant.label} out",
+            ) from None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -171,10 +194,48 @@ def _start(entrant: Entrant, num_ranks: int, path: str) -> list[subprocess.Popen
     ]
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
+@contextmanager
+def _started(
+    entrant: Entrant, num_ranks: int, path: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes of an entrant, which are gone when the context ends."""
+    processes = _start(entrant, num_ranks, path)
+    try:
+        yield processes
+    except BaseException:
+        for process in processes:  # nobody has told them to end
+            process.terminate()
+        raise
+    finally:
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _accepted(
+    listener: socket.socket, processes: list[subprocess.Popen[bytes]], label: str
+) -> socket.socket:
+    """The connection of the next rank that is ready."""
+    deadline = time.monotonic() + _START_S
+    while True:
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            connection, _ = listener.accept()
+        except TimeoutError:
+            codes = [process.poll() for process in processes]
+            if any(code is not None for code in codes):
+                raise SideFailedError(
+                    f"a rank of {label} ended before it could be measured",
+                    found=f"exit codes {[code for code in codes if code is not None]}",
+                    fix="look at what it wrote to stderr",
+                ) from None
+            if time.monotonic() > deadline:
+                raise SideFailedError(
+                    f"the ranks of {label} were not ready within {_START_S:g} s",
+                    fix="look at what keeps them, for example a machine that is busy",
+                ) from None
+        else:
+            connection.settimeout(None)
+            return connection

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
+from ..bench.reporting import plot, size_text, table_text, to_json, write
+from ..bench.sides import SIDES, VERBS
 from .arguments import Parser
 
 __all__ = ["SUMMARY", "main"]
@@ -28,42 +33,73 @@ def main(argv: Sequence[str]) -> int:
     """Run the sub-command with the arguments after its name; return the exit code."""
     parser = Parser("meshdist bench", _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     parser.add_argument("what", choices=("collectives",), help="what to measure")
-    parser.add_argument("-n", "--nproc", type=int, default=2, help="ranks of each side (2)")
-    parser.add_argument("--verbs", default="", help="a comma list; all by default")
-    parser.add_argument("--sizes", default=_SIZES, help=f"bytes, a comma list ({_SIZES})")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    parser.add_argument("-n", "--nproc", type=_count, default=2, help="ranks of each side (2)")
     parser.add_argument(
-        "--sides", default="meshdist/gloo,torch/gloo", help="a comma list, the first compared"
+        "--verbs", type=_some_of(VERBS), default=VERBS, help="a comma list; all by default"
+    )
+    parser.add_argument(
+        "--sizes", type=_counts, default=_SIZES, help=f"bytes, a comma list ({_SIZES})"
+    )
+    parser.add_argument("--rounds", type=_count, default=5, help="interleaved rounds (5)")
+    parser.add_argument(
+        "--sides",
+        type=_some_of(tuple(SIDES)),
+        default="meshdist/gloo,torch/gloo",
+        help=f"a comma list of {', '.join(SIDES)}; the others are compared with the first",
     )
     parser.add_argument("--output", type=Path, help="write every sample as JSON")
     parser.add_argument("--plot", type=Path, help="draw time over size; needs matplotlib")
     arguments = parser.parse_args(argv)
-    return _measure(
-        arguments.nproc,
-        arguments.verbs.split(",") if arguments.verbs else None,
-        [int(size) for size in arguments.sizes.split(",")],
-        arguments.rounds,
-        arguments.sides.split(","),
-        arguments.output,
-        arguments.plot,
-    )
+    try:
+        _measure(
+            arguments.nproc,
+            arguments.verbs,
+            arguments.sizes,
+            arguments.rounds,
+            arguments.sides,
+            arguments.output,
+            arguments.plot,
+        )
+    except SideFailedError as error:
+        print(f"meshdist bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(word) for word in text.split(",")]
+
+
+def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what makes a list of a comma list of words, all of them in ``known``."""
+
+    def listed(text: str) -> list[str]:
+        words = text.split(",")
+        for word in words:
+            if word not in known:
+                raise ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+        return words
+
+    return listed
 
 
 def _measure(
     num_ranks: int,
-    verbs: list[str] | None,
+    verbs: Sequence[str],
     sizes: list[int],
     rounds: int,
     sides: list[str],
     output: Path | None,
     plot_path: Path | None,
-) -> int:
+) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from ..bench.measuring import Cell, Entrant, measure, running
-    from ..bench.reporting import plot, size_text, table_text, to_json, write
-    from ..bench.sides import VERBS
 
     entrants = [
         Entrant(side, side, ("mpiexec", "--oversubscribe", "-n", "{n}") if side == "mpi" else ())
@@ -75,7 +111,7 @@ def _measure(
         console.print(f"  {cell.verb} {size_text(cell.num_bytes)}", style="dim", end="\r")
 
     with running(entrants, num_ranks) as ranks:
-        cells = measure(ranks, verbs or VERBS, sizes, rounds, tell)
+        cells = measure(ranks, verbs, sizes, rounds, tell)
     head, *rows = table_text(cells, sides)
     table = Table(title=f"{num_ranks} ranks, float32, median of {rounds} rounds")
     for column in head:
@@ -87,4 +123,3 @@ def _measure(
         write(output, to_json(cells, num_ranks, rounds, "meshdist bench collectives"))
     if plot_path is not None:
         plot(plot_path, cells, sides)
-    return 0

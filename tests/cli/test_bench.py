@@ -1,0 +1,92 @@
+"""meshdist bench as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshdist.bench.measuring import Entrant, SideFailedError, measure, running
+from meshdist.cli import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_two_sides_in_turn(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = ["--verbs", "all_reduce,barrier", "--sizes", "8,64", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshdist", "bench", "collectives", *words, "--output", str(report)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch/gloo / meshdist/gloo" in " ".join(done.stdout.split())
+    cells = json.loads(report.read_text())["cells"]
+    assert [(cell["verb"], cell["bytes"]) for cell in cells] == [
+        ("all_reduce", 8),
+        ("all_reduce", 64),
+        ("barrier", 0),
+    ]
+    for cell in cells:
+        assert {label: len(times) for label, times in cell["seconds"].items()} == {
+            "meshdist/gloo": 2,
+            "torch/gloo": 2,
+        }
+        assert min(min(times) for times in cell["seconds"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--verbs", "all_reduce,shout"], "'shout' is none of all_reduce, reduce, "),
+        (["--sides", "torch/carrier"], "'torch/carrier' is none of meshdist/gloo, torch/gloo"),
+        (["--sizes", "8,many"], "'many' is not a whole number from 1"),
+        (["-n", "0"], "'0' is not a whole number from 1"),
+        (["--rounds", "-1"], "'-1' is not a whole number from 1"),
+    ],
+)
+def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["collectives", *words])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_side_whose_ranks_end_is_told_at_once() -> None:
+    python = ROOT / "no such python"
+    entrant = Entrant("ours", "meshdist/gloo", ("sh", "-c", "exit 3"))
+    with pytest.raises(SideFailedError) as caught, running([entrant], 2):
+        pass
+    assert str(caught.value).splitlines() == [
+        "a rank of ours ended before it could be measured",
+        "  found:    exit codes [3]",
+        "  fix:      look at what it wrote to stderr",
+    ]
+    with (
+        pytest.raises(SideFailedError) as caught,
+        running([Entrant("mpi", "mpi", (str(python),))], 2),
+    ):
+        pass
+    assert str(caught.value).startswith(
+        f"mpi cannot be started: there is no command {str(python)!r}"
+    )
+
+
+def test_a_rank_that_ends_while_it_is_measured(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(SideFailedError) as caught,
+        running([Entrant("ours", "torch/gloo")], 1) as ranks,
+    ):
+        measure(ranks, ["no verb"], [8], 1, print)
+    assert str(caught.value).splitlines()[:2] == [
+        "a rank of ours ended while it was measured",
+        "  where:    no verb of 8 bytes, rank 0",
+    ]
+    assert "has no attribute 'no verb'" in capfd.readouterr().err
