@@ -28,6 +28,8 @@ class RegisteredWire(Wire):
         extended_api: which of the two forms.
     """
 
+    communicator_kind = C10dCommunicator
+
     def __init__(
         self,
         name: str,
@@ -40,8 +42,6 @@ class RegisteredWire(Wire):
         self.device_types = device_types
         self._make = make
         self._extended_api = extended_api
-
-    communicator_kind = C10dCommunicator
 
     def is_available(self) -> bool:
         """Whoever registers a backend vouches for it."""
