@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import AbortedError, CollectiveTimeoutError, MeshdistError, StoreError, WorldError
 from ..mesh.agreement import digest_of_ranks
+from ..mesh.failures import last_call_text
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..mesh.registry import get_registry
 from ..mesh.signals import ask
@@ -290,16 +291,7 @@ class _Meeting:
     def _last_calls(self, ranks: list[int]) -> str:
         """What ranks that are absent called last, as far as they answer."""
         answers = ask(self._world, tuple(ranks))
-        lines = []
-        for rank in ranks:
-            answer = answers.get(rank)
-            if answer is None:
-                lines.append(f"rank {rank}: gives no answer: it has ended or is stopped")
-            elif answer["calls"]:
-                lines.append(f"rank {rank}: last {call_text(answer['calls'][-1])}")
-            else:
-                lines.append(f"rank {rank}: runs, and has called no verb")
-        return "\n".join(lines)
+        return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
 @dataclass

@@ -24,9 +24,16 @@ if TYPE_CHECKING:
     from .channel import Channel
     from .groups import ProcessGroup
 
-__all__ = ["call_disagreement", "explain", "message_disagreement", "silent_members"]
+__all__ = [
+    "call_disagreement",
+    "explain",
+    "last_call_text",
+    "message_disagreement",
+    "silent_members",
+]
 
 _LIFE_SIGN_S = 1.0
+_SILENT = "gives no answer: it has ended or is stopped"
 _STORE_LOST = "the store is lost: the rank that served it has ended"
 
 
@@ -107,6 +114,15 @@ def message_disagreement(
     return _disagree(group, channel, about, mine, summary, where, expected, fix)
 
 
+def last_call_text(answer: Answer | None) -> str:
+    """What a rank that was asked called last, or that it gave no answer (None)."""
+    if answer is None:
+        return _SILENT
+    if not answer["calls"]:
+        return "runs, and has called no verb"
+    return f"last {call_text(answer['calls'][-1])}"
+
+
 def silent_members(group: ProcessGroup) -> str:
     """Who gives no sign of life, as text; "" where all do."""
     if group.world.is_simulated:
@@ -120,7 +136,7 @@ def silent_members(group: ProcessGroup) -> str:
     if not silent:
         return ""
     if len(silent) == 1:
-        return f"rank {silent[0]}: gives no answer: it has ended or is stopped"
+        return f"rank {silent[0]}: {_SILENT}"
     return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
 
 
@@ -186,7 +202,7 @@ def _one_call(call: dict[str, Any] | None) -> str:
 
 def _answered(answer: Answer | None) -> str:
     if answer is None:
-        return "gives no answer: it has ended or is stopped"
+        return _SILENT
     if answer["about"] is None:
         return "has not come there yet"
     return _one_call(answer["about"])
@@ -204,7 +220,7 @@ def _report(group: ProcessGroup, channel: Channel, mine: dict[str, Any]) -> str:
     for rank in others:
         answer = answers.get(rank)
         if answer is None:
-            lines.append(f"rank {rank}: gives no answer: it has ended or is stopped")
+            lines.append(f"rank {rank}: {_SILENT}")
             continue
         calls = answer["calls"]
         here = [call for call in calls if call["label"] == channel.opened.label]
