@@ -14,10 +14,10 @@ from types import FrameType
 from typing import Any
 
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
+from ..mesh.failures import last_call_text
 from ..mesh.registry import get_registry
 from ..mesh.signals import ask, clocks_stopped
 from ..runtime.handles import check_store_served, store_of_thread
-from ..runtime.recorder import call_text
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.world import World, get_usable_world
 from ..wires.turns import Site, call_site, find_rank_here, show_site
@@ -197,12 +197,7 @@ def _expired(
         found = f"rank {rank} is in the debugger"
     else:
         answer = ask(world, (rank,)).get(rank)
-        if answer is None:
-            found = f"rank {rank}: gives no answer: it has ended or is stopped"
-        elif answer["calls"]:
-            found = f"rank {rank} has not come; last {call_text(answer['calls'][-1])}"
-        else:
-            found = f"rank {rank} has not come; it runs, and has called no verb"
+        found = f"rank {rank} has not come: {last_call_text(answer)}"
     return CollectiveTimeoutError(
         f"rank {rank} did not leave breakpoint() within {limit.total_seconds():g} s",
         where=f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}",

@@ -235,7 +235,7 @@ def test_the_others_wait_no_longer_than_told(pool: Pool) -> None:
     assert "found:    rank 1 is in the debugger" in text
     assert "fix:      give a longer timeout_s, or leave the debugger earlier" in text
     absent = pool.run(program, 2, False)[0]
-    assert "found:    rank 1 has not come; last call 1 on group of rank 1: barrier()" in absent
+    assert "found:    rank 1 has not come: last call 1 on group of rank 1: barrier()" in absent
 
 
 def test_no_timeout_runs_down_meanwhile(pool: Pool) -> None:
