@@ -310,7 +310,11 @@ class C10dCommunicator(Communicator):
             return self._mailbox.recv(tensor, tag)
         slot = self._slot(tag, tensor)
         if peer is None:
-            work = self._start("recv_anysource", [_movable(tensor)], slot)
+            if self.size == 1 or self._mailbox.has_sent(tag):
+                return self._mailbox.recv(tensor, tag)
+            # c10d refuses to receive nothing from anyone; a place for one byte takes it as well.
+            place = _movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
+            work = self._start("recv_anysource", [place], slot)
         else:
             work = self._start("recv", [_movable(tensor)], peer, slot)
         return self._transfer(work, peer, timeout)

@@ -49,6 +49,10 @@ class Mailbox:
         """Start receiving into ``tensor`` what this rank sends itself under ``tag``."""
         return self._start(tensor, tag, self._receives, self._sends, is_send=False)
 
+    def has_sent(self, tag: int) -> bool:
+        """Whether a message under ``tag`` waits to be received."""
+        return bool(self._sends.get(tag))
+
     @staticmethod
     def _start(
         tensor: torch.Tensor,

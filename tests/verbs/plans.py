@@ -61,9 +61,7 @@ class Verb:
         forms: its ways to be called.
         least_dims: fewer make no sense.
         can_be_uneven: whether members may hold different sizes, none among them.
-        can_be_empty: whether arrays may have no elements.
         takes_async: whether it has ``async_op``.
-        least_size: the smallest world that it is run on.
     """
 
     plan: Callable[[Case, Sequence[int]], list[Call]]
@@ -72,9 +70,7 @@ class Verb:
     forms: tuple[str, ...] = ("",)
     least_dims: int = 0
     can_be_uneven: bool = False
-    can_be_empty: bool = True
     takes_async: bool = True
-    least_size: int = 1
 
 
 def plan(case: Case, ranks: Sequence[int] | None = None) -> list[Call]:
@@ -291,8 +287,7 @@ VERBS = {
     "all_to_all_single": Verb(_all_to_all_single, forms=_SPLITS, least_dims=1, can_be_uneven=True),
     # Not verbs, but ways to shift arrays by one member with messages, see ``runs``.
     "send and recv": Verb(_shift, can_be_uneven=True, takes_async=False),
-    # Gloo does not receive nothing from anyone, hence no empty arrays here.
-    "recv from anyone": Verb(_shift, can_be_empty=False, takes_async=False, least_size=2),
+    "recv from anyone": Verb(_shift, can_be_uneven=True, takes_async=False),
     "isend and irecv": Verb(_shift, can_be_uneven=True, takes_async=False),
     "batch_isend_irecv": Verb(_shift, can_be_uneven=True, takes_async=False),
 }

@@ -39,12 +39,16 @@ def about_roots(verb: str, role: str, call: Callable[..., Any], is_required: boo
         (f"{verb} outside", md.NotInGroupError, lambda: call(**{role: 5})),
         (f"{verb} outside the group", md.NotInGroupError, lambda: call(**{f"group_{role}": 2})),
         (f"{verb} below zero", md.NotInGroupError, lambda: call(**{f"group_{role}": -1})),
+        (f"{verb} with a word", TypeError, lambda: call(**{f"group_{role}": "0"})),
+        (f"{verb} with a float", TypeError, lambda: call(**{role: 0.0})),
+        (f"{verb} with a truth", TypeError, lambda: call(**{role: False})),
     ]
 
 
 def about_ops(verb: str, call: Callable[[Any, torch.dtype], Any]) -> list[Refusal]:
     return [
         (f"{verb} with a word", TypeError, lambda: call("sum", F)),
+        (f"{verb} with a class", TypeError, lambda: call(torch.distributed.ReduceOp, F)),
         (f"{verb} of bits of floats", md.DtypeError, lambda: call(md.ReduceOp.BXOR, F)),
         (f"{verb} AVG of integers", md.DtypeError, lambda: call(md.ReduceOp.AVG, I)),
         (f"{verb} MAX of complex", md.DtypeError, lambda: call(md.ReduceOp.MAX, torch.complex64)),
@@ -221,6 +225,14 @@ REFUSALS: list[Refusal] = [
         "all_to_all_single with one split too few",
         ValueError,
         lambda: md.all_to_all_single(ones(4), ones(4), [4], [4]),
+    ),
+    *(
+        (
+            f"all_to_all_single with splits that are {splits!r}",
+            TypeError,
+            lambda splits=splits: md.all_to_all_single(ones(2), ones(2), splits),
+        )
+        for splits in (2, "11", [1.0, 1.0], [True, True], {1: 0, 2: 0}, [[1], [1]], iter([1, 1]))
     ),
     (
         "all_to_all_single with a negative split",

@@ -234,3 +234,38 @@ def test_read_only_arrays_are_read_and_never_written(wire: str, pool: Pool) -> N
     for refused, out in WIRES[wire](pool, read_only, 2):
         assert "read-only" in refused
         assert out == "[1.0, 1.0, 1.0, 1.0]"
+
+
+def in_place() -> list[Any]:
+    rank, size = md.get_rank(), md.get_world_size()
+    x = torch.arange(1000 * size) + 10_000 * rank
+    md.all_to_all_single(x, x)
+    parts = list((torch.arange(2 * size) + 100 * rank).split(2))
+    mine = parts[size - 1]  # on the source the last member's part is where its own comes to
+    md.scatter(mine, parts if rank == 0 else None)
+    return [x.tolist(), mine.tolist()]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_is_sent_may_lie_where_the_result_comes_to(wire: str, pool: Pool) -> None:
+    for rank, (exchanged, scattered) in enumerate(WIRES[wire](pool, in_place, 3)):
+        expected = np.arange(3000).reshape(3, 1000)[rank] + 10_000 * np.arange(3)[:, None]
+        assert exchanged == expected.ravel().tolist()
+        assert scattered == [2 * rank, 2 * rank + 1]
+
+
+def roots_of_other_kinds() -> list[float]:
+    found = []
+    for root in (np.int64(1), torch.tensor(1)):
+        x = torch.full((1,), float(md.get_rank()))
+        md.broadcast(x, root)
+        md.broadcast(x, group_src=root)
+        out = torch.zeros(2)
+        md.all_to_all_single(out, torch.ones(2), np.array([1, 1]), [np.int64(1), np.int64(1)])
+        found += [x.item(), *out.tolist()]
+    return found
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_whole_numbers_of_any_library_name_ranks_and_splits(wire: str, pool: Pool) -> None:
+    assert WIRES[wire](pool, roots_of_other_kinds, 2) == [[1.0] * 6] * 2
