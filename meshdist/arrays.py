@@ -23,10 +23,22 @@ from torch.utils.dlpack import from_dlpack
 
 from .errors import ArgumentError, DtypeError, KindError
 
-__all__ = ["Array", "as_tensor", "describe", "dtype_name", "finish_writes", "like", "shape_text"]
+__all__ = [
+    "QUANTIZED",
+    "Array",
+    "as_tensor",
+    "describe",
+    "dtype_name",
+    "finish_writes",
+    "like",
+    "shape_text",
+]
 
 Array: TypeAlias = Any
 """A torch tensor, a NumPy array or a CuPy array."""
+
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""Dtypes whose numbers mean something only by the scale of their tensor, which stays behind."""
 
 _Tensor = torch.Tensor
 _strided = torch.strided
@@ -70,7 +82,7 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
         array([2., 2., 2.], dtype=float32)
     """
     kind = type(x)  # two identity tests decide the common case in a few dozen nanoseconds
-    if (kind is _Tensor or kind is Parameter) and x.layout is _strided:
+    if (kind is _Tensor or kind is Parameter) and x.layout is _strided and x.dtype not in QUANTIZED:
         return x  # type: ignore[no-any-return]
     if isinstance(x, torch.Tensor):
         return _checked_tensor(x, argument, verb)
@@ -157,6 +169,12 @@ def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
             where=f"argument {argument} of {verb}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
             fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
+        )
+    if x.dtype in QUANTIZED:
+        raise DtypeError(
+            f"{verb} cannot take a quantized tensor as {argument}: its scale would not travel",
+            where=_where(x, argument, verb),
+            fix=f"pass {argument}.dequantize(), or {argument}.int_repr() where scales are equal",
         )
     if is_lazy(x):
         raise KindError(

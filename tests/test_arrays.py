@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import meshdist as md
 from meshdist.arrays import as_tensor, describe, dtype_name, finish_writes, like, shape_text
 from meshdist.errors import ArgumentError, DtypeError, KindError
 
@@ -67,6 +68,18 @@ def refusal(kind: type[Exception], x: Any, **options: Any) -> str:
 def test_a_torch_tensor_is_returned_itself(x: torch.Tensor, writable: bool) -> None:
     assert seen(x, writable=writable) is x
     assert like(x, x) is x
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_a_quantized_tensor_is_refused(is_parameter: bool) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
+    if is_parameter:
+        quantized = torch.nn.Parameter(quantized, requires_grad=False)
+    text = refusal(DtypeError, quantized)
+    assert "cannot take a quantized tensor as tensor: its scale would not travel" in text
+    with pytest.raises(DtypeError, match="quantized"):
+        md.simulate(lambda: md.broadcast(quantized, 0), 2)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")

@@ -139,7 +139,9 @@ def _group_of(operations: object) -> ProcessGroup:
     if not isinstance(operations, (list, tuple)) or not operations:
         raise ArgumentError(
             "batch_isend_irecv takes a list of at least one P2POp",
-            found="an empty list" if operations in ([], ()) else type(operations).__name__,
+            found="an empty list"
+            if isinstance(operations, (list, tuple))
+            else type(operations).__name__,
         )
     for place, one in enumerate(operations):
         if not isinstance(one, P2POp):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
 from torch._C import _increment_version as increment_version
 
-from ..arrays import as_tensor, describe, dtype_name, shape_text
+from ..arrays import QUANTIZED, as_tensor, describe, dtype_name, shape_text
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,
@@ -31,6 +33,7 @@ from ..reduce_ops import (
 
 __all__ = [
     "SUM",
+    "apart",
     "check_alike",
     "check_blocks",
     "check_list",
@@ -130,13 +133,24 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
     They are one where ``x`` is contiguous; else the verb copies back what it wrote.
     """
     is_plain = type(x) is _Tensor and x.layout is _STRIDED and not x.requires_grad
-    if is_plain and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+    if is_plain and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.dtype in QUANTIZED):
         return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
     if writable:
         _check_writable(tensor, argument, verb)
     plain = tensor.detach().resolve_conj().resolve_neg()
     return tensor, plain if plain.is_contiguous() else plain.contiguous()
+
+
+def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a copy where what arrives in ``output`` would change it.
+
+    Both are contiguous. A wire may write what has come before it has read all that is to go.
+    """
+    start, begin = tensor.data_ptr(), output.data_ptr()
+    if start < begin + output.nbytes and begin < start + tensor.nbytes:
+        return tensor.clone()
+    return tensor
 
 
 def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
@@ -233,7 +247,7 @@ def find_peer(
     """Return a root or peer as a group rank, given as a global or a group rank; None for neither.
 
     Raises:
-        ArgumentError: both are given. NotInGroupError: it is no member.
+        ArgumentError: both are given. KindError: no whole number. NotInGroupError: no member.
     """
     if group_rank is not None:
         if global_rank is not None:
@@ -242,9 +256,10 @@ def find_peer(
                 found=f"{role}={global_rank}, group_{role}={group_rank}",
                 fix=f"give {role} (a global rank) or group_{role} (a rank in the group)",
             )
-        return member_of(group, group_rank, f"group_{role}")
+        return member_of(group, _whole(group_rank, f"group_{role}", verb), f"group_{role}")
     if global_rank is None:
         return None
+    global_rank = _whole(global_rank, role, verb)
     if global_rank not in group.ranks:
         raise NotInGroupError(
             f"{verb}: {role}={global_rank!r} is not a member of {group.name}",
@@ -253,6 +268,19 @@ def find_peer(
             fix=f"use group_{role} to count in the group",
         )
     return group.ranks.index(global_rank)
+
+
+def _whole(rank: Any, argument: str, verb: str) -> int:
+    """Return a rank as a plain int: others are equal to ints, and are told apart by messages."""
+    if type(rank) is int:
+        return rank
+    if not isinstance(rank, bool):
+        with suppress(TypeError):
+            return index(rank)
+    raise KindError(
+        f"{verb}: {argument} must be a rank, a whole number",
+        found=f"{rank!r}, a {type(rank).__name__}",
+    )
 
 
 def get_peer(

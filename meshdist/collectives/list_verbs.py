@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ..wires.pending import Chain
 from ..wires.stand_ins import read_as
 from ..wires.work import Work
 from .checks import (
+    apart,
     check_alike,
     check_list,
     check_no_list,
@@ -191,6 +194,7 @@ def scatter(
         inputs = _read(scatter_list, "scatter_list", "scatter", target, buffer, "tensor")
         for part in inputs:
             check_same_size(part, buffer, "scatter", ("scatter_list", "tensor"))
+        inputs = [apart(part, buffer) for part in inputs]
     else:
         check_no_list(scatter_list, "scatter_list", "scatter", "source", target, root)
     channel = target.channel(buffer.device.type)
@@ -367,6 +371,7 @@ def all_to_all_single(
         )
     channel = target.channel(buffer.device.type)
     channel.enter(name, source, sent=sent, taken=taken)
+    source = apart(source, buffer)
     return run(
         channel,
         name,
@@ -564,7 +569,8 @@ def _sizes(
         )
     num_rows = tensor.shape[0]
     row = math.prod(tensor.shape[1:])
-    if rows is None or len(rows) == 0:
+    rows = _whole_numbers(rows, f"{role}_split_sizes", name)
+    if not rows:
         if num_rows % size:
             raise ShapeError(
                 f"{name} cannot cut {role} into {size} equal parts",
@@ -574,17 +580,26 @@ def _sizes(
                 fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
             )
         return [num_rows // size * row] * size
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in rows):
-        raise KindError(
-            f"{name}: {role}_split_sizes must be whole numbers",
-            found=repr(rows),
-            fix="for example [2, 1, 1], one number per member",
-        )
     if len(rows) != size or sum(rows) != num_rows or any(one < 0 for one in rows):
         raise ShapeError(
             f"{name}: {role}_split_sizes do not cut {role} into one part per member",
             where=where,
             expected=f"{size} numbers, none negative, whose sum is {num_rows}",
-            found=f"{list(rows)}, whose sum is {sum(rows)}; {role} {shape}",
+            found=f"{rows}, whose sum is {sum(rows)}; {role} {shape}",
         )
     return [one * row for one in rows]
+
+
+def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:
+    """Return split sizes as a list of plain ints; [] for None."""
+    if given is None:
+        return []
+    numbers = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(numbers, (list, tuple)) and not any(isinstance(one, bool) for one in numbers):
+        with suppress(TypeError):
+            return [index(one) for one in numbers]
+    raise KindError(
+        f"{name}: {argument} must be whole numbers",
+        found=repr(given),
+        fix="for example [2, 1, 1], one number per member",
+    )

@@ -125,6 +125,8 @@ def refused() -> list[str]:
         with pytest.raises(md.ArgumentError) as caught:
             call()
         found.append(str(caught.value))
+    with pytest.raises(ValueError, match=r"found: +ndarray"):
+        md.batch_isend_irecv(np.zeros((2, 2)))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="P2POp cannot take a list as tensor"):
         md.P2POp(md.isend, [1.0], 0)
     md.barrier()  # nothing was sent, nothing is broken
