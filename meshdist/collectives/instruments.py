@@ -19,7 +19,6 @@ from torch._C._dynamo.eval_frame import (
 )
 
 from ..errors import MeshdistError
-from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import resolve_group
 from ..wires.work import Work
 
@@ -54,7 +53,7 @@ def verb(function: _F) -> _F:
     return cast(_F, call)
 
 
-def _leave_untraced(function: Callable[..., Any], why: str = _WHY_NOT_TRACED) -> None:
+def _leave_untraced(function: Callable[..., Any]) -> None:
     """Let torch.compile run ``function``, and all that it calls, as they are.
 
     This says what torch.compiler.disable says, without its import of the whole compiler and
@@ -64,15 +63,13 @@ def _leave_untraced(function: Callable[..., Any], why: str = _WHY_NOT_TRACED) ->
     set_code_exec_strategy(function.__code__, never)  # once it runs
     marked = cast(Any, function)
     marked._torchdynamo_disable = True  # where a graph comes to its call
-    marked._torchdynamo_disable_msg = why
+    marked._torchdynamo_disable_msg = _WHY_NOT_TRACED
 
 
 # What async verbs hand out is part of them.
 for _name, _method in inspect.getmembers(Work, inspect.isfunction):
     if not _name.startswith("_"):
         _leave_untraced(_method)
-# As a rule a slice of a mesh is taken for a verb.
-_leave_untraced(DeviceMesh.__getitem__, "a mesh keeps its parts under a lock, outside of any graph")
 
 
 def _title(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

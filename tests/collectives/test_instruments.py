@@ -334,25 +334,3 @@ def test_a_full_graph_is_refused_with_the_reason() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="waits for other ranks") as failure:
         md.simulate(once, 2, args=(compiled,))
     assert "md.all_reduce(y)" in str(failure.value)
-
-
-@pytest.mark.usefixtures("frames")
-def test_a_mesh_is_sliced_outside_of_graphs_though_it_knows_the_slice() -> None:
-    import torch._dynamo
-
-    def program() -> tuple[float, str]:
-        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-        def share(x: torch.Tensor) -> torch.Tensor:
-            return x / mesh["tp"].size()
-
-        share(torch.ones(()))
-        answer = torch.compile(share, backend="eager")(torch.ones(()))
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported) as failure:
-            torch.compile(share, backend="eager", fullgraph=True)(torch.ones(()))
-        return answer.item(), str(failure.value)
-
-    for answer, text in md.simulate(program, 2):
-        assert answer == 0.5
-        assert "keeps its parts under a lock" in text
