@@ -111,10 +111,9 @@ _ROOMS = {
         "reduce_scatter_single",
         "reduce_scatter_tensor",
     ),
+    "collectives.coalesced": ("all_gather_coalesced", "all_reduce_coalesced"),
     "collectives.list_verbs": (
         "all_gather",
-        "all_gather_coalesced",
-        "all_reduce_coalesced",
         "all_to_all",
         "all_to_all_single",
         "gather",
@@ -157,10 +156,12 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         P2POp as P2POp,
         batch_isend_irecv as batch_isend_irecv,
     )
-    from .collectives.list_verbs import (
-        all_gather as all_gather,
+    from .collectives.coalesced import (
         all_gather_coalesced as all_gather_coalesced,
         all_reduce_coalesced as all_reduce_coalesced,
+    )
+    from .collectives.list_verbs import (
+        all_gather as all_gather,
         all_to_all as all_to_all,
         all_to_all_single as all_to_all_single,
         gather as gather,

@@ -62,6 +62,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "stand_ins",
             "transfers",
             "c10d",
+            "nccl",
             "gloo",
             "simulated_store",
             "headers",
@@ -114,9 +115,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "running",
             "verbs",
             "list_verbs",
+            "coalesced",
             "multi_device",
             "point_to_point",
             "batches",
+            "parcels",
             "objects",
             "monitored",
             "functional",
@@ -155,7 +158,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 # Private attributes of torch's objects that share their name with one of ours.
 TORCH_ATTRIBUTES = {  # of a process group's options, and of a tensor
     ("meshdist.collectives.checks", "_base"),
-    ("meshdist.wires.c10d", "_timeout"),
+    ("meshdist.wires.nccl", "_timeout"),
     ("meshdist.wires.gloo", "_devices"),
     ("meshdist.wires.gloo", "_timeout"),
 }

@@ -12,22 +12,19 @@ fails leaves its lists as they were.
 
 from __future__ import annotations
 
-import io
-import json
-import pickle
-import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ..error_text import grouped_text, ranks_text
+from ..error_text import grouped_text
 from ..errors import AgreementError, BackendError, KindError
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.base import Communicator, Pending
 from .checks import check_list, check_no_list, find_peer, get_peer, get_root
 from .instruments import verb
+from .parcels import Parcel, raise_unpicklable, unpack
 from .point_to_point import Message, check_not_me, start_together
 from .running import run
 
@@ -73,7 +70,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     target = resolve_group(group)
     slots = _slots(object_list, "object_list", name, target.size())
     rounds = _Rounds(name, target)
-    parcel = _Parcel([obj], ["obj"])
+    parcel = Parcel([obj], ["obj"])
     sizes = rounds.agree(parcel)
     parts = rounds.all_gather_bytes(parcel.data, sizes)
     slots[:] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
@@ -120,7 +117,7 @@ def gather_object(
     else:
         check_no_list(object_gather_list, argument, name, "destination", target, root)
     rounds = _Rounds(name, target, root=root)
-    parcel = _Parcel([obj], ["obj"])
+    parcel = Parcel([obj], ["obj"])
     sizes = rounds.agree(parcel)
     sent = [0] * target.size()
     sent[root] = parcel.data.numel()
@@ -167,7 +164,7 @@ def broadcast_object_list(
     is_root = root == target.rank()
     objects = _given(object_list, "object_list", name, is_written=not is_root)
     rounds = _Rounds(name, target, device, root)
-    parcel = _Parcel(objects, _entries("object_list", objects)) if is_root else _Parcel([], [])
+    parcel = Parcel(objects, _entries("object_list", objects)) if is_root else Parcel([], [])
     sizes = rounds.agree(parcel, len(objects))
     data = parcel.data if is_root else rounds.empty(sizes[root])
     arrived = rounds.broadcast(data)
@@ -215,7 +212,7 @@ def scatter_object_list(
     if root == target.rank():
         objects = check_list(scatter_object_input_list, argument, name, size)
         entries = _entries(argument, objects)
-        parcels = [_Parcel([x], [entry]) for x, entry in zip(objects, entries, strict=True)]
+        parcels = [Parcel([x], [entry]) for x, entry in zip(objects, entries, strict=True)]
     rounds = _Rounds(name, target, root=root)
     sizes = rounds.tell_sizes(parcels)
     sent = sizes if parcels else [0] * size
@@ -265,13 +262,13 @@ def send_object_list(
     check_not_me(target, peer, name)
     objects = _given(object_list, "object_list", name, is_written=False)
     line = _Line(name, target, device, use_batch)
-    parcel = _Parcel(objects, _entries("object_list", objects))
+    parcel = Parcel(objects, _entries("object_list", objects))
     line.send(line.numbers(_MARK, len(objects), parcel.stated), peer)
     (num_taken,) = line.receive(line.numbers(0), peer, is_answer=True)[0].tolist()
     if parcel.is_failure or num_taken == len(objects):
         line.send(parcel.data.to(line.device), peer)
     if parcel.is_failure:
-        _raise_unpicklable([(target.world.rank, parcel.data)], name, parcel.error)
+        raise_unpicklable([(target.world.rank, parcel.data)], name, parcel.error)
     _check_same_length(len(objects), target.world.rank, num_taken, target.ranks[peer], target)
 
 
@@ -320,49 +317,9 @@ def recv_object_list(
         _check_same_length(num_sent, sender, num_taken, target.world.rank, target)
     data, _ = line.receive(torch.empty(abs(stated), dtype=torch.uint8, device=line.device), source)
     if stated < 0:
-        _raise_unpicklable([(sender, data)], "send_object_list")
-    object_list[:] = _unpack(data, sender, name, target)
+        raise_unpicklable([(sender, data)], "send_object_list")
+    object_list[:] = unpack(data, sender, name, target)
     return sender
-
-
-class _Parcel:
-    """Objects as bytes; or, where one cannot be pickled, why.
-
-    Args:
-        objects: what to pickle, one after the other.
-        names: what messages call each of them.
-    """
-
-    def __init__(self, objects: Sequence[Any], names: Sequence[str]) -> None:
-        self.error: Exception | None = None
-        buffer = io.BytesIO()
-        head = struct.Struct(f"<{1 + len(objects)}q")
-        buffer.write(bytes(head.size))
-        sizes = []
-        for x, name in zip(objects, names, strict=True):
-            start = buffer.tell()
-            try:
-                pickle.dump(x, buffer)
-            except Exception as error:  # whatever the object's own code raises
-                self.error = error
-                told = f"{name} of type {type(x).__qualname__}: {_error_text(error)}"
-                buffer = io.BytesIO(json.dumps(told).encode())
-                break
-            sizes.append(buffer.tell() - start)
-        view = buffer.getbuffer()
-        if self.error is None:
-            head.pack_into(view, 0, len(sizes), *sizes)
-        self.data = torch.frombuffer(view, dtype=torch.uint8)
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether the bytes are the reason of a failure."""
-        return self.error is not None
-
-    @property
-    def stated(self) -> int:
-        """The number of bytes, negative for a failure's."""
-        return -self.data.numel() if self.is_failure else self.data.numel()
 
 
 class _Rounds:
@@ -384,7 +341,7 @@ class _Rounds:
         self.device = _find_device(target, device, verb)
         self.channel = target.channel(self.device.type)
 
-    def agree(self, parcel: _Parcel, length: int = 0) -> list[int]:
+    def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
         """Return how many bytes each member has.
 
         Raises:
@@ -400,13 +357,13 @@ class _Rounds:
             told = parcel.data if parcel.is_failure else self.empty(0)
             texts = self.all_gather_bytes(told, [max(0, -size) for size in stated])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
-            _raise_unpicklable(failed, self.verb, parcel.error)
+            raise_unpicklable(failed, self.verb, parcel.error)
         if len(set(lengths)) > 1:
             told_lengths = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
             raise _other_length(self.verb, self.target, grouped_text(told_lengths))
         return list(stated)
 
-    def tell_sizes(self, parcels: Sequence[_Parcel]) -> list[int]:
+    def tell_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
         """Return how many bytes the source, which has ``parcels``, has for each member.
 
         Raises:
@@ -422,7 +379,7 @@ class _Rounds:
             text = self.broadcast(self.empty(-sizes[0]) if failure is None else failure.data)
             source = self.target.ranks[self.root]
             cause = None if failure is None else failure.error
-            _raise_unpicklable([(source, text)], self.verb, cause)
+            raise_unpicklable([(source, text)], self.verb, cause)
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -462,7 +419,7 @@ class _Rounds:
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
         """Return the objects that ``member`` sent."""
-        return _unpack(data, self.target.ranks[member], self.verb, self.target)
+        return unpack(data, self.target.ranks[member], self.verb, self.target)
 
 
 class _Line:
@@ -539,46 +496,6 @@ def _entries(argument: str, objects: Sequence[Any]) -> list[str]:
     return [f"{argument}[{place}]" for place in range(len(objects))]
 
 
-def _unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:
-    """Return the objects of a parcel.
-
-    Raises:
-        BackendError: one of them cannot be unpickled here.
-    """
-    view = data.numpy().data
-    (count,) = struct.unpack_from("<q", view)
-    sizes = struct.unpack_from(f"<{count}q", view, 8)
-    start = 8 * (1 + count)
-    objects = []
-    for place, size in enumerate(sizes):
-        try:
-            objects.append(pickle.loads(view[start : start + size]))
-        except Exception as error:  # whatever the object's own code raises
-            which = "the object" if count == 1 else f"object {place}"
-            raise BackendError(
-                f"{verb}: {which} that rank {sender} sent cannot be unpickled",
-                where=f"rank {target.world.rank}, {target.name}",
-                found=_error_text(error),
-                fix="see that both ranks run the same program, and can import the same modules",
-            ) from error
-        start += size
-    return objects
-
-
-def _raise_unpicklable(
-    failed: Sequence[tuple[int, torch.Tensor]], verb: str, cause: Exception | None = None
-) -> NoReturn:
-    """Raise one and the same error on every member."""
-    told = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
-    ranks = [rank for rank, _ in told]
-    raise KindError(
-        f"{verb}: an object of {ranks_text(ranks)} cannot be pickled",
-        expected="objects that pickle takes; nothing was sent",
-        found=grouped_text(told),
-        fix="send plain data, and classes and functions that stand at the top of a module",
-    ) from cause
-
-
 def _other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
     return AgreementError(
         f"{verb}: the members' lists of objects have different lengths",
@@ -598,7 +515,3 @@ def _check_same_length(
         told = [(sender, f"sends {num_sent} entries"), (receiver, f"takes {num_taken}")]
         found = "\n".join(f"rank {rank} {text}" for rank, text in told)
         raise _other_length("send_object_list", target, found)
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -8,7 +8,6 @@ does not know its dtype.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as torch_distributed
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -37,21 +35,18 @@ from . import fallbacks
 from .base import (
     REDUCING_VERBS,
     Communicator,
-    Opening,
     Pending,
-    Wire,
     WireAborted,
     WireFailure,
     WireTimeout,
-    register_wire,
 )
 from .mailbox import Mailbox, SelfTransfer
 from .pending import Chain
 from .reductions import find_lack
-from .stand_ins import NCCL, UCC, Arithmetic, StandIn, read_as
+from .stand_ins import Arithmetic, StandIn, read_as
 from .transfers import Transfer
 
-__all__ = ["C10dCommunicator", "C10dWire", "NcclCommunicator", "is_timeout", "plain_text"]
+__all__ = ["C10dCommunicator", "is_timeout", "plain_text"]
 
 _MOVED = frozenset(
     {
@@ -456,75 +451,6 @@ class C10dCommunicator(Communicator):
         return WireFailure(text)
 
 
-class NcclCommunicator(C10dCommunicator):
-    """NCCL's connection, and that of XCCL, which follows it."""
-
-    arithmetic = NCCL
-    gathers_uneven = True
-
-
-class UccCommunicator(C10dCommunicator):
-    """UCC's connection."""
-
-    arithmetic = UCC
-
-
-class C10dWire(Wire):
-    """A wire over one of torch's process-group classes, where this torch has it."""
-
-    def __init__(
-        self,
-        name: str,
-        class_name: str,
-        device_types: frozenset[str],
-        communicator_kind: type[C10dCommunicator],
-    ) -> None:
-        self.name = name
-        self.device_types = device_types
-        self.communicator_kind = self._kind = communicator_kind
-        self._class_name = class_name
-
-    def is_available(self) -> bool:
-        return hasattr(torch_distributed, self._class_name)
-
-    def open(self, opening: Opening) -> Communicator:
-        kind = getattr(torch_distributed, self._class_name)
-        try:
-            group = kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
-        except RuntimeError as error:
-            raise WireFailure(plain_text(error)) from None
-        return self._communicator(opening, group)
-
-    def _communicator(self, opening: Opening, group: Any) -> Communicator:
-        return self._kind(self.name, opening.rank, len(opening.ranks), group)
-
-
-class NcclWire(C10dWire):
-    """NCCL. Opening does not communicate unless a device is bound: then it connects at once."""
-
-    default_timeout = timedelta(minutes=10)
-
-    def __init__(self) -> None:
-        super().__init__("nccl", "ProcessGroupNCCL", frozenset({"cuda"}), NcclCommunicator)
-
-    def is_available(self) -> bool:
-        return super().is_available() and torch.cuda.is_available()
-
-    def open(self, opening: Opening) -> Communicator:
-        kind = torch_distributed.ProcessGroupNCCL
-        options = opening.options if isinstance(opening.options, kind.Options) else kind.Options()
-        options._timeout = opening.timeout
-        # A failure is raised where it is waited for, never by ending the process behind its back.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        try:
-            group = kind(opening.store, opening.rank, len(opening.ranks), options)
-            if opening.device is not None and opening.device.type == "cuda":
-                group.eager_connect_single_device(opening.device)
-        except RuntimeError as error:
-            raise WireFailure(plain_text(error)) from None
-        return self._communicator(opening, group)
-
-
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
     return read_as(tensor, tensor.dtype if tensor.dtype in _MOVED else torch.uint8)
@@ -539,8 +465,3 @@ def _reduce_scatter_options(op: ReduceKind, timeout: timedelta) -> ReduceScatter
     options.reduceOp = op  # type: ignore[assignment]
     options.timeout = timeout
     return options
-
-
-register_wire(NcclWire())
-register_wire(C10dWire("ucc", "ProcessGroupUCC", frozenset({"cpu", "cuda"}), UccCommunicator))
-register_wire(C10dWire("xccl", "ProcessGroupXCCL", frozenset({"xpu"}), NcclCommunicator))

@@ -17,10 +17,10 @@ import torch
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
 from .base import REDUCING_VERBS, Wire, find_wire, wire_names
+from .gloo import GlooWire as GlooWire
 
 # The wires, each of which registers itself.
-from .c10d import C10dWire as C10dWire
-from .gloo import GlooWire as GlooWire
+from .nccl import C10dWire as C10dWire
 from .registered import adopt_torch_backends
 from .simulated import SimulatedWire as SimulatedWire
 

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 from .base import Communicator, Opening, Wire, WireFailure, find_wire, register_wire
 from .c10d import C10dCommunicator
 from .gloo import GlooCommunicator
+from .nccl import NcclWire as NcclWire  # registers itself, as Gloo does
 
 __all__ = ["RegisteredWire", "adopt_torch_backends", "register_torch_backend"]
 
