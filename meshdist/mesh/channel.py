@@ -16,7 +16,7 @@ from ..runtime.clock import clock
 from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
 from ..runtime.recorder import Data, call_text, is_list
-from ..wires.base import Communicator, Wire, WireFailure, WireTimeout
+from ..wires.base import Communicator, Wire, WireAborted, WireFailure, WireTimeout
 from .failures import call_disagreement, explain, message_disagreement
 from .registry import OpenCommunicator
 
@@ -49,8 +49,20 @@ class _Fingerprints(dict[Any, int]):
         return found
 
 
+class _MessageFingerprints(dict[Any, int]):
+    """The fingerprint of each kind of message: dtype, number of elements, whether of objects."""
+
+    def __missing__(self, message: Any) -> int:
+        if len(self) >= _MOST_FINGERPRINTS:
+            self.clear()
+        dtype, count, is_of_objects = message
+        self[message] = found = fingerprint(_codes[dtype], count, is_of_objects)
+        return found
+
+
 _codes = _Codes()
 _fingerprints = _Fingerprints()
+_message_fingerprints = _MessageFingerprints()
 
 
 class Channel:
@@ -65,6 +77,7 @@ class Channel:
     """
 
     __slots__ = (
+        "aborts",
         "communicator",
         "device_type",
         "group",
@@ -87,6 +100,7 @@ class Channel:
         self.group = group
         self.wire = wire
         self.opened = opened
+        self.aborts = opened.aborts
         self.device_type = device_type
         self.timeout = timeout
         self.communicator: Communicator = opened.communicator
@@ -125,6 +139,8 @@ class Channel:
         data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
+        if self.aborts and self.opened.label in self.aborts:
+            raise explain(self.group, WireAborted("the group is broken"), self)
         number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
         ledger = self.ledger
         if ledger is not None:
@@ -144,18 +160,21 @@ class Channel:
         """Note a send or receive, and compare it with its counterpart, if that is there.
 
         Raises:
-            AgreementError: the counterpart has another dtype or number of elements.
+            AgreementError: the counterpart has another dtype or number of elements, or one is
+                of objects and the other of a tensor.
         """
         self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
+        if self.aborts and self.opened.label in self.aborts:
+            raise explain(self.group, WireAborted("the group is broken"), self)
         ledger = self.ledger
         if ledger is None:
             return
         if peer is None:
             ledger.recv_any(tag)
             return
-        header = fingerprint(_codes[tensor.dtype], tensor.numel())
+        header = _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
         number = (ledger.send if is_send else ledger.recv)(peer, tag, header)
         if number is not None:
             raise message_disagreement(self.group, self, is_send, peer, tag, number)

@@ -93,7 +93,10 @@ def call_disagreement(group: ProcessGroup, channel: Channel, sequence: int) -> M
     expected = "the same verb, dtype, number of elements, op and root on every member"
     if mine is not None and "sending" in mine["argument"]:
         expected = "the same verb and dtype, and what one member takes as the other sends it"
-    fix = "make every member call the same verbs in the same order, on fitting tensors"
+    fix = (
+        "make every member call the same verbs in the same order, on fitting tensors; the group "
+        "is broken now"
+    )
     return _disagree(group, channel, about, mine, summary, where, expected, fix)
 
 
@@ -109,7 +112,7 @@ def message_disagreement(
     expected = "equal dtype and number of elements on both sides"
     fix = (
         "receive into a tensor like the one that is sent, or give messages of different kinds "
-        "different tags"
+        "different tags; the group is broken now"
     )
     return _disagree(group, channel, about, mine, summary, where, expected, fix)
 
@@ -174,11 +177,14 @@ def _disagree(
         store = store_of_thread(group.world)
         first = store.compare_set(f"{label}/disagreement", "", text).decode()
         disagreement = json.loads(first)
+        reason = f"{summary}: {disagreement['found']}"
         if first == text:
-            reason = f"{summary}: {disagreement['found']}"
             message = {"reason": reason, "group": group.name, "disagreement": disagreement}
             registry.abort([label], message)
+        else:  # its signal is under way; no verb of this rank may run into the wire before it
+            registry.break_here(channel.opened, reason, disagreement=disagreement)
     except StoreError as lost:
+        registry.break_here(channel.opened, str(lost))
         return lost
     call = channel.recorder.describe()
     return _disagreement_error(f"rank {rank}, {call_text(call)}", disagreement)
@@ -187,7 +193,7 @@ def _disagree(
 def _disagreement_error(where: str, disagreement: dict[str, str]) -> AgreementError:
     return AgreementError(
         disagreement["summary"],
-        where=f"{disagreement['where']}\nseen by {where}",
+        where=f"{disagreement['where']}\nraised on {where}",
         expected=disagreement["expected"],
         found=disagreement["found"],
         fix=disagreement["fix"],

@@ -196,10 +196,10 @@ class Registry:
         finally:
             self._abort_here(message)
 
-    def break_here(self, opened: OpenCommunicator, reason: str) -> None:
+    def break_here(self, opened: OpenCommunicator, reason: str, **more: Any) -> None:
         """Let every later verb of this rank on a failed communicator tell why it is broken."""
-        labels = [opened.label]
-        self._abort_here({"rank": self.world.rank, "labels": labels, "reason": reason})
+        message = {"rank": self.world.rank, "labels": [opened.label], "reason": reason, **more}
+        self._abort_here(message)
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
         """Who aborted a communicator and why, if somebody did; asks the store."""
@@ -209,6 +209,8 @@ class Registry:
             store = store_of_thread(self.world)
             if store.check([f"{label}/abort"]):
                 known = json.loads(store.get(f"{label}/abort"))
+                # Its signal may be under way still, and the next verb must not run into the wire.
+                self._abort_here(known)
         return known
 
     def start_sentinel(self) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "get_debug_level",
     "set_debug_level",
     "set_debug_level_from_env",
+    "shows_stacks",
     "verbs_log",
 ]
 
@@ -101,6 +102,11 @@ def set_debug_level_from_env() -> None:
         )
     torch.distributed.set_debug_level_from_env()
     _follow()
+
+
+def shows_stacks() -> bool:
+    """Whether errors show the stack of each call: TORCH_SHOW_CPP_STACKTRACES=1, as for torch's."""
+    return os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1"
 
 
 class _LastResort(logging.Handler):

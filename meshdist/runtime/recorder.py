@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import count
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, op_name
+from .debug_levels import shows_stacks
 
 __all__ = ["NUM_NOTES", "Data", "Recorder", "call_text", "is_list"]
 
@@ -54,6 +56,7 @@ class Recorder:
     """
 
     __slots__ = (
+        "_keeps_stacks",
         "_notes",
         "_num_messages",
         "_num_notes",
@@ -64,6 +67,7 @@ class Recorder:
     )
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self._keeps_stacks = shows_stacks()
         self.ranks = ranks
         self.sequence = 0
         self.moment = 0
@@ -132,6 +136,7 @@ class Recorder:
             more,
             frame.f_code,
             frame.f_lasti,
+            _stack_above(frame) if self._keeps_stacks else [],
         )
         self._num_notes += 1
         return data
@@ -159,7 +164,7 @@ class Recorder:
         return None
 
     def _described(self, note: tuple[Any, ...]) -> dict[str, Any]:
-        sequence, group, verb, data, more, code, instruction = note
+        sequence, group, verb, data, more, code, instruction, stack = note
         told = [] if data is None else [_data_text(data)]
         if len(more) == 3:
             op, root, sizes = more
@@ -180,7 +185,7 @@ class Recorder:
             "group": group,
             "verb": verb,
             "argument": ", ".join(told),
-            "where": _where(code, instruction),
+            "where": "\n  called at ".join([_where(code, instruction), *stack]),
         }
 
     def _rank_text(self, member: int) -> str:
@@ -197,6 +202,17 @@ def _data_text(data: Any) -> str:
         return f"[{', '.join(map(_data_text, data))}]"
     shape, dtype = data
     return f"{tuple(shape)} {dtype_name(dtype)}"
+
+
+def _stack_above(frame: FrameType) -> list[str]:
+    """Who called the program's frame that called a verb, and so on."""
+    stack = []
+    above = frame.f_back
+    while above is not None:
+        if not _between_files[above.f_code.co_filename]:
+            stack.append(_where(above.f_code, above.f_lasti))
+        above = above.f_back
+    return stack
 
 
 def _where(code: Any, instruction: int) -> str:

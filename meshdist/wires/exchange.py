@@ -165,6 +165,8 @@ class Exchange:
         self.messages: list[list[Message]] = [[] for _ in ranks]
         self.receives: list[list[Receive]] = [[] for _ in ranks]
         self.is_aborted = False
+        self.failure: Exception | None = None
+        """Of members that disagreed; whatever is started after that fails with it."""
 
     def enter(self, call: Call) -> None:
         """Add a member's call to its round; the last one moves the data."""
@@ -174,6 +176,7 @@ class Exchange:
         if first.failure is not None:
             call.settle(first.failure)
         elif (failure := self._find_disagreement(call, first, calls)) is not None:
+            self.failure = failure
             for each in calls.values():
                 each.settle(failure)
         elif len(calls) == self.size:
@@ -201,7 +204,8 @@ class Exchange:
             return self._disagreement(
                 calls,
                 expected="the same verb, dtype, number of elements, op and root on every member",
-                fix="make every member call the same verbs in the same order, on equal tensors",
+                fix="make every member call the same verbs in the same order, on fitting tensors; "
+                "the group is broken now",
             )
         headers = {member: each.header for member, each in calls.items()}
         mismatch = find_mismatch(call.member, call.header, headers, self.ranks)
@@ -212,7 +216,7 @@ class Exchange:
             mismatch,
             expected="what a member sends to another is what that one takes from it",
             fix="give each output as many elements as its source sends; where a member cannot "
-            "know them, exchange the sizes first",
+            "know them, exchange the sizes first; the group is broken now",
         )
 
     def _disagreement(
@@ -227,7 +231,7 @@ class Exchange:
             told.append((rank, text))
         number = next(iter(calls.values())).number
         return AgreementError(
-            f"the members of a group disagree about their collective {number}",
+            f"the members of a group disagree about their call {number}",
             where=f"{self.title}; no data was moved",
             expected=expected,
             found="\n".join(filter(None, (mismatch, grouped_text(told)))),

@@ -15,6 +15,7 @@ numbers one of which is NaN may be either, but the same on every member.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import socket
 import weakref
@@ -123,11 +124,18 @@ class GlooCommunicator(C10dCommunicator):
 
     def abort(self) -> None:
         self._aborted = True
-        self._disconnect()
+        if not self._is_lazy:  # closing what still connects would end the process
+            self._disconnect()
 
     def close(self) -> None:
         group, self._group = self._group, None
-        if group is None or not self._is_ours():
+        if group is None:
+            return
+        if self._process_id != os.getpid():  # a forked child
+            # Its threads stayed with the parent, and its end would wait for them for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            return
+        if self._is_lazy:
             return
         # The group ends only when all of its operations have, and one may be in flight that other
         # members do not come to.
@@ -140,13 +148,6 @@ class GlooCommunicator(C10dCommunicator):
 
     def __del__(self) -> None:
         self.close()
-
-    def _is_ours(self) -> bool:
-        """Whether this process opened it, and Gloo waits for as long as this class lets it.
-
-        A forked child shares its parent's connections and must not write to them.
-        """
-        return not self._is_lazy and self._process_id == os.getpid()
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.size for step in range(1, self.size)]

@@ -225,6 +225,8 @@ class SimulatedCommunicator(Communicator):
     def _check_usable(self) -> None:
         self._rank.check_here()
         self._rank.num_vain_polls = 0
+        if self._exchange.failure is not None:
+            raise copy.copy(self._exchange.failure)
         if self._exchange.is_aborted:
             raise WireAborted("the communicator was aborted")
         if self._is_closed:

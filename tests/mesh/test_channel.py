@@ -148,7 +148,7 @@ def test_every_way_to_differ_is_told_on_both_members(
         text = results[0][0][1]
         assert text.startswith(summary)
         assert "group of ranks 0-1" in text
-        assert "seen by rank 0, " in text and "seen by rank 1, " in results[1][0][1]
+        assert "raised on rank 0, " in text and "seen by rank 1, " in results[1][0][1]
 
 
 def test_what_is_expected_is_said(pool: Pool) -> None:
@@ -213,7 +213,7 @@ def test_an_axis_is_named_and_other_axes_work_on(pool: Pool) -> None:
         kind, text, found, _ = outcomes[rank][0]
         assert kind == "AgreementError"
         assert "where:    axis 'dp' of DeviceMesh(dp=2, tp=2), ranks 1, 3; rank " in text
-        assert f"seen by rank {rank}, call 1 on axis 'dp' of DeviceMesh(dp=2, tp=2): " in text
+        assert f"raised on rank {rank}, call 1 on axis 'dp' of DeviceMesh(dp=2, tp=2): " in text
         assert "rank 1: all_reduce((1,) float32, SUM)" in found
         assert "rank 3: all_reduce((3,) float32, SUM)" in found
 

@@ -153,7 +153,7 @@ def test_members_that_disagree_all_raise_the_same() -> None:
     texts = simulate(program, 4)
     assert texts == [texts[0]] * 4
     assert texts[0] == (
-        "the members of a group disagree about their collective 1\n"
+        "the members of a group disagree about their call 1\n"
         "  where:    ranks 0-3; no data was moved\n"
         "  expected: the same verb, dtype, number of elements, op and root on every member\n"
         f"  found:    ranks 0-1: all_reduce(SUM) of 4 float32 at {line_of(program, 6)}\n"
@@ -301,7 +301,7 @@ def test_sizes_that_disagree_as_a_whole() -> None:
     assert kept == [[-1.0] * 2, [-1.0] * 3]
     assert text == other
     assert text == (
-        "the members of a group disagree about their collective 1\n"
+        "the members of a group disagree about their call 1\n"
         "  where:    axis 'tp' (ranks 0-1); no data was moved\n"
         "  expected: what a member sends to another is what that one takes from it\n"
         "  found:    rank 1 sends 2 to rank 0, which takes 3\n"

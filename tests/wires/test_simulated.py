@@ -486,7 +486,7 @@ def test_a_chain_fails_as_its_part_does() -> None:
     def program() -> None:
         group = open_group()
         chain = Chain([group.barrier(T), group.broadcast(torch.ones(1), group.rank, T)])
-        with pytest.raises(AgreementError, match="disagree about their collective 2"):
+        with pytest.raises(AgreementError, match="disagree about their call 2"):
             group.finish(chain, T)
 
     simulate(program, 2)
