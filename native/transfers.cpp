@@ -206,21 +206,22 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
     peer.unannounced.erase(
         std::remove(peer.unannounced.begin(), peer.unannounced.end(), transfer),
         peer.unannounced.end());
-    // An offer that is accepted later finds nothing here and is answered with a cancel.
-    for (auto one = peer.offered.begin(); one != peer.offered.end();) {
-      one = one->second == transfer ? peer.offered.erase(one) : std::next(one);
-    }
-    for (auto one = peer.streaming.begin(); one != peer.streaming.end();) {
-      if (one->second == transfer) {
+    // What the receiver knows of already is taken back at once: this member may not look again.
+    const auto take_back = [&](auto& sends) {
+      for (auto one = sends.begin(); one != sends.end();) {
+        if (one->second != transfer) {
+          ++one;
+          continue;
+        }
         Packet cancel{};
         cancel.kind = Kind::cancel;
         cancel.id = one->first;
         peer.replies.push_back(cancel);
-        one = peer.streaming.erase(one);
-      } else {
-        ++one;
+        one = sends.erase(one);
       }
-    }
+    };
+    take_back(peer.offered);
+    take_back(peer.streaming);
     peer.early.remove_if([&](const Early& early) { return early.own == transfer; });
     if (transfer->peer != static_cast<int>(end_->rank)) push(transfer->peer);
   }
@@ -308,6 +309,9 @@ void Transfers::post(const TransferPtr& receive) {
     complete(receive, status);
   } else if (early.packet.kind == Kind::offer) {
     accept(receive, from, early.packet);
+  } else if (early.packet.kind == Kind::cancel) {
+    receive->source = static_cast<int>(from);
+    complete(receive, Status::cancelled);
   } else if (fits(receive, from, early.packet)) {
     deliver(receive, early.packet, early.payload.data());
   } else {
@@ -393,12 +397,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
     }
     case Kind::accept: {
       const auto offered = peer.offered.find(packet.id);
-      if (offered == peer.offered.end()) {
-        Packet cancel{};
-        cancel.kind = Kind::cancel;
-        cancel.id = packet.id;
-        peer.replies.push_back(cancel);
-      } else {
+      if (offered != peer.offered.end()) {  // else it was taken back meanwhile
         peer.streaming.emplace_back(packet.id, offered->second);
         peer.offered.erase(offered);
       }
@@ -431,7 +430,14 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
     }
     case Kind::cancel: {
       const auto arriving = peer.arriving.find(packet.id);
-      if (arriving == peer.arriving.end()) break;
+      if (arriving == peer.arriving.end()) {
+        for (Early& early : peer.early) {
+          if (early.packet.kind == Kind::offer && early.packet.id == packet.id) {
+            early.packet.kind = Kind::cancel;  // whoever asks for it learns so
+          }
+        }
+        break;
+      }
       if (arriving->second.receive != nullptr) {
         complete(arriving->second.receive, Status::cancelled);
       }
