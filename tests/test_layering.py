@@ -66,6 +66,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "moving",
             "exchange",
             "simulated",
+            "handshake",
             "shm",
             "mpi",
             "hierarchical",

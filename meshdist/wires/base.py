@@ -30,6 +30,8 @@ from .pending import Chain, Pending
 
 __all__ = [
     "Communicator",
+    "MemberLost",
+    "MembersDisagree",
     "Opening",
     "Pending",
     "REDUCING_VERBS",
@@ -62,6 +64,36 @@ class WireAborted(WireFailure):
     """The communicator was aborted while an operation waited."""
 
 
+class MemberLost(WireFailure):
+    """A member has ended while others waited for it.
+
+    Args:
+        text: what happened.
+        member: its place in the group.
+    """
+
+    def __init__(self, text: str, member: int) -> None:
+        super().__init__(text)
+        self.member = member
+
+
+class MembersDisagree(WireFailure):
+    """A wire that compares calls found that members have started different ones.
+
+    Args:
+        text: what differs.
+        number: of the call; None for the last.
+        message: for a message whether it is a send, the peer and the tag.
+    """
+
+    def __init__(
+        self, text: str, number: int | None, message: tuple[bool, int, int] | None
+    ) -> None:
+        super().__init__(text)
+        self.number = number
+        self.message = message
+
+
 @dataclass(frozen=True)
 class Opening:
     """What a wire needs to open one communicator, equal on all members but for ``rank``.
@@ -76,6 +108,7 @@ class Opening:
         options: the wire's own options, or None.
         device: the device bound to this rank, or None.
         name: what messages call the group that opens it.
+        num_local: how many ranks of the world run on this host.
     """
 
     store: Store
@@ -87,6 +120,7 @@ class Opening:
     options: Any = None
     device: torch.device | None = None
     name: str = ""
+    num_local: int = 1
 
 
 class Communicator(ABC):
@@ -97,11 +131,18 @@ class Communicator(ABC):
     time.
     """
 
+    compares_calls = False
+    """Whether the wire itself compares every call with the other members'."""
+
     def __init__(self, wire: str, rank: int, size: int) -> None:
         self.wire = wire
         self.rank = rank
         self.size = size
-        self.caller = ""  # the public verb that what is started next belongs to, for messages
+        # The public verb that what is started next belongs to, and its number, for messages.
+        self.caller = ""
+        self.number = 0
+        self.waiting: Communicator = self
+        """The same verbs for a caller who waits at once; ``finish`` follows all the same."""
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
