@@ -132,13 +132,23 @@ _ROOMS = {
         "scatter_object_list",
         "send_object_list",
     ),
+    "debug.pausing": ("breakpoint",),
+    "collectives.multi_device": (
+        "all_gather_multigpu",
+        "all_reduce_multigpu",
+        "broadcast_multigpu",
+        "reduce_multigpu",
+    ),
     "ddp.data_parallel": ("DDP", "DistributedDataParallel"),
     "ddp.sampler": ("DistributedSampler",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 _MODULES = ("lax",)
 
-__all__ = ["__version__", *sorted([*_ROOM_OF, *_MODULES])]
+# Found as attributes, but not handed out by `from meshdist import *`.
+_SHADOWING_BUILTINS = ("breakpoint",)
+
+__all__ = ["__version__", *sorted({*_ROOM_OF, *_MODULES}.difference(_SHADOWING_BUILTINS))]
 
 
 if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test compares them
@@ -158,6 +168,12 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         scatter as scatter,
     )
     from .collectives.monitored import monitored_barrier as monitored_barrier
+    from .collectives.multi_device import (
+        all_gather_multigpu as all_gather_multigpu,
+        all_reduce_multigpu as all_reduce_multigpu,
+        broadcast_multigpu as broadcast_multigpu,
+        reduce_multigpu as reduce_multigpu,
+    )
     from .collectives.objects import (
         all_gather_object as all_gather_object,
         broadcast_object_list as broadcast_object_list,
@@ -184,6 +200,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
     )
     from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
     from .ddp.sampler import DistributedSampler as DistributedSampler
+    from .debug.pausing import breakpoint as breakpoint
     from .errors import (
         AbortedError as AbortedError,
         AgreementError as AgreementError,

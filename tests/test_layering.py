@@ -146,7 +146,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "tensor_parallel": (),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},
-    {"cli": ("arguments", "run", "bench", "doctor", "main")},
+    {"cli": ("arguments", "run", "bench", "checkup", "doctor", "main")},
     {"launch": ("launch",), "__main__": ("__main__",)},
 )
 

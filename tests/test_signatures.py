@@ -34,6 +34,7 @@ NAMES = (
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
+    "breakpoint",
     "broadcast",
     "broadcast_object_list",
     "destroy_process_group",

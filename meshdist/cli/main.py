@@ -11,7 +11,7 @@ from .arguments import report_usage_error
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[str, ...] = ("run", "bench")
+COMMANDS: tuple[str, ...] = ("run", "bench", "doctor")
 """The sub-commands: each is a module of this folder with ``SUMMARY`` and ``main(argv) -> int``."""
 
 

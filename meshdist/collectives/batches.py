@@ -11,7 +11,7 @@ from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.work import Work
 from .checks import get_peer
 from .instruments import verb
-from .point_to_point import Message, irecv, isend
+from .point_to_point import Message, irecv, isend, start_together
 
 __all__ = ["P2POp", "batch_isend_irecv"]
 
@@ -130,9 +130,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             found=", ".join(f"{one.device_type} over {name}" for name, one in wires.items()),
             fix="make one batch for each device type",
         )
-    with target.channel(messages[0].device_type).communicator.batch():
-        for message in messages:
-            message.start()
+    start_together(messages)
     return [message.work() for message in messages]
 
 

@@ -20,7 +20,7 @@ from ..mesh.groups import ProcessGroup, resolve_group
 from ..mesh.registry import get_registry
 from ..mesh.signals import ask
 from ..runtime.handles import check_store_served, store_of_thread
-from ..runtime.recorder import Recorder, call_text
+from ..runtime.recorder import call_text
 from ..runtime.timeouts import check_timeout
 from ..wires.turns import Site, call_site, find_rank_here, show_site
 from .instruments import verb
@@ -148,7 +148,7 @@ class _Meeting:
         self._number = counts[self._prefix] = counts.get(self._prefix, 0) + 1
         self._aborts = get_registry(world).aborts
         self._known_aborts = set(self._aborts)
-        recorder = Recorder(group.ranks)
+        recorder = get_registry(world).beside_wires
         recorder.note(group.name, _NAME, None)
         call = {**recorder.describe(), "sequence": self._number}
         self.where = f"rank {world.rank}, {call_text(call)}"

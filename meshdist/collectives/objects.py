@@ -28,7 +28,7 @@ from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.base import Communicator, Pending
 from .checks import check_list, check_no_list, find_peer, get_peer, get_root
 from .instruments import verb
-from .point_to_point import Message, check_not_me
+from .point_to_point import Message, check_not_me, start_together
 from .running import run
 
 __all__ = [
@@ -493,8 +493,7 @@ class _Line:
 
     def _run(self, message: Message) -> None:
         if self.use_batch:
-            with self.target.communicator(message.device_type).batch():
-                message.start()
+            start_together([message])
         else:
             message.start()
         message.finish()

@@ -7,6 +7,7 @@ None of these verbs has a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ArgumentError, KindError
@@ -17,7 +18,7 @@ from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_
 from .instruments import verb
 from .running import bring_one_home
 
-__all__ = ["Message", "check_not_me", "irecv", "isend", "recv", "send"]
+__all__ = ["Message", "check_not_me", "irecv", "isend", "recv", "send", "start_together"]
 
 _LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
@@ -251,6 +252,18 @@ class Message:
 
     def _bring_home(self) -> None:
         bring_one_home(self.tensor, self.data, self.buffer)
+
+
+def start_together(messages: Sequence[Message]) -> None:
+    """Start messages of one group and wire; which of them stands first does not matter."""
+    first = messages[0]
+    channel = first.target.channel(first.device_type)
+    try:
+        with channel.communicator.batch():
+            for message in messages:
+                message.start()
+    except WireFailure as failure:
+        raise first.target.explain(failure, channel) from None
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:

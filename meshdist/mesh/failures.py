@@ -81,7 +81,8 @@ def call_disagreement(group: ProcessGroup, channel: Channel, sequence: int) -> M
     mine = channel.recorder.find_call(sequence)
     about = {"label": channel.opened.label, "sequence": sequence}
     summary = f"the members of a group disagree about their call {sequence}"
-    where = f"{group.name}, {ranks_text(group.ranks)}; no data was moved"
+    me = f"rank {group.world.rank} saw it before it sent any data"
+    where = f"{group.name}, {ranks_text(group.ranks)}; {me}"
     expected = "the same verb, dtype, number of elements, op and root on every member"
     if mine is not None and "sending" in mine["argument"]:
         expected = "the same verb and dtype, and what one member takes as the other sends it"

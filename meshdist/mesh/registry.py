@@ -73,6 +73,8 @@ class Registry:
     world: World
     handles: dict[int, Handle] = field(default_factory=dict)
     aborts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    beside_wires: Recorder = field(default_factory=Recorder)
+    """Calls that go through the store instead of a communicator."""
     _by_key: dict[Any, OpenCommunicator] = field(default_factory=dict)
     _by_label: dict[str, OpenCommunicator] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -222,12 +224,14 @@ class Registry:
         atexit.register(self._leave)  # runs before the sentinel's own, which was registered before
 
     def answer(self, about: dict[str, Any]) -> Answer:
-        """What this rank called last on each communicator, and the call that is asked about."""
+        """What this rank called last on each communicator and beside them; what is asked about."""
         with self._lock:
-            opened = [entry for entry in self._by_label.values() if entry.recorder.moment]
+            recorders = [(entry.label, entry.recorder) for entry in self._by_label.values()]
             asked = self._by_label.get(about.get("label", ""))
-        opened.sort(key=lambda entry: entry.recorder.moment)
-        calls = [{"label": entry.label, **entry.recorder.describe()} for entry in opened]
+        recorders.append(("", self.beside_wires))
+        used = [(label, recorder) for label, recorder in recorders if recorder.moment]
+        used.sort(key=lambda one: one[1].moment)
+        calls = [{"label": label, **recorder.describe()} for label, recorder in used]
         found = None
         if asked is not None and "sequence" in about:
             found = asked.recorder.find_call(about["sequence"])

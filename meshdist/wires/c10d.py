@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -103,6 +103,7 @@ class C10dCommunicator(Communicator):
         self._group = process_group
         self._aborted = False
         self._mailbox = Mailbox()
+        self._batch: list[Transfer] | None = None
         self._reduce_options: tuple[Any, Any, Any, AllreduceOptions]
         self._reduce_options = (None, None, None, AllreduceOptions())
 
@@ -301,7 +302,7 @@ class C10dCommunicator(Communicator):
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         slot = self._slot(tag, tensor)
-        return Transfer(self._start("send", [_movable(tensor)], peer, slot), peer, timeout)
+        return self._transfer(self._start("send", [_movable(tensor)], peer, slot), peer, timeout)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         if peer == self.rank:
@@ -311,7 +312,24 @@ class C10dCommunicator(Communicator):
             work = self._start("recv_anysource", [_movable(tensor)], slot)
         else:
             work = self._start("recv", [_movable(tensor)], peer, slot)
-        return Transfer(work, peer, timeout)
+        return self._transfer(work, peer, timeout)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        if not getattr(self._group, "supports_coalescing", False):
+            yield
+            return
+        # NCCL and its kin run what is started alone in the order of its start, so that two ranks
+        # which both receive first would wait for ever; what goes out as one call has no order.
+        self._start("_start_coalescing")
+        transfers = self._batch = []
+        try:
+            yield
+        except BaseException:
+            with suppress(WireFailure):
+                self._end_batch(transfers)
+            raise
+        self._end_batch(transfers)
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         kind = type(pending)
@@ -392,6 +410,19 @@ class C10dCommunicator(Communicator):
             if isinstance(error, NotImplementedError) or _LACKING.search(str(error)):
                 raise _VerbLacking(plain_text(error)) from None
             raise self._failure(error) from None
+
+    def _transfer(self, work: Any, peer: int | None, timeout: timedelta) -> Transfer:
+        transfer = Transfer(work, peer, timeout)
+        if self._batch is not None:
+            self._batch.append(transfer)
+        return transfer
+
+    def _end_batch(self, transfers: list[Transfer]) -> None:
+        """Send the batch off; its one work is that of every transfer."""
+        self._batch = None
+        work = self._start("_end_coalescing")
+        for transfer in transfers:
+            transfer.work = work
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         """The wire's own tag for a message."""

@@ -126,6 +126,10 @@ def test_a_profile_shows_verb_axis_and_bytes(which: str, pool: Pool) -> None:
             md.all_reduce(torch.ones(1024), group=mesh["tp"])
             md.barrier()
             md.all_gather_into_tensor(np.zeros(4, np.int16), np.ones(2, np.int16), mesh["tp"])
+            if me == 0:
+                md.send(torch.ones(3), dst=1)
+            else:
+                md.recv(torch.ones(3), src=0)
             work = md.all_reduce(torch.ones(2, 2), async_op=True)
             assert isinstance(work, md.Work)
             work.wait()
@@ -135,11 +139,12 @@ def test_a_profile_shows_verb_axis_and_bytes(which: str, pool: Pool) -> None:
         return names
 
     tp = "axis 'tp' of DeviceMesh(dp=1, tp=2)"
-    for names in pool.run(verbs, 2, {0, 1}):
+    for rank, names in enumerate(pool.run(verbs, 2, {0, 1})):
         assert names == [
             f"meshdist::all_reduce {tp} 4096 bytes",
             "meshdist::barrier the world 0 bytes",
             f"meshdist::all_gather_into_tensor {tp} 12 bytes",
+            f"meshdist::{'recv' if rank else 'send'} the world 12 bytes",
             "meshdist::all_reduce the world 16 bytes",
         ]
     names = md.simulate(verbs, 2, args=({1},))[1]  # torch has one profiler in a process
@@ -248,6 +253,15 @@ def on_an_axis(x: torch.Tensor) -> torch.Tensor:
     return y - x + md.get_rank()
 
 
+def messages(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    if md.get_rank() == 0:
+        md.send(x * 2, dst=1)
+        return x + 1
+    sender = md.recv(y, src=0)
+    return y + sender
+
+
 def refused(x: torch.Tensor) -> torch.Tensor:
     try:
         md.broadcast(x, src=0, group_src=0)
@@ -256,7 +270,7 @@ def refused(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-FUNCTIONS = [in_place, later, with_a_limit, on_an_axis, refused]
+FUNCTIONS = [in_place, later, with_a_limit, on_an_axis, messages, refused]
 
 
 def once(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -166,6 +166,20 @@ def test_a_barrier_against_a_collective_tells_both(pool: Pool) -> None:
     assert "rank 1: last call 2 on the world: all_reduce((1,) float32, SUM)" in told
 
 
+def test_a_collective_against_a_barrier_tells_both(pool: Pool) -> None:
+    def program() -> str:
+        group = md.new_group([0, 1], timeout=SHORT)
+        text = ""
+        if md.get_rank() == 1:
+            text = raised(lambda: md.all_reduce(torch.ones(1), group=group))[1]
+        md.monitored_barrier()  # where rank 0 waits all the time
+        return text
+
+    _, told = pool.run(program, 2)
+    assert "all_reduce on group of ranks 0-1 was not finished within 0.4 s" in told
+    assert "rank 0: did not arrive; last call 1 on the world: monitored_barrier() at" in told
+
+
 def test_groups_have_barriers_of_their_own(pool: Pool) -> None:
     def program() -> Any:
         me = md.get_rank()

@@ -246,3 +246,153 @@ def test_a_mesh_that_is_closed_at_once_leaves_nobody_behind(pool: Pool) -> None:
         return "closed"
 
     assert pool.run(program, 4) == ["closed"] * 4
+
+
+def test_two_groups_called_in_two_orders_tell_where_each_rank_is(pool: Pool) -> None:
+    def program() -> str:
+        limit = timedelta(seconds=1)
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), timeout=limit)
+        other = md.new_group(timeout=limit)
+        md.all_reduce(torch.ones(1), group=other)
+        if md.get_rank() == 0:
+            text = error_of(lambda: md.all_reduce(torch.ones(3), group=mesh["a"]))
+        else:
+            text = error_of(lambda: md.broadcast(torch.ones(2), 1, group=other))
+        md.barrier(md.new_group())  # nobody leaves while it may be asked
+        return text
+
+    first, second = pool.run(program, 2)
+    # A root may be done before its receivers come: Gloo then lets it go, and it waits elsewhere.
+    assert first.startswith(
+        "CollectiveTimeoutError: all_reduce on axis 'a' of DeviceMesh(a=2, b=1) was not finished"
+    )
+    assert "rank 1: did not arrive; last call " in first
+    assert not second or second.startswith("CollectiveTimeoutError: broadcast on group of")
+
+
+def test_two_groups_called_in_two_orders_by_verbs_that_wait(pool: Pool) -> None:
+    def program() -> str:
+        limit = timedelta(seconds=1)
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), timeout=limit)
+        groups = [mesh["a"].get_group(), md.new_group(timeout=limit)]
+        md.all_reduce(torch.ones(1), group=groups[1])
+        if md.get_rank() == 1:
+            groups.reverse()
+
+        def both() -> None:
+            for group in groups:
+                md.all_reduce(torch.ones(2), group=group)
+
+        text = error_of(both)
+        md.barrier(md.new_group())  # nobody leaves while it may be asked
+        return text
+
+    first, second = pool.run(program, 2)
+    axis, other = "axis 'a' of DeviceMesh(a=2, b=1)", "group of ranks 0-1"
+    assert first.startswith(f"CollectiveTimeoutError: all_reduce on {axis} was not finished")
+    assert second.startswith(f"CollectiveTimeoutError: all_reduce on {other} was not finished")
+    call = "all_reduce((2,) float32, SUM) at "
+    assert f"rank 0, call 1 on {axis}: {call}" in first
+    assert f"rank 1: did not arrive; last call 2 on {other}: {call}" in first
+    assert f"rank 1, call 2 on {other}: {call}" in second
+    assert f"rank 0: did not arrive; last call 1 on {axis}: {call}" in second
+    assert first.count("test_failures.py:") == second.count("test_failures.py:") == 2
+
+
+def test_the_first_failure_is_quoted_by_the_later_ones(pool: Pool) -> None:
+    def program() -> tuple[str, str, float]:
+        group = md.new_group(timeout=timedelta(seconds=1 + 2 * (md.get_rank() == 2)))
+        x = torch.ones(2)
+        calls = [lambda: md.recv(x, 1, group), lambda: None, lambda: md.recv(x, 0, group)]
+        text = error_of(calls[md.get_rank()])
+        again = error_of(lambda: md.all_reduce(x, group=group)) if md.get_rank() == 0 else ""
+        y = torch.ones(1)
+        md.all_reduce(y)
+        return text, again, y.item()
+
+    outcomes = pool.run(program, 3)
+    assert [y for _, _, y in outcomes] == [3.0] * 3
+    first, last = outcomes[0][0], outcomes[2][0]
+    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 was not finished")
+    assert "fix:      a message meets a receive of its tag, dtype and number of elements" in first
+    assert "failed first" not in first
+    assert "rank 0 failed first, in call 0 on group of ranks 0-2: recv((2,) float32, from" in last
+    again = outcomes[0][1]
+    assert again.startswith("AbortedError: all_reduce on group of ranks 0-2 was aborted")
+    assert "rank 0: recv failed before: " in again
+
+
+def test_a_rank_late_to_open_a_group_is_named_with_what_it_does(pool: Pool) -> None:
+    def program() -> str:
+        x = torch.ones(1)
+        md.all_reduce(x)
+        text = ""
+        if md.get_rank() == 1:
+            time.sleep(2)
+        else:
+            text = error_of(lambda: md.new_group(timeout=timedelta(seconds=1)).channel("cpu"))
+        md.barrier()
+        return text
+
+    told = pool.run(program, 3)
+    for rank in (0, 2):
+        assert "rank 1 did not come within 1 s to make a group" in told[rank]
+        assert "rank 1: call 1 on the world: all_reduce((1,) float32, SUM) at " in told[rank]
+
+
+def test_a_killed_rank_is_named_in_a_timeout_report_too(pool: Pool) -> None:
+    def program() -> str:
+        group = md.new_group(timeout=timedelta(seconds=1))
+        md.barrier()
+        if md.get_rank() == 2:
+            os.kill(os.getpid(), 9)
+        time.sleep(0.2)
+        if md.get_rank() == 1:
+            time.sleep(3.5)
+            return ""
+        # Its own connection to rank 1 is sound: rank 1 just does not send.
+        return error_of(lambda: md.recv(torch.ones(1), 1, group))
+
+    first, second, _ = pool.outcomes(program, 3, grace_s=20)
+    assert second == ""
+    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2"), first
+    assert "rank 1: last call 1 on the world: barrier() at " in first
+    assert "rank 2: gives no answer: it has ended or is stopped" in first
+
+
+def test_a_forked_child_writes_no_headers(pool: Pool) -> None:
+    def program() -> tuple[str, float]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        group = mesh["dp"].get_group()
+        x = torch.ones(1)
+        md.all_reduce(x, group=group)
+        ledger = group.channel("cpu").ledger
+        assert ledger is not None
+        before = ledger._mine.tolist()
+        child = os.fork()
+        if child == 0:
+            error_of(lambda: md.all_reduce(torch.ones(7), group=group))
+            error_of(lambda: md.broadcast(torch.ones(7), 0))
+            error_of(md.destroy_process_group)
+            os._exit(0)
+        os.waitpid(child, 0)
+        is_same = ledger._mine.tolist() == before
+        md.all_reduce(x, group=group)
+        return str(is_same), x.item()
+
+    assert pool.run(program, 2) == [("True", 4.0)] * 2
+
+
+def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(tmp_path: Path) -> None:
+    code, out, err = run(
+        tmp_path,
+        """
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        works = [md.all_reduce(torch.ones(4), group=mesh["dp"], async_op=True) for _ in range(50)]
+        for work in works:
+            work.wait()
+        say(md.get_world_size())
+        """,
+        size=2,
+    )
+    assert (code, out, err) == (0, ["2", "2"], "")

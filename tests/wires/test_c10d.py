@@ -152,6 +152,30 @@ def test_what_nccl_is_asked_for(nccl: type[RecordedNccl]) -> None:
     assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
 
 
+def test_a_batch_goes_out_as_one_call_on_nccl(nccl: type[RecordedNccl]) -> None:
+    communicator = find_wire("nccl").open(opening(size=3))
+    x, y = torch.ones(2), torch.zeros(2)
+    with communicator.batch():
+        sent = communicator.send(x, 1, 0, SECONDS)
+        received = communicator.recv(y, 2, 0, SECONDS)
+        to_myself = communicator.send(x, 0, 0, SECONDS)
+        assert not to_myself.done
+    alone = communicator.send(x, 1, 0, SECONDS)
+    names = [name for name, *_ in communicator._group.calls]
+    assert names == ["_start_coalescing", "send", "recv", "_end_coalescing", "send"]
+    assert (sent.work, received.work, alone.work) == ("_end_coalescing", "_end_coalescing", "send")
+    assert communicator.source(received) == 2
+
+
+def test_a_batch_that_fails_midway_is_ended(nccl: type[RecordedNccl]) -> None:
+    communicator = find_wire("nccl").open(opening(size=3))
+    with pytest.raises(KeyError), communicator.batch():
+        raise KeyError
+    communicator.send(torch.ones(2), 1, 0, SECONDS)
+    names = [name for name, *_ in communicator._group.calls]
+    assert names == ["_start_coalescing", "_end_coalescing", "send"]
+
+
 def test_what_nccl_does_not_know_travels_as_bytes(nccl: type[RecordedNccl]) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)

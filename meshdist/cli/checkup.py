@@ -1,0 +1,265 @@
+"""What ``meshdist doctor`` finds out about this machine, as plain values."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+__all__ = [
+    "LoopbackResult",
+    "check_wire",
+    "find_board_problem",
+    "find_gpus",
+    "find_machine",
+    "find_mpi",
+    "find_versions",
+    "find_wires",
+    "loopback",
+    "network_variables",
+]
+
+_VARIABLES = re.compile(
+    r"(NCCL|GLOO|UCC|UCX|MASTER|MESHDIST|OMPI_MCA|TORCHELASTIC|TORCH_GLOO|TORCH_NCCL)_\w+"
+    r"|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES|DIST_INIT_BARRIER)"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS|CUDA_VISIBLE_DEVICES|USE_LIBUV"
+    r"|OMPI_COMM_WORLD_(RANK|SIZE)|PMI_(RANK|SIZE)|SLURM_(PROCID|NTASKS|JOB_ID)"
+)
+_PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
+_MPI_S = 20.0
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().strip(chr(0)).splitlines()[0])
+"""
+
+# Why a wire may be missing, and what mends it.
+_MISSING = {
+    "ucc": (
+        "this torch was built without UCC",
+        "build torch with UCC; Gloo and NCCL serve the same devices",
+    ),
+    "xccl": (
+        "this torch was built without XCCL, which Intel GPUs use",
+        "install torch's build for XPU, see https://pytorch.org",
+    ),
+}
+
+
+def find_versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that matter; None where one is not installed."""
+    from importlib import metadata
+
+    found: dict[str, str | None] = {
+        "python": f"{platform.python_version()}, {platform.platform()}",
+    }
+    names = metadata.packages_distributions()
+    for package in _PACKAGES:
+        (distribution, *_) = names.get(package, [package])
+        try:
+            found[package] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    if found["meshdist"] is None:
+        found["meshdist"] = "a checkout that is not installed"
+    return found
+
+
+def find_machine() -> dict[str, Any]:
+    """The host's name, and how many cores this process may use."""
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = min(num_cores, len(os.sched_getaffinity(0)))
+    return {"host": socket.gethostname(), "cores": num_cores}
+
+
+def find_gpus() -> list[str]:
+    """The accelerators that torch sees, in words."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        of_device = torch.cuda.get_device_properties(index)
+        found.append(f"cuda:{index}: {of_device.name}, {of_device.total_memory / 2**30:.0f} GiB")
+    accelerator = torch.accelerator.current_accelerator()
+    if not found and accelerator is not None:
+        found = [f"{accelerator.type}: {torch.accelerator.device_count()}"]
+    return found
+
+
+def find_wires() -> list[dict[str, Any]]:
+    """Every wire: whether it can be used here, or why not and what mends it."""
+    from ..wires.base import find_wire, wire_names
+    from ..wires.capabilities import available_wires
+
+    usable = {wire.name for wire in available_wires()}  # asked first: it finds plug-ins' wires
+    found = []
+    for name in wire_names():
+        wire = find_wire(name)
+        assert wire is not None
+        told = {"name": name, "devices": sorted(wire.device_types), "available": name in usable}
+        if name not in usable:
+            told["reason"], told["fix"] = _why_not(name)
+        found.append(told)
+    return found
+
+
+def _why_not(name: str) -> tuple[str, str]:
+    import torch
+    import torch.distributed
+
+    if name == "nccl" and hasattr(torch.distributed, "ProcessGroupNCCL"):
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None:
+            return f"CUDA_VISIBLE_DEVICES={hidden} shows no GPU", "unset CUDA_VISIBLE_DEVICES"
+        return "torch sees no GPU", "nvidia-smi tells whether the driver sees one"
+    if name == "nccl":
+        return (
+            f"torch {torch.__version__} was built without NCCL",
+            "install a build of torch for CUDA, see https://pytorch.org",
+        )
+    if name == "mpi":
+        return "mpi4py or its library does not load", 'pip install "meshdist[mpi]"'
+    return _MISSING.get(name, ("it says so itself", "ask whoever registered it"))
+
+
+def find_mpi(timeout_s: float = _MPI_S) -> dict[str, str]:
+    """The MPI library that mpi4py loads, asked of another process, which may crash or hang.
+
+    Args:
+        timeout_s: how long it may take.
+
+    Returns:
+        ``library``, or ``reason`` and ``fix``.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("mpi4py") is None:
+        return {"reason": "mpi4py is not installed", "fix": 'pip install "meshdist[mpi]"'}
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for past the timeout
+        asking = subprocess.Popen(
+            [sys.executable, "-c", _ASK_MPI],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            asking.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(asking.pid, signal.SIGKILL)
+            asking.wait()
+            return {
+                "reason": f"mpi4py gave no answer within {timeout_s:g} s",
+                "fix": 'python -c "from mpi4py import MPI" shows where it waits',
+            }
+        output.seek(0)
+        lines = output.read().strip().splitlines() or [f"exit code {asking.returncode}"]
+    if asking.returncode == 0:
+        return {"library": lines[-1].split(", package")[0]}
+    return {"reason": f"mpi4py does not load: {lines[-1]}", "fix": 'pip install "meshdist[mpi]"'}
+
+
+def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of ``environment`` that steer communication."""
+    return {name: environment[name] for name in sorted(environment) if _VARIABLES.fullmatch(name)}
+
+
+def find_board_problem() -> str | None:
+    """Why calls cannot be compared in shared memory on this host; None where they can."""
+    from ..runtime.boards import find_board, find_view
+
+    board = find_board()
+    if board is None:
+        return "the system has no memory without a name (memfd)"
+    try:
+        if find_view(board.address) is None:
+            return "a process cannot open what /proc lists as another's files"
+    finally:
+        board.close()
+    return None
+
+
+@dataclass(frozen=True)
+class LoopbackResult:
+    """How two ranks on this host got along over one wire.
+
+    Args:
+        wire: its name.
+        latency_s: seconds per all-reduce of 8 bytes; None where it failed.
+        seconds: how long the whole check took.
+        error: what went wrong, or "".
+    """
+
+    wire: str
+    latency_s: float | None
+    seconds: float
+    error: str = ""
+
+
+def loopback(wire: str, num_calls: int) -> float:
+    """On each of two ranks: all-reduce, compare; return the seconds per call of a small one."""
+    import torch
+
+    from ..collectives.verbs import all_reduce, barrier
+    from ..errors import BackendError
+    from ..mesh.session import destroy_process_group, get_rank, init_process_group
+
+    init_process_group(wire, timeout=timedelta(seconds=20))
+    try:
+        numbers = torch.arange(100_000)
+        total = numbers * (1 + get_rank())
+        all_reduce(total)
+        if not torch.equal(total, 3 * numbers):
+            raise BackendError(
+                f"an all-reduce over {wire!r} gave wrong numbers",
+                expected="the sum of both ranks' tensors",
+                fix="do not use this wire here",
+            )
+        small = torch.zeros(2)
+        for _ in range(num_calls // 10):
+            all_reduce(small)
+        barrier()
+        begin = time.perf_counter()
+        for _ in range(num_calls):
+            all_reduce(small)
+        return (time.perf_counter() - begin) / num_calls
+    finally:
+        destroy_process_group()
+
+
+def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> LoopbackResult:
+    """Start two ranks that use ``wire``; they end with this call, whatever happens.
+
+    Args:
+        wire: the name of a wire that serves CPU tensors.
+        timeout_s: how long the ranks may take together, their start included.
+        num_calls: over how many calls the latency is taken.
+    """
+    from ..errors import MeshdistError
+    from ..mesh.simulation import simulate
+    from ..mesh.spawning import spawn
+
+    begin = time.perf_counter()
+    latency, error = None, ""
+    try:
+        if wire == "simulated":
+            latencies = simulate(loopback, 2, args=(wire, num_calls))
+        else:
+            limit = timedelta(seconds=timeout_s)
+            latencies = spawn(loopback, (wire, num_calls), nprocs=2, timeout=limit)
+        latency = max(latencies)
+    except MeshdistError as failure:
+        error = str(failure.__cause__ or failure)
+    return LoopbackResult(wire, latency, time.perf_counter() - begin, error)

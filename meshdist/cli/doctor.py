@@ -1,0 +1,188 @@
+"""``meshdist doctor``: what this machine has, what is missing, and whether ranks can talk."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .arguments import Parser
+from .checkup import (
+    check_wire,
+    find_board_problem,
+    find_gpus,
+    find_machine,
+    find_mpi,
+    find_versions,
+    find_wires,
+    network_variables,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["SUMMARY", "main"]
+
+SUMMARY = "tell what this machine has, and check that ranks can talk"
+
+_PROGRAM = "meshdist doctor"
+_USAGE = f"{_PROGRAM} [--no-check] [--table] [--json]"
+_EPILOG = """\
+Two ranks are started on this host over each wire that serves CPU tensors; they all-reduce and
+compare. The exit code is 0 when all is well, and 1 when a check failed.
+"""
+_PLAIN_WIDTH = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the sub-command with the arguments after its name; return the exit code."""
+    parser = Parser(_PROGRAM, _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
+    parser.add_argument("--no-check", action="store_true", help="start no ranks")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="show all of the capability table: every verb, device, dtype and reduction",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that two ranks may take over one wire, their start included (30)",
+    )
+    arguments = parser.parse_args(argv)
+    report: dict[str, Any] = {"versions": find_versions(), "machine": find_machine()}
+    problem = _find_torch_problem()
+    if problem is None:
+        _examine(report, None if arguments.no_check else arguments.timeout)
+    else:
+        report["problem"] = problem
+    if arguments.json:
+        _print_json(report)
+    else:
+        _print(report, whole_table=arguments.table)
+    is_well = problem is None and not any(check["error"] for check in report["checks"])
+    return 0 if is_well else 1
+
+
+def _find_torch_problem() -> str | None:
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a broken install raises anything
+        return f"torch does not load: {type(error).__name__}: {error}"
+    return None
+
+
+def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
+    """Add what torch is needed for; without a time to spend, no ranks are started."""
+    report["gpus"] = find_gpus()
+    report["wires"] = wires = find_wires()
+    report["mpi"] = find_mpi()
+    report["variables"] = network_variables(os.environ)
+    report["shared_headers"] = find_board_problem() or "yes"
+    report["checks"] = [
+        asdict(check_wire(wire["name"], timeout_s))
+        for wire in wires
+        if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
+    ]
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    if "wires" in report:
+        from ..wires.capabilities import capabilities
+
+        report["capabilities"] = capabilities()
+    print(json.dumps(report, indent=2))
+
+
+def _print(report: dict[str, Any], *, whole_table: bool) -> None:
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=None if is_terminal else _PLAIN_WIDTH, highlight=False)
+    versions = report["versions"]
+    _section(console, "versions", [(name, versions[name] or "-") for name in versions])
+    machine = report["machine"]
+    shown = [("host", machine["host"]), ("cores", str(machine["cores"]))]
+    if "problem" in report:
+        _section(console, "machine", shown)
+        _section(console, "problem", [("torch", report["problem"]), ("fix", "pip install torch")])
+        return
+    shown += [("gpu", gpu) for gpu in report["gpus"]] or [("gpu", "none that torch sees")]
+    board = report["shared_headers"]
+    told = "yes: calls are compared before data moves" if board == "yes" else f"no: {board}"
+    _section(console, "machine", [*shown, ("shared headers", told)])
+    _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
+    mpi = report["mpi"]
+    found = mpi.get("library") or f"{mpi['reason']}\nfix: {mpi['fix']}"
+    _section(console, "MPI", [("library", found)])
+    variables = report["variables"].items()
+    _section(console, "variables", variables or [("-", "none of those that steer communication")])
+    if report["checks"]:
+        checks = [(check["wire"], _check_text(check)) for check in report["checks"]]
+        _section(console, "two ranks on this host", checks)
+    _print_table(console, whole_table, is_terminal)
+
+
+def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(title, style="bold"))
+    grid = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        grid.add_row(Text(f"  {name}"), Text(text))
+    console.print(grid)
+    console.print()
+
+
+def _wire_text(wire: dict[str, Any]) -> str:
+    if wire["available"]:
+        return "for " + ", ".join(wire["devices"])
+    return f"not here: {wire['reason']}\nfix: {wire['fix']}"
+
+
+def _check_text(check: dict[str, Any]) -> str:
+    if check["error"]:
+        return f"FAILED after {check['seconds']:.1f} s: {check['error']}"
+    return f"ok: all_reduce of 8 bytes in {check['latency_s'] * 1e6:.0f} us"
+
+
+def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
+    from rich.text import Text
+
+    from ..wires.capabilities import available_wires, overview_grid, table_grid
+
+    console.print(Text("capabilities", style="bold"))
+    wires = available_wires()
+    if not is_whole:
+        _print_grid(console, overview_grid(wires), is_terminal)
+        console.print(
+            "built: from others of the wire's verbs. --table tells by dtype and reduction."
+        )
+        return
+    head, *rows = table_grid(wires)
+    parts: list[list[tuple[str, ...]]] = []
+    for row in rows:
+        if row[0]:
+            parts.append([row[:3], head[3:]])
+        parts[-1].append(row[3:])
+    for (wire, devices, verbs), *part in parts:
+        console.print(Text(f"\n{wire} on {devices}: {verbs}"))
+        _print_grid(console, part, is_terminal)
+    console.print("\nnative: by the wire itself. built: from its other verbs, or in another dtype.")
+
+
+def _print_grid(console: Console, grid: Sequence[Sequence[str]], is_terminal: bool) -> None:
+    from rich import box
+    from rich.table import Table
+
+    head, *rows = grid
+    table = Table(*head, box=box.ROUNDED if is_terminal else None, show_lines=is_terminal)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

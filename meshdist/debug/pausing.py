@@ -1,0 +1,259 @@
+"""A breakpoint for one rank of many."""
+
+from __future__ import annotations
+
+import bdb
+import ctypes
+import pdb  # noqa: T100 - this is the debugger that users ask for
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
+from ..mesh.signals import ask
+from ..runtime.handles import check_store_served, store_of_thread
+from ..runtime.recorder import call_text
+from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
+from ..runtime.world import World, get_usable_world
+from ..wires.turns import Site, call_site, find_rank_here, show_site
+from .consoles import find_console
+
+__all__: list[str] = []  # the name breakpoint would shadow the builtin
+
+_PAUSE_S = 0.02
+_ENTERED, _LEFT, _QUIT = "breakpoint/entered", "breakpoint/left", "breakpoint/quit"
+
+
+def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+    """Stop one rank in the debugger (pdb), at the line of this call; the others wait for it.
+
+    Every rank of the world calls it. The others wait without their own timeouts until the rank is
+    let go: by ``continue``, or by a step, after which all ranks run on while this one is stepped
+    through. ``quit`` ends it on all ranks.
+
+    Args:
+        rank: the global rank to stop.
+        skip: how often this line passes before it stops.
+        timeout_s: how long the others wait, in seconds; None takes the world's timeout.
+
+    The debugger talks to the process's standard input and output where they are a terminal, else
+    to the terminal from which the job was started. Simulated ranks wait because only one of them
+    runs at a time.
+
+    Raises:
+        KindError, ArgumentError: no such rank, a wrong ``skip`` or ``timeout_s``.
+        CollectiveTimeoutError: on the others, when they have waited for ``timeout_s``.
+        AbortedError: on the others, after ``quit``.
+        WorldError: there is no terminal.
+    """
+    world = get_usable_world()
+    _check(world, rank, skip)
+    limit = _limit(world, timeout_s)
+    if _count(world, ("passes", call_site())) <= skip:
+        return
+    number = _count(world, "stops")
+    if world.rank != rank:
+        _wait(world, rank, number, limit)
+        return
+    post = _Post(world)
+    post.add(_ENTERED)
+    frame = sys._getframe(1)
+    try:
+        debugger = _Debugger(world)
+        debugger.stop_at(frame, f"rank {rank} of {world.size} is here; type continue to let go\n")
+    except BaseException:
+        post.set_quit(number)
+        raise
+    finally:
+        post.add(_LEFT)
+    debugger.resume()  # last, so that nothing of this function is stepped through
+
+
+def _check(world: World, rank: object, skip: object) -> None:
+    for name, value in (("rank", rank), ("skip", skip)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise KindError(
+                f"breakpoint: {name} must be a whole number, not {value!r}",
+                found=type(value).__name__,
+            )
+    if not 0 <= rank < world.size:  # type: ignore[operator]
+        raise ArgumentError(
+            f"breakpoint: there is no rank {rank}", expected=f"a rank from 0 to {world.size - 1}"
+        )
+    if skip < 0:  # type: ignore[operator]
+        raise ArgumentError(f"breakpoint: skip={skip} is negative", expected="0 or more")
+
+
+def _limit(world: World, timeout_s: object) -> timedelta:
+    if timeout_s is None:
+        return world.timeout or DEFAULT_TIMEOUT
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise KindError(
+            f"breakpoint: timeout_s must be a number of seconds, not {timeout_s!r}",
+            found=type(timeout_s).__name__,
+        )
+    try:
+        limit = timedelta(seconds=timeout_s)
+    except (OverflowError, ValueError):
+        limit = timedelta.max
+    check_timeout(limit)
+    return limit
+
+
+def _count(world: World, what: Any) -> int:
+    """How often this rank has come to ``what``, now included."""
+    counts: dict[Any, int] = world.rooms.setdefault("breakpoints", {})
+    counts[what] = counts.get(what, 0) + 1
+    return counts[what]
+
+
+class _Post:
+    """What the ranks tell each other: how many breakpoints were entered, left, and quit.
+
+    All ranks stop at one breakpoint after the other, so that three numbers are enough. Simulated
+    ranks, who wait by handing the turn on, keep them in the table that they share.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._table: dict[str, int] | None = None
+        rank = find_rank_here()
+        if not world.is_simulated:
+            self._store = store_of_thread(world)
+        elif rank is not None:
+            self._table = rank.scheduler.tables.setdefault("breakpoints", {})
+        else:
+            raise WorldError(
+                f"breakpoint of simulated rank {world.rank} was called from another thread",
+                where=f"called at {show_site(call_site())}",
+                expected="the rank's own thread",
+                fix="use the builtin breakpoint() there, or run the program as processes",
+            )
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Count one more, or ask with 0."""
+        if self._table is None:
+            return int(self._store.add(key, amount))
+        self._table[key] = self._table.get(key, 0) + amount
+        return self._table[key]
+
+    def set_quit(self, number: int) -> None:
+        """Note that the program shall end at breakpoint ``number``."""
+        self.add(_QUIT, number - self.add(_QUIT, 0))
+
+
+@dataclass
+class _Turn:
+    """A simulated rank's wait for the rank in the debugger."""
+
+    post: _Post
+    rank: int
+    number: int
+    site: Site
+
+    def is_ready(self) -> bool:
+        return self.post.add(_LEFT, 0) >= self.number
+
+    def describe(self) -> str:
+        return f"breakpoint(rank={self.rank}), called at {show_site(self.site)}"
+
+
+def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
+    """Wait until ``rank`` has left its breakpoint ``number``."""
+    post = _Post(world)
+    here = find_rank_here() if world.is_simulated else None
+    if here is not None:
+        here.wait(_Turn(post, rank, number, call_site()))
+    else:
+        deadline = time.monotonic() + limit.total_seconds()
+        while post.add(_LEFT, 0) < number:
+            if time.monotonic() >= deadline:
+                raise _expired(world, post, rank, number, limit)
+            time.sleep(_PAUSE_S)
+            check_store_served(world)
+    if post.add(_QUIT, 0) == number:
+        raise AbortedError(
+            f"the debugger on rank {rank} was quit",
+            where=f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}",
+            fix="leave it with continue to let the program go on",
+        )
+
+
+def _expired(
+    world: World, post: _Post, rank: int, number: int, limit: timedelta
+) -> CollectiveTimeoutError:
+    if post.add(_ENTERED, 0) >= number:
+        found = f"rank {rank} is in the debugger"
+    else:
+        answer = ask(world, (rank,)).get(rank)
+        if answer is None:
+            found = f"rank {rank}: gives no answer: it has ended or is stopped"
+        elif answer["calls"]:
+            found = f"rank {rank} has not come; last {call_text(answer['calls'][-1])}"
+        else:
+            found = f"rank {rank} has not come; it runs, and has called no verb"
+    return CollectiveTimeoutError(
+        f"rank {rank} did not leave breakpoint() within {limit.total_seconds():g} s",
+        where=f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}",
+        expected="the same call on all ranks, and `continue` in time",
+        found=found,
+        fix="give a longer timeout_s, or leave the debugger earlier",
+    )
+
+
+class _Debugger(pdb.Pdb):
+    """pdb on the frame of a caller, while the caller waits in a call."""
+
+    def __init__(self, world: World) -> None:
+        if world.is_simulated or (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
+            super().__init__(nosigint=True)
+        else:
+            console: Any = find_console()
+            super().__init__(stdin=console, stdout=console, nosigint=True)
+        self.prompt = f"(Pdb, rank {world.rank}) "
+        self._steps = True
+
+    def stop_at(self, frame: FrameType, greeting: str) -> None:
+        """Ask for commands at ``frame``, until one of them lets the program go on.
+
+        Raises:
+            BdbQuit: the command was quit.
+        """
+        trace = sys.gettrace()
+        self.set_trace(frame)
+        sys.settrace(trace)  # what runs from here to ``resume`` is not the program
+        self.message(greeting)
+        self.interaction(frame, None)
+        _keep_assignments(frame)
+        sys.settrace(trace)
+        if self.quitting:
+            raise bdb.BdbQuit
+
+    def resume(self) -> None:
+        """Trace the program further, where the last command asked for that."""
+        if self._steps:
+            sys.settrace(self.trace_dispatch)
+
+    def set_continue(self) -> None:
+        """Go on; with breakpoints left, traced."""
+        super().set_continue()
+        self._steps = bool(self.breaks)
+
+
+def _keep_assignments(frame: FrameType) -> None:
+    """Bring what was assigned to local variables of ``frame`` back to it.
+
+    Before Python 3.13 their dictionary is a copy, which Python itself brings back only from a call
+    of a trace function.
+    """
+    if sys.version_info < (3, 13):
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def _is_terminal(stream: Any) -> bool:
+    with suppress(AttributeError, ValueError):  # none, or closed
+        return bool(stream.isatty())
+    return False

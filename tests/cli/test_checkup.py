@@ -1,0 +1,157 @@
+"""What the doctor finds out, one answer at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.cli.checkup import (
+    check_wire,
+    find_board_problem,
+    find_gpus,
+    find_machine,
+    find_mpi,
+    find_versions,
+    find_wires,
+    network_variables,
+)
+from meshdist.collectives import verbs
+from meshdist.runtime import boards
+
+
+def test_versions() -> None:
+    found = find_versions()
+    assert found["python"] is not None and found["python"].startswith(platform.python_version())
+    assert found["torch"] is not None and found["torch"].split("+")[0] in torch.__version__
+    assert found["meshdist"] in (md.__version__, "a checkout that is not installed")
+    assert list(found) == [
+        *("python", "meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree"),
+    ]
+
+
+def test_machine() -> None:
+    found = find_machine()
+    assert found["cores"] >= 1 and found["host"]
+    assert (len(find_gpus()) > 0) == torch.accelerator.is_available()
+
+
+def test_variables_that_steer_communication() -> None:
+    steering = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "host0",
+        "MASTER_PORT": "29500",
+        "MESHDIST_HOST_ID": "x",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "0",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_GLOO_LAZY_INIT": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "WORLD_SIZE": "1",
+    }
+    others = {"HOME": "/", "PATH": "/bin", "MY_RANK": "1", "RANKING": "1", "TORCH_HOME": "/"}
+    assert network_variables({**steering, **others}) == dict(sorted(steering.items()))
+
+
+def test_wires_that_are_here_and_why_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {wire["name"]: wire for wire in find_wires()}
+    assert told["gloo"] == {"name": "gloo", "devices": ["cpu", "cuda"], "available": True}
+    assert told["simulated"]["available"]
+    for wire in told.values():
+        assert wire["available"] or (wire["reason"] and wire["fix"])
+
+
+@pytest.mark.parametrize(
+    ("has_nccl", "visible", "reason"),
+    [
+        (False, None, "was built without NCCL"),
+        (True, None, "torch sees no GPU"),
+        (True, "", "CUDA_VISIBLE_DEVICES= shows no GPU"),
+    ],
+)
+def test_why_there_is_no_nccl(
+    has_nccl: bool, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if has_nccl:
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", object, raising=False)
+    else:
+        monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
+    (nccl,) = [wire for wire in find_wires() if wire["name"] == "nccl"]
+    assert not nccl["available"]
+    assert reason in nccl["reason"]
+
+
+def test_the_mpi_library() -> None:
+    assert "MPI" in find_mpi()["library"]  # the test extra installs one
+
+
+def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_mpi() == {
+        "reason": "mpi4py is not installed",
+        "fix": 'pip install "meshdist[mpi]"',
+    }
+
+
+def interpreter(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_an_mpi_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = interpreter(tmp_path, "echo ImportError: no libmpi.so >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", broken)
+    assert find_mpi()["reason"] == "mpi4py does not load: ImportError: no libmpi.so"
+
+
+def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, "sleep 30"))
+    begin = time.monotonic()
+    assert find_mpi(timeout_s=0.2)["reason"] == "mpi4py gave no answer within 0.2 s"
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="boards are memory that Linux has")
+def test_headers_are_shared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_board_problem() is None
+    monkeypatch.setattr(boards, "find_view", lambda address: None)
+    assert find_board_problem() == "a process cannot open what /proc lists as another's files"
+    monkeypatch.setattr(boards, "find_board", lambda: None)
+    assert find_board_problem() == "the system has no memory without a name (memfd)"
+
+
+def test_simulated_ranks_get_along() -> None:
+    result = check_wire("simulated", 10.0, num_calls=20)
+    assert (result.wire, result.error) == ("simulated", "")
+    assert result.latency_s is not None and 0 < result.latency_s < result.seconds
+
+
+def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "all_reduce", lambda tensor: None)
+    result = check_wire("simulated", 10.0)
+    assert result.latency_s is None
+    assert result.error.startswith("an all-reduce over 'simulated' gave wrong numbers")
+
+
+def test_ranks_that_take_too_long() -> None:
+    begin = time.monotonic()
+    result = check_wire("gloo", 0.05)
+    assert result.latency_s is None and "0.05 s" in result.error
+    assert time.monotonic() - begin < 15

@@ -1,0 +1,116 @@
+"""meshdist doctor as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshdist.cli import doctor
+from meshdist.cli.checkup import LoopbackResult
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "meshdist", "doctor", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ranks are started in these tests."""
+
+    def start_nothing(wire: str, timeout_s: float) -> LoopbackResult:
+        raise AssertionError(f"started ranks over {wire}")
+
+    monkeypatch.setattr(doctor, "check_wire", start_nothing)
+
+
+def test_a_machine_where_all_is_well() -> None:
+    done = run(GLOO_SOCKET_IFNAME="")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    titles = ["versions", "machine", "wires", "MPI", "variables", "two ranks on this host"]
+    assert [line for line in lines if line and line[0] != " "][: len(titles)] == titles
+    (gloo,) = [line for line in lines if line.startswith("  gloo") and "us" in line]
+    assert "ok: all_reduce of 8 bytes in" in gloo
+    assert "capabilities" in lines
+    assert "\x1b" not in done.stdout and max(map(len, lines)) <= 100
+
+
+def test_a_wire_that_fails_its_check() -> None:
+    done = run("--json", GLOO_SOCKET_IFNAME="nowhere0")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["variables"]["GLOO_SOCKET_IFNAME"] == "nowhere0"
+    checks = {check["wire"]: check for check in report["checks"]}
+    assert "GLOO_SOCKET_IFNAME=nowhere0 names an interface" in checks["gloo"]["error"]
+    assert checks["simulated"]["error"] == ""
+
+
+def test_a_failed_check_in_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(wire: str, timeout_s: float) -> LoopbackResult:
+        assert timeout_s == 7.5
+        return LoopbackResult(wire, None, 1.25, "nobody answers\n  fix:      call again")
+
+    monkeypatch.setattr(doctor, "check_wire", fail)
+    assert doctor.main(["--timeout", "7.5"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED after 1.2 s: nobody answers" in shown
+    assert "fix:      call again" in shown
+
+
+def test_without_checks(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--no-check"]) == 0
+    shown = capsys.readouterr().out
+    assert "two ranks" not in shown
+    assert "simulated  for cpu" in shown
+    assert "native, in part built" in shown
+
+
+def test_the_whole_table(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--no-check", "--table"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "gloo on cpu, cuda: all_reduce, all_reduce_coalesced, reduce op native built" in shown
+    assert "BAND, BOR, BXOR integers, unsigned, bool - floating, complex, float8" in shown
+
+
+def test_everything_as_json(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--no-check", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == [
+        *("versions", "machine", "gpus", "wires", "mpi", "variables", "shared_headers"),
+        *("checks", "capabilities"),
+    ]
+    assert report["checks"] == []
+    assert "float32" in report["capabilities"]["gloo"]["cpu"]["all_reduce"]["SUM"]["native"]
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_torch_that_does_not_load(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('no libcudart.so')\n")
+    (tmp_path / "meshdist").symlink_to(ROOT / "meshdist")
+    done = subprocess.run(
+        [sys.executable, "-m", "meshdist", "doctor", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "torch does not load: OSError: no libcudart.so" in done.stdout

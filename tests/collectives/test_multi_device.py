@@ -1,0 +1,223 @@
+"""Collectives on several tensors per process, on simulated ranks and over Gloo, against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshdist as md
+from tests.pool import Failure, Pool
+
+COUNT = 3
+
+
+def values(rank: int, shape: tuple[int, ...] = (2, 2)) -> list[np.ndarray]:
+    """Small whole numbers, different on each rank and in each place of a list."""
+    draw = np.random.default_rng(rank)
+    return [draw.integers(1, 6, shape).astype(np.float32) for _ in range(COUNT)]
+
+
+def everyones(size: int) -> np.ndarray:
+    return np.stack([values(rank) for rank in range(size)])  # [rank, place, 2, 2]
+
+
+def tensors() -> list[Any]:
+    """A plain tensor, a transposed one and an array of NumPy."""
+    first, second, third = values(md.get_rank())
+    return [torch.from_numpy(first), torch.from_numpy(second.T.copy()).t(), third]
+
+
+def plain(found: list[Any]) -> list[Any]:
+    return [x.tolist() for x in found]
+
+
+def sixteen() -> list[float]:
+    x = [torch.ones(2) for _ in range(8)]
+    assert md.all_reduce_multigpu(x) is None
+    return sorted({value for one in x for value in one.tolist()})
+
+
+def test_two_ranks_with_eight_ones_each_make_sixteen_everywhere(on_ranks) -> None:
+    assert on_ranks(sixteen, 2) == [[16.0], [16.0]]
+
+
+def reduced_everywhere(op: Any, is_async: bool) -> list[Any]:
+    x = tensors()
+    work = md.all_reduce_multigpu(x, op=op, async_op=is_async)
+    if is_async:
+        assert work.wait() and work.result() == x
+    return plain(x)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("op", "oracle"),
+    [("SUM", np.sum), ("PRODUCT", np.prod), ("MIN", np.min), ("MAX", np.max), ("AVG", np.mean)],
+)
+def test_all_reduce(on_ranks, op: str, oracle: Any, size: int, is_async: bool) -> None:
+    expected = oracle(everyones(size), axis=(0, 1))
+    for found in on_ranks(reduced_everywhere, size, getattr(md.ReduceOp, op), is_async):
+        for x in found:
+            np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+def premultiplied() -> list[Any]:
+    x = tensors()
+    md.all_reduce_multigpu(x, op=md.ReduceOp.premul_sum(md.get_rank() + 1.0))
+    return plain(x)
+
+
+def test_all_reduce_by_a_factor_of_each_rank(on_ranks) -> None:
+    parts = everyones(2)
+    expected = (parts[0] + 2 * parts[1]).sum(0).tolist()
+    assert on_ranks(premultiplied, 2) == [[expected] * COUNT] * 2
+
+
+def reduced_at_one(root: int, place: int) -> list[Any]:
+    x = tensors()
+    assert md.reduce_multigpu(x, root, dst_tensor=place) is None
+    return plain(x)
+
+
+@pytest.mark.parametrize(("root", "place"), [(0, 0), (1, 1), (2, 2)])
+def test_reduce_writes_one_tensor_of_the_destination_alone(on_ranks, root: int, place: int) -> None:
+    for rank, found in enumerate(on_ranks(reduced_at_one, 3, root, place)):
+        expected = plain(values(rank))
+        if rank == root:
+            expected[place] = everyones(3).sum((0, 1)).tolist()
+        assert found == expected
+
+
+def broadcasted(root: int, place: int) -> list[Any]:
+    x = tensors()
+    assert md.broadcast_multigpu(x, root, src_tensor=place) is None
+    return plain(x)
+
+
+@pytest.mark.parametrize(("root", "place"), [(0, 0), (1, 1), (2, 2)])
+def test_broadcast(on_ranks, root: int, place: int) -> None:
+    expected = values(root)[place].tolist()
+    assert on_ranks(broadcasted, 3, root, place) == [[expected] * COUNT] * 3
+
+
+def gathered(is_async: bool) -> list[Any]:
+    x = tensors()
+    count = COUNT * md.get_world_size()
+    lists = [[torch.zeros(2, 2) for _ in range(count)] for _ in range(COUNT)]
+    lists[1][2] = np.zeros((2, 4), dtype=np.float32)[:, ::2]
+    work = md.all_gather_multigpu(lists, x, async_op=is_async)
+    if is_async:
+        work.wait()
+    assert plain(x) == plain(values(md.get_rank()))
+    return [plain(each) for each in lists]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_gather_lays_rank_after_rank(on_ranks, size: int, is_async: bool) -> None:
+    expected = everyones(size).reshape(-1, 2, 2).tolist()
+    assert on_ranks(gathered, size, is_async) == [[expected] * COUNT] * size
+
+
+def on_an_axis() -> list[float]:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = [torch.tensor([float(md.get_rank())]) for _ in range(2)]
+    md.all_reduce_multigpu(x, group=mesh["tp"])
+    y = [torch.tensor([float(md.get_rank())]) for _ in range(2)]
+    md.broadcast_multigpu(y, md.get_rank() % 2 + 2, mesh["dp"], src_tensor=1)
+    return [x[1].item(), y[0].item()]
+
+
+def test_on_a_mesh_axis(on_ranks) -> None:
+    assert on_ranks(on_an_axis, 4) == [[2.0, 2.0], [2.0, 3.0], [10.0, 2.0], [10.0, 3.0]]
+
+
+CALLS = {
+    "all_reduce_multigpu": lambda x: md.all_reduce_multigpu(x),
+    "reduce_multigpu": lambda x: md.reduce_multigpu(x, 0),
+    "broadcast_multigpu": lambda x: md.broadcast_multigpu(x, 0),
+    "all_gather_multigpu": lambda x: md.all_gather_multigpu(
+        [[torch.zeros(2) for _ in range(2 * len(x))] for _ in x], x
+    ),
+}
+
+
+def unequal_lengths(verb: str) -> None:
+    CALLS[verb]([torch.ones(2) for _ in range(2 + md.get_rank())])
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_lists_of_other_lengths_are_one_error_on_all_ranks(pool: Pool, verb: str) -> None:
+    two, three = (f"[{', '.join(['(2,) float32'] * n)}]" for n in (2, 3))
+    for outcome in pool.outcomes(unequal_lengths, 2, verb):
+        assert isinstance(outcome, Failure)
+        assert isinstance(outcome.exception, md.AgreementError)
+        text = str(outcome.exception)
+        assert f"rank 0: {verb}({two}" in text
+        assert f"rank 1: {verb}({three}" in text
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_lists_of_other_lengths_on_simulated_ranks(verb: str) -> None:
+    def program() -> list[str]:
+        x = [torch.ones(2) for _ in range(2 + md.get_rank())]
+        with pytest.raises(md.AgreementError) as caught:
+            CALLS[verb](x)
+        assert plain(x) == [[1.0, 1.0]] * len(x)
+        return str(caught.value)
+
+    expected = (
+        f"{verb}: the members' lists have different lengths\n"
+        "  where:    the world; no data was moved\n"
+        "  expected: as many tensors on every member\n"
+        "  found:    rank 0: 2 tensors\n            rank 1: 3 tensors"
+    )
+    assert md.simulate(program, 2) == [expected] * 2
+
+
+def refused() -> list[str]:
+    x, y = torch.ones(2), torch.ones(3)
+    calls = [
+        lambda: md.all_reduce_multigpu([]),
+        lambda: md.all_reduce_multigpu(x),  # type: ignore[arg-type]
+        lambda: md.all_reduce_multigpu([x, y]),
+        lambda: md.all_reduce_multigpu([x, x.int()]),
+        lambda: md.all_reduce_multigpu([x.int()], op=md.ReduceOp.AVG),
+        lambda: md.reduce_multigpu([x, x], 0, dst_tensor=2),
+        lambda: md.broadcast_multigpu([x], 0, src_tensor="a"),  # type: ignore[arg-type]
+        lambda: md.broadcast_multigpu([x], 5),
+        lambda: md.all_gather_multigpu([[x, x]], [x, x]),
+        lambda: md.all_gather_multigpu([[x]], [x]),
+        lambda: md.all_gather_multigpu([[x, y]], [x]),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises((md.ArgumentError, md.KindError)) as caught:
+            call()
+        found.append(str(caught.value))
+    md.barrier()  # nothing was sent, nothing is broken
+    return found
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
+    for found in on_ranks(refused, 2):
+        assert [text.splitlines()[0] for text in found] == [
+            "all_reduce_multigpu: tensor_list has 0 entries",
+            "all_reduce_multigpu: tensor_list must be a list",
+            "all_reduce_multigpu has tensors of different numbers of elements",
+            "all_reduce_multigpu has tensors of different dtypes",
+            "all_reduce_multigpu cannot reduce int32 with AVG",
+            "reduce_multigpu: there is no tensor number 2 in tensor_list",
+            "broadcast_multigpu: src_tensor must be a whole number",
+            "broadcast_multigpu: src=5 is not a member of the world",
+            "all_gather_multigpu: output_tensor_lists has 1 entries",
+            "all_gather_multigpu: an entry of output_tensor_lists has 1 entries",
+            "all_gather_multigpu has tensors of different numbers of elements",
+        ]
+        assert found[2].endswith("found:    (2,) and, in tensor_list, (3,)")
+        assert found[3].endswith("found:    float32 and, in tensor_list, int32")
+        assert found[5].endswith("expected: dst_tensor from 0 to 1")
