@@ -71,6 +71,7 @@ class Channel:
         "recorder",
         "spans_hosts",
         "timeout",
+        "waiting",
         "wire",
     )
 
@@ -88,6 +89,7 @@ class Channel:
         self.device_type = device_type
         self.timeout = timeout
         self.communicator: Communicator = opened.communicator
+        self.waiting = self.communicator.waiting
         self.ledger = opened.ledger
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
@@ -117,11 +119,13 @@ class Channel:
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
-        self.communicator.caller = verb
+        communicator = self.communicator
         recorder = self.recorder
         sizes = (sent, taken) if sent else ()
         data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
         number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+        communicator.caller = verb
+        communicator.number = recorder.sequence
         ledger = self.ledger
         if ledger is not None:
             sequence = recorder.sequence
@@ -142,7 +146,8 @@ class Channel:
         Raises:
             AgreementError: the counterpart has another dtype or number of elements.
         """
-        self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        number_here = self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        self.communicator.number = number_here
         ledger = self.ledger
         if ledger is None:
             return

@@ -16,7 +16,7 @@ from ..errors import (
 )
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import call_text
-from ..wires.base import WireAborted, WireFailure, WireTimeout
+from ..wires.base import MemberLost, MembersDisagree, WireAborted, WireFailure, WireTimeout
 from .registry import get_registry
 from .signals import Answer, ask
 
@@ -35,6 +35,8 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
 
     The first rank that fails leaves its reason in the store; later ones quote it.
     """
+    if isinstance(failure, MembersDisagree):
+        return _as_the_wire_found(group, failure, channel)
     registry = get_registry(group.world)
     call = channel.recorder.describe()
     where = f"rank {group.world.rank}, {call_text(call)}"
@@ -68,12 +70,27 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
             else "a message meets a receive of its tag, dtype and number of elements alone; "
             "the group is broken now",
         )
+    if isinstance(failure, MemberLost):
+        told = f"rank {group.ranks[failure.member]} has ended"
+    else:
+        told = "\n".join(filter(None, (str(failure), silent_members(group))))
     return BackendError(
         f"{call['verb']} on {group.name} failed on wire {channel.wire.name!r}",
         where=where,
-        found="\n".join(filter(None, (str(failure), silent_members(group), first))),
+        found="\n".join(filter(None, (told, first))),
         fix="look at the rank that ended or failed first; the group is broken now",
     )
+
+
+def _as_the_wire_found(
+    group: ProcessGroup, failure: MembersDisagree, channel: Channel
+) -> MeshdistError:
+    """The error of a wire that compares calls itself."""
+    recorder = channel.recorder
+    if failure.message is None:
+        return call_disagreement(group, channel, failure.number or recorder.sequence)
+    number = failure.number or recorder.num_messages(*failure.message)
+    return message_disagreement(group, channel, *failure.message, number)
 
 
 def call_disagreement(group: ProcessGroup, channel: Channel, sequence: int) -> MeshdistError:

@@ -118,8 +118,10 @@ class Registry:
             options=options,
             device=device,
             name=name,
+            num_local=world.local_size,
         )
-        ledger = self._make_ledger(label, ranks)  # first, so that members who are done find it
+        # The ledger comes first, so that members who are done find it.
+        ledger = None if wire.compares_calls else self._make_ledger(label, ranks)
         try:
             communicator = wire.open(opening)
         except BaseException:

@@ -131,9 +131,6 @@ class Communicator(ABC):
     time.
     """
 
-    compares_calls = False
-    """Whether the wire itself compares every call with the other members'."""
-
     def __init__(self, wire: str, rank: int, size: int) -> None:
         self.wire = wire
         self.rank = rank
@@ -310,6 +307,8 @@ class Wire(ABC):
     default_timeout: timedelta = DEFAULT_TIMEOUT
     communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
     """The class of what ``open`` returns, which knows what it does itself."""
+    compares_calls = False
+    """Whether it compares every call with the other members' by itself."""
 
     def support(
         self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None

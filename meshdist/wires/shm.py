@@ -80,8 +80,6 @@ class ShmCommunicator(Communicator):
         is_waiting: whether its verbs wait, and return None, instead of going on in the background.
     """
 
-    compares_calls = True
-
     def __init__(self, opening: Opening, core: Any, *, is_waiting: bool = False) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
         self._ranks = opening.ranks
@@ -314,6 +312,7 @@ class ShmWire(Wire):
 
     name = "shm"
     device_types = frozenset({"cpu"})
+    compares_calls = True
     communicator_kind = ShmCommunicator
 
     def is_available(self) -> bool:
