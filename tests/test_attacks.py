@@ -228,3 +228,47 @@ def test_an_abort_by_the_rank_that_serves_the_store_and_leaves_is_heard(tmp_path
     )
     assert done.stderr == ""
     assert sorted(done.stdout.splitlines()) == ["1 freed: True True", "2 freed: True True"]
+
+
+def test_after_a_disagreement_a_new_mesh_works_and_the_old_one_stays_broken(pool: Pool) -> None:
+    def program() -> list[object]:
+        rank = md.get_rank()
+        old = mesh_of(3)
+        with pytest.raises(md.AgreementError) as first:
+            md.all_reduce(torch.ones(2 + (rank == 1)), group=old["dp"])
+        new = mesh_of(3)
+        found = [total(new["dp"])]
+        with pytest.raises(md.AgreementError) as second:
+            md.barrier(old)
+        return [*found, first.value.found == second.value.found, total(new["dp"])]
+
+    assert pool.run(program, 3) == [[3.0, True, 3.0]] * 3
+
+
+def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        md.init_process_group(timeout=timedelta(seconds=20))
+        group = md.new_group([1, 2])
+        rank = md.get_rank()
+        if rank:
+            md.all_reduce(torch.ones(1), group=group)
+        md.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        try:
+            md.all_reduce(torch.ones(rank), group=group)
+        except md.MeshdistError as error:
+            summary = str(error).splitlines()[0]
+            os.write(1, f"{rank}: {type(error).__name__}: {summary}\\n".encode())
+        """,
+        3,
+    )
+    assert done.stderr == ""
+    lines = sorted(done.stdout.splitlines())
+    assert len(lines) == 2, lines
+    lost = "the process that serves the store has ended"
+    assert any(line.endswith(f"StoreError: {lost}") for line in lines), lines
+    assert all("StoreError" in line or "BackendError" in line for line in lines), lines

@@ -166,6 +166,11 @@ def note_write(tensor: torch.Tensor) -> None:
 
 def check_list(given: Any, argument: str, verb: str, length: int | None = None) -> Sequence[Any]:
     """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one)."""
+    if given is None:
+        raise ArgumentError(
+            f"{verb} needs {argument} on this rank",
+            expected="a list or tuple, one entry per member" if length else "a list or tuple",
+        )
     if not isinstance(given, (list, tuple)):
         raise KindError(
             f"{verb}: {argument} must be a list",

@@ -530,8 +530,8 @@ def _given(given: Any, argument: str, verb: str, *, is_written: bool) -> Sequenc
 
 def _slots(given: Any, argument: str, verb: str, length: int | None = None) -> list[Any]:
     """Return ``given`` if it is a list of ``length`` entries (None: at least one) to replace."""
-    _given(given, argument, verb, is_written=True)
     check_list(given, argument, verb, length)
+    _given(given, argument, verb, is_written=True)
     return given  # type: ignore[no-any-return]
 
 

@@ -59,7 +59,7 @@ def send(
         >>> md.simulate(program, 2)[1]
         (0, [0, 0])
     """
-    target = resolve_group(group)
+    target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "send", "dst")
     check_not_me(target, peer, "send", "isend")
     message = Message("send", target, peer, tensor, tag, is_send=True)
@@ -87,7 +87,7 @@ def recv(
         ArgumentError: the sender is this rank (use irecv), or two senders are named.
         NotInGroupError: the sender is no member.
     """
-    target = resolve_group(group)
+    target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "recv", "src")
     check_not_me(target, peer, "recv", "irecv")
     message = Message("recv", target, peer, tensor, tag, is_send=False)
@@ -113,7 +113,7 @@ def isend(
         ArgumentError: none or two receivers are named.
         NotInGroupError: the receiver is no member.
     """
-    target = resolve_group(group)
+    target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
     message = Message("isend", target, peer, tensor, tag, is_send=True)
     message.start()
@@ -140,7 +140,7 @@ def irecv(
         ArgumentError: two senders are named.
         NotInGroupError: the sender is no member.
     """
-    target = resolve_group(group)
+    target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
     message = Message("irecv", target, peer, tensor, tag, is_send=False)
     message.start()
@@ -233,7 +233,7 @@ class Message:
             self.communicator.finish(self.pending, self.channel.timeout)
         except WireFailure as failure:
             raise self.target.explain(failure, self.channel) from None
-        if not self.is_send:
+        if not self.is_send and self._is_apart:
             self._forbid_gradient()
             self._bring_home()
 
@@ -244,10 +244,15 @@ class Message:
     def work(self) -> Work:
         """What a caller who waits later gets."""
         settle = None
-        if not self.is_send:
+        if not self.is_send and self._is_apart:
             self._forbid_gradient()
             settle = self._bring_home
         return self.target.work(self.channel, self.pending, [self.tensor], settle, is_transfer=True)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether what travels is another tensor than the caller's."""
+        return self.buffer is not self.tensor
 
     def _forbid_gradient(self) -> None:
         if is_overwriting_history(self.data):

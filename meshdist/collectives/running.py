@@ -51,6 +51,7 @@ def run(
         if not async_op:
             communicator.finish(pending, limit)
     except WireFailure as failure:
+        failure.limit = timeout
         raise channel.group.explain(failure, channel) from None
     for _, data, _ in written:
         if is_overwriting_history(data):

@@ -59,9 +59,10 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
     registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
     if isinstance(failure, WireTimeout):
         report = _report(group, channel, call)
+        limit = failure.limit or channel.timeout
         return CollectiveTimeoutError(
             f"{call['verb']} on {group.name} was not finished within "
-            f"{channel.timeout.total_seconds():g} s",
+            f"{limit.total_seconds():g} s",
             where=where,
             expected=f"the same call on {ranks_text(group.ranks)}",
             found="\n".join(filter(None, (report, first))) or str(failure),

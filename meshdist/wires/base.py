@@ -55,6 +55,9 @@ REDUCING_VERBS = frozenset(
 class WireFailure(Exception):
     """A wire could not finish an operation; the verbs turn it into an error that explains."""
 
+    limit: timedelta | None = None
+    """How long the caller was ready to wait, where that is not the group's timeout."""
+
 
 class WireTimeout(WireFailure):
     """An operation was not finished in time."""

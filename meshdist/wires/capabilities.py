@@ -111,6 +111,10 @@ PUBLIC_VERBS: dict[str, Way] = {
     "recv": Way(("recv",)),
     "irecv": Way(("recv",)),
     "batch_isend_irecv": Way(("send", "recv")),
+    "all_reduce_multigpu": Way(("all_reduce",), is_plain=False),
+    "reduce_multigpu": Way(("reduce",), is_plain=False),
+    "broadcast_multigpu": Way(("broadcast",), is_plain=False),
+    "all_gather_multigpu": Way(("all_gather",), is_plain=False),
     "monitored_barrier": Way((), is_plain=False),  # by way of the store
     "all_gather_object": Way(("all_gather", "all_gather_list"), is_plain=False),
     "gather_object": Way(("all_gather", "all_to_all_single"), is_plain=False),

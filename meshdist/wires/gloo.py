@@ -16,7 +16,7 @@ import socket
 import time
 import zlib
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class GlooCommunicator(C10dCommunicator):
         # leave no room for that.
         if tag >= _LARGE_TAG:
             return _LARGE_SLOT + tag
-        return tag << 16 | zlib.crc32(f"{tensor.numel()} {tensor.dtype}".encode()) & 0xFFFF
+        return tag << 16 | _code(tensor.numel(), tensor.dtype)
 
     def _finish_slowly(self, pending: Any, timeout: timedelta) -> None:
         deadline = time.monotonic() + timeout.total_seconds() - _SLICE.total_seconds()
@@ -226,6 +226,12 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
             f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface that has no address "
             f"here; this host has {there}"
         ) from error
+
+
+@lru_cache(1024)
+def _code(numel: int, dtype: torch.dtype) -> int:
+    """16 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
+    return zlib.crc32(f"{numel} {dtype}".encode()) & 0xFFFF
 
 
 def _copy(output: torch.Tensor, data: torch.Tensor) -> None:

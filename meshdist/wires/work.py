@@ -230,6 +230,7 @@ class Work:
         try:
             self._communicator.finish(self._pending, timeout)
         except WireFailure as failure:
+            failure.limit = timeout
             self._end(self._explain(failure))
         except MeshdistError as error:
             self._end(error)

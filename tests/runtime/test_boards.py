@@ -125,10 +125,15 @@ def test_threads_get_regions_of_their_own(board: Board) -> None:
             region[:] = memoryview(bytes(str(key).zfill(8), "ascii") * len(region)).cast("Q")
 
     threads = [threading.Thread(target=use, args=(100 * i + 1,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     for key, region in regions.items():
         assert region.tobytes() == bytes(str(key).zfill(8), "ascii") * len(region)
 

@@ -131,20 +131,21 @@ def test_uneven_and_even_calls_under_one_header_are_told_apart_by_the_header_alo
     assert team.enter(1, 7, [1, 2], [3, 4]) == []  # the fingerprint tells, not the ledger
 
 
+@pytest.mark.parametrize("base", [0, 2**32 - 1500])
 @pytest.mark.parametrize(("uneven", "most"), [(False, WINDOW - 1), (True, 63)])
 def test_a_member_far_ahead_is_held_back_and_none_of_its_words_are_lost(
-    uneven: bool, most: int
+    uneven: bool, most: int, base: int
 ) -> None:
     lists = ([1, 1], [1, 1]) if uneven else ()
-    team = Team(2)
+    team = Team(2, base)
     found = 0
     for slow in range(3000):
-        while team.reached[0] < 3000 and not team.is_held(0, uneven=uneven):
-            odd = team.reached[0] % 5 == 0
+        while team.reached[0] < base + 3000 and not team.is_held(0, uneven=uneven):
+            odd = (team.reached[0] - base) % 5 == 0
             assert team.enter(0, 8 if odd else 7, *lists) == []
         ahead = team.reached[0] - team.reached[1]
         assert ahead <= most
-        assert team.reached[0] == 3000 or ahead > most - CHECK_EVERY
+        assert team.reached[0] == base + 3000 or ahead > most - CHECK_EVERY
         differing = team.enter(1, 7, *lists)
         assert differing == ([0] if slow % 5 == 0 else [])
         found += len(differing)

@@ -73,6 +73,16 @@ REFUSALS: list[Refusal] = [
     *about_ops("reduce", lambda op, dtype: md.reduce(ones(2, dtype=dtype), 0, op)),
     *about_roots("broadcast", "src", lambda **root: md.broadcast(ones(2), **root), True),
     # gathering
+    (
+        "gather without a list on the root, with one elsewhere",
+        ValueError,
+        lambda: md.gather(ones(2), on_root(None, [ones(2)] * 2), dst=0),
+    ),
+    (
+        "scatter without a list on the root, with one elsewhere",
+        ValueError,
+        lambda: md.scatter(ones(2), on_root(None, [ones(2)] * 2), src=0),
+    ),
     ("all_gather of one too few", ValueError, lambda: md.all_gather([ones(2)], ones(2))),
     ("all_gather of one too many", ValueError, lambda: md.all_gather([ones(2)] * 3, ones(2))),
     ("all_gather into a tensor", TypeError, lambda: md.all_gather(ones(2, 2), ones(2))),

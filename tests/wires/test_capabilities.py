@@ -33,10 +33,6 @@ from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What is built above the wire, whatever the wire does; nothing that a wire could betray.
-ABOVE = {verb for verb, way in PUBLIC_VERBS.items() if not way.is_plain}
-ON_TENSORS = [verb for verb in PUBLIC_VERBS if verb not in ABOVE]
-
 
 @contextmanager
 def counted_fallbacks() -> Iterator[list[str]]:
@@ -95,22 +91,50 @@ def call(verb: str, dtype: torch.dtype, op: Any) -> None:
             )
         ],
     }
+    if verb == "all_gather_coalesced":
+        calls[verb] = lambda: md.all_gather_coalesced([pair(), pair()], pair())
+    elif verb == "monitored_barrier":
+        calls[verb] = lambda: md.monitored_barrier()
+    elif verb.endswith("_multigpu"):
+        calls |= {
+            "all_reduce_multigpu": lambda: md.all_reduce_multigpu(pair(), op),
+            "reduce_multigpu": lambda: md.reduce_multigpu(pair(), 1, op),
+            "broadcast_multigpu": lambda: md.broadcast_multigpu(pair(), 1),
+            "all_gather_multigpu": lambda: md.all_gather_multigpu(
+                [pair() + pair(), pair() + pair()], pair()
+            ),
+        }
+    elif "object" in verb:
+        objects = ["an object", {1: 2}]
+        calls |= {
+            "all_gather_object": lambda: md.all_gather_object([None, None], objects),
+            "gather_object": lambda: md.gather_object(objects, [0, 0] if me == 1 else None, 1),
+            "broadcast_object_list": lambda: md.broadcast_object_list(objects, 1),
+            "scatter_object_list": lambda: md.scatter_object_list([None], objects, 1),
+            "send_object_list": lambda: (
+                md.send_object_list(objects, 1) if me == 0 else md.recv_object_list(objects, 0)
+            ),
+            "recv_object_list": lambda: (
+                md.recv_object_list(objects, 1) if me == 0 else md.send_object_list(objects, 0)
+            ),
+        }
     calls[verb]()
 
 
-def found(verbs: list[str]) -> dict[tuple[str, str, str], str]:
+def found() -> dict[tuple[str, str, str], str]:
     """What every cell really does on this rank: native, built or refused."""
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     answers = {}
     with counted_fallbacks() as called:
-        for verb in verbs:
+        for verb in PUBLIC_VERBS:
             for op in OPS if PUBLIC_VERBS[verb].reduces else (None,):
                 kind = md.ReduceOp.premul_sum(2) if op == md.ReduceOp.PREMUL_SUM else op
                 for dtype in DTYPES:
                     called.clear()
                     try:
                         call(verb, dtype, kind)
-                        state = "built" if called else "native"
+                        is_above = kind is not op or not PUBLIC_VERBS[verb].is_plain
+                        state = "built" if called or is_above else "native"
                     except md.DtypeError:
                         state = "" if not called else f"refused after {called}"
                     answers[verb, "" if op is None else op_name(op), str(dtype)] = state
@@ -119,12 +143,10 @@ def found(verbs: list[str]) -> dict[tuple[str, str, str], str]:
 
 def expected(wire: str) -> dict[tuple[str, str, str], str]:
     answers = {}
-    for verb in ON_TENSORS:
+    for verb in PUBLIC_VERBS:
         for op in OPS if PUBLIC_VERBS[verb].reduces else (None,):
             for dtype in DTYPES:
                 told = public_support(find_wire(wire), verb, "cpu", dtype, op)
-                if op == md.ReduceOp.PREMUL_SUM and told:  # what the sum behind it is
-                    told = public_support(find_wire(wire), verb, "cpu", dtype, md.ReduceOp.SUM)
                 answers[verb, "" if op is None else op_name(op), str(dtype)] = told
     return answers
 
@@ -132,9 +154,9 @@ def expected(wire: str) -> dict[tuple[str, str, str], str]:
 @pytest.mark.parametrize("wire", ["simulated", "gloo"])
 def test_every_cell_is_what_runs(wire: str, pool: Pool) -> None:
     if wire == "simulated":
-        results = md.simulate(found, 2, args=(ON_TENSORS,))
+        results = md.simulate(found, 2)
     else:
-        results = pool.run(found, 2, ON_TENSORS)
+        results = pool.run(found, 2)
     told = expected(wire)
     assert {"native", ""} <= set(told.values())
     for answers in results:
