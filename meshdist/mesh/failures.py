@@ -61,8 +61,7 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
         report = _report(group, channel, call)
         limit = failure.limit or channel.timeout
         return CollectiveTimeoutError(
-            f"{call['verb']} on {group.name} was not finished within "
-            f"{limit.total_seconds():g} s",
+            f"{call['verb']} on {group.name} was not finished within {limit.total_seconds():g} s",
             where=where,
             expected=f"the same call on {ranks_text(group.ranks)}",
             found="\n".join(filter(None, (report, first))) or str(failure),

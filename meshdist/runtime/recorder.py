@@ -95,7 +95,7 @@ class Recorder:
 
     def note_message(
         self, group: str, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
-    ) -> None:
+    ) -> int:
         """Note a send to or a receive from ``peer`` (None: any member); return its number.
 
         The number counts those of one direction, peer and tag; the sequence is of collectives.

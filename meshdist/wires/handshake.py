@@ -74,10 +74,15 @@ def share(
     """
     deadline = time.monotonic() + timeout_s
     with ExitStack() as stack:
-        if rank == 0:
-            _lead(store, ranks, make_memory, attach, deadline, stack)
-        else:
-            _follow(store, rank, ranks, attach, deadline, stack)
+        try:
+            if rank == 0:
+                _lead(store, ranks, make_memory, attach, deadline, stack)
+            else:
+                _follow(store, rank, ranks, attach, deadline, stack)
+        except TimeoutError:
+            raise WireTimeout("a member did not come to share memory") from None
+        except OSError as error:
+            raise WireFailure(f"a member left while sharing memory: {error}") from None
 
 
 def _lead(
@@ -115,10 +120,10 @@ def _lead(
             continue
         stack.enter_context(connection)
         _limit(connection, deadline)
-        member, files = _receive(connection, 1)
-        handles[int(member)] = files[0]
+        text, files = _receive(connection, 1)
         stack.callback(os.close, files[0])
-        talks[int(member)] = connection
+        handles[int(text)] = files[0]
+        talks[int(text)] = connection
     in_order = [handles[member] for member in range(len(ranks))]
     for connection in talks.values():
         _send(connection, "", [memory, *in_order])
@@ -157,19 +162,13 @@ def _follow(
     except OSError as error:
         store.compare_set(_REFUSED, "", f"rank {ranks[rank]} cannot reach rank {ranks[0]}: {error}")
         raise SharingRefused(_refusal(store)) from None
-    try:
-        _send(connection, str(rank), [own])
-        reason, files = _receive(connection, 1 + len(ranks))
-        if files:
-            for file in files:
-                stack.callback(os.close, file)
-            reason = _attempt(attach, files[0], files[1:], rank, ranks)
-            _send(connection, reason, [])
-            reason, _ = _receive(connection, 0)
-    except TimeoutError:
-        raise WireTimeout(f"rank {ranks[0]} or another member did not come") from None
-    except OSError as error:
-        raise WireFailure(f"rank {ranks[0]} left while sharing memory: {error}") from None
+    _send(connection, str(rank), [own])
+    reason, files = _receive(connection, 1 + len(ranks))
+    if files:
+        for file in files:
+            stack.callback(os.close, file)
+        _send(connection, _attempt(attach, files[0], files[1:], rank, ranks), [])
+        reason, _ = _receive(connection, 0)
     if reason:
         raise SharingRefused(reason)
 

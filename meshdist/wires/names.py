@@ -10,6 +10,7 @@ from ..errors import ArgumentError, KindError
 from ..runtime.world import World
 from .base import find_wire, get_wire
 from .registered import adopt_torch_backends, register_torch_backend
+from .shm import ShmWire as ShmWire  # registers itself
 
 __all__ = [
     "DEFAULT_WIRES",

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -36,14 +38,12 @@ from .base import (
 from .handshake import Shared, SharingRefused, share
 from .pending import Chain
 
-try:
-    from . import native as _native
-except ImportError:  # it is built on Linux, where there is a compiler
-    _native = None  # type: ignore[assignment]
-
 __all__ = ["ShmCommunicator", "ShmWire"]
 
-_core: Any = _native
+_core: Any = None
+with suppress(ImportError):  # it is built on Linux, where there is a compiler
+    _core = import_module(".native", __package__)
+
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
 
