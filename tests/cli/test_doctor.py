@@ -81,6 +81,16 @@ def test_without_checks(untouched: None, capsys: pytest.CaptureFixture[str]) -> 
     assert "native, in part built" in shown
 
 
+def test_a_terminal_gets_tables(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["--no-check"]) == 0
+    assert "│" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert doctor.main(["--no-check"]) == 0
+    assert "│" in capsys.readouterr().out
+
+
 def test_the_whole_table(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--no-check", "--table"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
