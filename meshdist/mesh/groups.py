@@ -21,7 +21,15 @@ from ..errors import (
 )
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.world import World, find_world, get_usable_world, get_world
-from ..wires.base import Communicator, Wire, WireFailure, WireTimeout, find_wire, get_wire
+from ..wires.base import (
+    Communicator,
+    Wire,
+    WireFailure,
+    WireRefused,
+    WireTimeout,
+    find_wire,
+    get_wire,
+)
 from ..wires.work import Work
 from .agreement import Agreement, agree
 from .channel import Channel
@@ -286,6 +294,17 @@ class ProcessGroup:
                 label=agreement.label_for(self.ranks, f"{slot}{wire.name}"),
                 is_private=self.is_private,
             )
+        except WireRefused as refusal:
+            if self.world.chooses_wires and wire.stand_in:
+                _log.info("%s goes by %s: %s", self.name, wire.stand_in, refusal)
+                self.backends = {**self.backends, device_type: wire.stand_in}
+                return self._open_channel(device_type, agreement, slot)
+            raise BackendError(
+                f"{self.name} could not be opened on wire {wire.name!r}",
+                where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
+                found=str(refusal),
+                fix=f"name another backend, for example {wire.stand_in or 'gloo'!r}",
+            ) from None
         except WireFailure as failure:
             kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
             raise kind(

@@ -62,6 +62,8 @@ class World:
     origin: str = "env://"
     options: Any = None
     device: Any = None
+    chooses_wires: bool = False
+    """Whether no wire was named, so that another one may serve where the best cannot."""
     process_id: int = field(default_factory=os.getpid)
     thread_id: int = field(default_factory=threading.get_ident)
     is_closed: bool = False

@@ -38,6 +38,7 @@ __all__ = [
     "Wire",
     "WireAborted",
     "WireFailure",
+    "WireRefused",
     "WireTimeout",
     "find_wire",
     "get_wire",
@@ -65,6 +66,10 @@ class WireTimeout(WireFailure):
 
 class WireAborted(WireFailure):
     """The communicator was aborted while an operation waited."""
+
+
+class WireRefused(WireFailure):
+    """The wire cannot serve this group; every member has learned so, and raises."""
 
 
 class MemberLost(WireFailure):
@@ -310,6 +315,8 @@ class Wire(ABC):
     default_timeout: timedelta = DEFAULT_TIMEOUT
     communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
     """The class of what ``open`` returns, which knows what it does itself."""
+    stand_in = ""
+    """The wire to take in its place for a group that it refuses, where the program named none."""
     compares_calls = False
     """Whether it compares every call with the other members' by itself."""
 

@@ -21,19 +21,15 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
-from .base import WireFailure, WireTimeout
+from .base import WireFailure, WireRefused, WireTimeout
 
-__all__ = ["Shared", "SharingRefused", "share"]
+__all__ = ["Shared", "share"]
 
 _ADDRESS = "shared/address"
 _REFUSED = "shared/refused"
 _SLICE_S = 0.05
 _MOST_FILES = 250  # in one message
 _LENGTH = struct.Struct("!I")
-
-
-class SharingRefused(WireFailure):
-    """The members cannot share memory; every one of them raises, with the same reason."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ def share(
         timeout_s: how long to wait for the others.
 
     Raises:
-        SharingRefused: a member cannot; all raise it.
+        WireRefused: a member cannot; all raise it.
         WireTimeout: a member did not come.
     """
     deadline = time.monotonic() + timeout_s
@@ -101,7 +97,7 @@ def _lead(
     except (OSError, RuntimeError) as error:
         reason = f"rank {ranks[0]}: {error}"
         store.set(_ADDRESS, json.dumps({"refused": reason}))
-        raise SharingRefused(reason) from None
+        raise WireRefused(reason) from None
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshdist-"))
     path = os.path.join(folder, "group")
     listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -114,7 +110,7 @@ def _lead(
         connection = _accept(listener, store, deadline)
         if connection is None:
             _tell_all(talks, _refusal(store))
-            raise SharingRefused(_refusal(store))
+            raise WireRefused(_refusal(store))
         if _peer_user(connection) != os.getuid():
             connection.close()
             continue
@@ -136,7 +132,7 @@ def _lead(
     verdict = "; ".join(filter(None, reasons))
     _tell_all(talks, verdict)
     if verdict:
-        raise SharingRefused(verdict)
+        raise WireRefused(verdict)
 
 
 def _follow(
@@ -150,7 +146,7 @@ def _follow(
     _await(store, _ADDRESS, deadline)
     address = json.loads(store.get(_ADDRESS))
     if "refused" in address:
-        raise SharingRefused(address["refused"])
+        raise WireRefused(address["refused"])
     try:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))
         _limit(connection, deadline)
@@ -161,7 +157,7 @@ def _follow(
             raise PermissionError("the socket belongs to another user")
     except OSError as error:
         store.compare_set(_REFUSED, "", f"rank {ranks[rank]} cannot reach rank {ranks[0]}: {error}")
-        raise SharingRefused(_refusal(store)) from None
+        raise WireRefused(_refusal(store)) from None
     _send(connection, str(rank), [own])
     reason, files = _receive(connection, 1 + len(ranks))
     if files:
@@ -170,7 +166,7 @@ def _follow(
         _send(connection, _attempt(attach, files[0], files[1:], rank, ranks), [])
         reason, _ = _receive(connection, 0)
     if reason:
-        raise SharingRefused(reason)
+        raise WireRefused(reason)
 
 
 def _attempt(

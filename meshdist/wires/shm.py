@@ -32,10 +32,11 @@ from .base import (
     Wire,
     WireAborted,
     WireFailure,
+    WireRefused,
     WireTimeout,
     register_wire,
 )
-from .handshake import Shared, SharingRefused, share
+from .handshake import Shared, share
 from .pending import Chain
 
 __all__ = ["ShmCommunicator", "ShmWire"]
@@ -312,6 +313,7 @@ class ShmWire(Wire):
 
     name = "shm"
     device_types = frozenset({"cpu"})
+    stand_in = "gloo"
     compares_calls = True
     communicator_kind = ShmCommunicator
 
@@ -320,9 +322,9 @@ class ShmWire(Wire):
         return _core is not None
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; raises SharingRefused on every member where one cannot."""
+        """Open the group's memory; raises WireRefused on every member where one cannot."""
         if not opening.is_one_host:
-            raise SharingRefused("its ranks run on several hosts")
+            raise WireRefused("its ranks run on several hosts")
         made: list[Any] = []
 
         def attach(shared: Shared) -> None:
