@@ -101,13 +101,16 @@ class Pool:
         *args: Any,
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
+        backend: str | None = "gloo",
     ) -> list[Any]:
         """Return what ``fn(*args)`` returned on each rank of a fresh world of ``nprocs`` ranks.
 
         Raises the exception of the first rank that failed, its rank in the attribute ``rank``; the
         others then have five seconds to come to an end.
         """
-        outcomes = self.outcomes(fn, nprocs, *args, timeout_s=timeout_s, env=env, grace_s=GRACE_S)
+        outcomes = self.outcomes(
+            fn, nprocs, *args, timeout_s=timeout_s, env=env, grace_s=GRACE_S, backend=backend
+        )
         failed = [one for one in outcomes if isinstance(one, Failure)]
         if failed:
             first = min(failed, key=lambda failure: failure.order)
@@ -123,6 +126,7 @@ class Pool:
         grace_s: float | None = None,
         env: Mapping[str, str] | None = None,
         has_world: bool = True,
+        backend: str | None = "gloo",
     ) -> list[Any]:
         """Return by rank what ``fn(*args)`` returned, or a ``Failure``.
 
@@ -134,6 +138,7 @@ class Pool:
             grace_s: as ``timeout_s``, but from the first failure on.
             env: environment variables for the duration of the call.
             has_world: whether the ranks are in a world when ``fn`` is called.
+            backend: that world's.
         """
         self._grow(nprocs)
         self._runs += 1
@@ -148,6 +153,7 @@ class Pool:
                 "args": args,
                 "rank": rank,
                 "size": nprocs,
+                "backend": backend,
                 "run": self._runs,
                 "port": self._store_port() if has_world else None,
                 "env": {**QUICK_NAMES, **(env or {})},
@@ -381,7 +387,7 @@ def perform_in_world(call: dict[str, Any]) -> Any:
     port, timeout = call["port"], timedelta(seconds=call["timeout_s"])
     store = keep_store("pool", lambda: connect_store("127.0.0.1", port, timeout))
     md.init_process_group(
-        "gloo",
+        call["backend"],
         timeout=timeout,
         rank=call["rank"],
         world_size=call["size"],
