@@ -35,6 +35,7 @@ Collectives::Collectives(const Endpoint& endpoint)
     : end_(endpoint),
       kernels_(kernels()),
       rounds_(endpoint),
+      probe_(endpoint, rounds_),
       factors_(endpoint.size, 1.0),
       sources_(endpoint.size),
       given_(std::size_t{endpoint.size} * endpoint.size),
@@ -50,8 +51,15 @@ Status Collectives::run(Job& job) {
   item_ = dtype_facts(job.dtype()).bytes;
   mismatch_.clear();
   mismatch_culprit_ = -1;
+  Status status = probe_.before(job.call);
   bad_round_ = rounds_.next();
-  const Status status = dispatch(job);
+  if (status == Status::ok) {
+    std::uint64_t count = job.count();
+    for (const Part& part : job.ins) count += part.count;
+    probe_.consider(count * item_);
+    choose_stores();
+    status = dispatch(job);
+  }
   if (status == Status::ok) {
     rounds_.finish(job.call);
   } else {
@@ -61,6 +69,21 @@ Status Collectives::run(Job& job) {
       rounds_.failure.text = mismatch_;
     }
     if (status == Status::mismatch) rounds_.finish(job.call);
+  }
+  return status;
+}
+
+void Collectives::choose_stores() {
+  streams_in_ = kept_stores_ >= 0 ? kept_stores_ != 0
+                                  : end_.streams_into_slots.load(std::memory_order_relaxed);
+}
+
+// Agree on the call that was announced in `round`, and heed what the first member found.
+Status Collectives::agree(const Job& job, std::uint64_t round) {
+  const Status status = rounds_.agree(round, job.call);
+  if (status == Status::ok || status == Status::mismatch) {
+    probe_.heed(round);
+    choose_stores();
   }
   return status;
 }
@@ -108,7 +131,7 @@ Status Collectives::dispatch(Job& job) {
 }
 
 void Collectives::copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const {
-  if (streams_into_slots && bytes >= 4096) {
+  if (streams_in_ && bytes >= 4096) {
     kernels_.stream(slot, from, bytes);
   } else if (bytes != 0) {
     std::memcpy(slot, from, bytes);
@@ -134,7 +157,7 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, Write write, Re
   const std::uint64_t first = rounds_.next();
   write(0, first);
   rounds_.announce(job.call);
-  Status status = rounds_.agree(first, job.call);
+  Status status = agree(job, first);
   if (status != Status::ok) return status;
   if (loop_ != nullptr) {
     for (unsigned j = 0; j < end_.size; ++j) {
@@ -199,7 +222,7 @@ Status Collectives::agree_on_sizes(Job& job) {
   }
   if (loop_ != nullptr) end_.me().factors[round % kDepth] = job.call.factor;
   rounds_.announce(job.call);
-  const Status status = rounds_.agree(round, job.call);
+  const Status status = agree(job, round);
   if (status != Status::ok) return status;
   for (unsigned i = 0; i < n; ++i) {
     std::memcpy(&given_[i * n], end_.segment.table(i, round, false), n * sizeof(std::uint64_t));
@@ -334,7 +357,7 @@ Status Collectives::reduce_by_parts(Job& job) {
   const std::uint64_t first = rounds_.next();
   write(0, first);
   rounds_.announce(job.call);
-  Status status = rounds_.agree(first, job.call);
+  Status status = agree(job, first);
   if (status != Status::ok) return status;
   for (unsigned j = 0; j < n; ++j) factors_[j] = end_.segment.member(j).factors[first % kDepth];
   if (chunks == 1) {
@@ -610,7 +633,7 @@ Status Collectives::barrier(Job& job) {
   loop_ = nullptr;
   const std::uint64_t round = rounds_.next();
   rounds_.announce(job.call);
-  return rounds_.agree(round, job.call);
+  return agree(job, round);
 }
 
 }  // namespace meshdist

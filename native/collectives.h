@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "probe.h"
 #include "rounds.h"
 #include "tuning.h"
 
@@ -40,12 +41,15 @@ class Collectives {
 
   const Failure& failure() const { return rounds_.failure; }
   Tuning tuning;
-  bool streams_into_slots = false;
+  // For measurements: keep to one kind of stores, whatever the probe finds.
+  void keep_stores(bool streams) { kept_stores_ = streams ? 1 : 0; }
 
  private:
   using Bytes = std::uint8_t*;
 
   Status dispatch(Job& job);
+  void choose_stores();
+  Status agree(const Job& job, std::uint64_t round);
   Status reduce_whole(Job& job);
   Status reduce_by_parts(Job& job);
   Status broadcast(Job& job);
@@ -82,6 +86,9 @@ class Collectives {
   const Endpoint& end_;
   const Kernels& kernels_;
   Rounds rounds_;
+  Probe probe_;
+  int kept_stores_ = -1;
+  bool streams_in_ = false;  // stores into slots, for the call that runs
   ReduceLoop loop_ = nullptr;
   std::size_t item_ = 1;         // bytes per element of the call that runs
   bool streams_out_ = false;     // for the call that runs

@@ -46,6 +46,9 @@ class Endpoint {
   const Patience patience;
   const bool is_crowded;
 
+  // What the last probe found; see probe.h.
+  mutable std::atomic<bool> streams_into_slots{false};
+
   Member& me() const { return segment.member(rank); }
 
   // Whether waiting has no sense any more: ended by a member, or closed here.

@@ -159,12 +159,34 @@ struct Min {  // a NaN on either side wins, as in torch
   static T apply(T a, T b) {
     return a < b || a != a ? a : b;
   }
+#if defined(__AVX512F__)
+  static __m512 apply(__m512 a, __m512 b) {
+    const __mmask16 first = _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(first, b, a);
+  }
+#elif defined(__AVX2__)
+  static __m256 apply(__m256 a, __m256 b) {
+    const __m256 less = _mm256_cmp_ps(a, b, _CMP_LT_OQ);
+    return _mm256_blendv_ps(b, a, _mm256_or_ps(less, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+  }
+#endif
 };
 struct Max {
   template <class T>
   static T apply(T a, T b) {
     return a > b || a != a ? a : b;
   }
+#if defined(__AVX512F__)
+  static __m512 apply(__m512 a, __m512 b) {
+    const __mmask16 first = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(first, b, a);
+  }
+#elif defined(__AVX2__)
+  static __m256 apply(__m256 a, __m256 b) {
+    const __m256 greater = _mm256_cmp_ps(a, b, _CMP_GT_OQ);
+    return _mm256_blendv_ps(b, a, _mm256_or_ps(greater, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+  }
+#endif
 };
 struct And {
   template <class T>
@@ -187,31 +209,56 @@ struct Xor {
 
 // ---- loops
 
-// Elements that are reduced as they are. Two sources need no room in between.
+#if defined(__GNUC__) && !defined(__clang__)
+#define MESHDIST_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define MESHDIST_INDEPENDENT
+#endif
+
+// Two to four arrays into one, first to last, in one pass. `to` may be one of them.
+template <class T, class Combine, bool kDivide>
+void fold(T* to, const T* const* from, size_t num, size_t n, T divisor) {
+  const auto end = [divisor](T whole) { return kDivide ? static_cast<T>(whole / divisor) : whole; };
+  const T *a = from[0], *b = from[1];
+  if (num == 2) {
+    MESHDIST_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) to[i] = end(Combine::apply(a[i], b[i]));
+    return;
+  }
+  const T* c = from[2];
+  if (num == 3) {
+    MESHDIST_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) to[i] = end(Combine::apply(Combine::apply(a[i], b[i]), c[i]));
+    return;
+  }
+  const T* d = from[3];
+  MESHDIST_INDEPENDENT
+  for (size_t i = 0; i < n; ++i) {
+    to[i] = end(Combine::apply(Combine::apply(Combine::apply(a[i], b[i]), c[i]), d[i]));
+  }
+}
+
+// Elements that are reduced as they are.
 template <class T, class Combine, bool kAverage>
 void reduce_plain(void* target, const void* const* sources, size_t num_sources, size_t count,
                   const double*) {
   T* to = static_cast<T*>(target);
   const T divisor = static_cast<T>(num_sources);
-  if (num_sources == 2) {
-    const T* a = static_cast<const T*>(sources[0]);
-    const T* b = static_cast<const T*>(sources[1]);
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC ivdep
-#endif
-    for (size_t i = 0; i < count; ++i) {
-      const T whole = Combine::apply(a[i], b[i]);
-      to[i] = kAverage ? static_cast<T>(whole / divisor) : whole;
-    }
-    return;
+  const T* from[4];
+  if (num_sources >= 2 && num_sources <= 4) {
+    for (size_t j = 0; j < num_sources; ++j) from[j] = static_cast<const T*>(sources[j]);
+    return fold<T, Combine, kAverage>(to, from, num_sources, count, divisor);
   }
+  // `to` may be a source that is still to come, so the total needs room of its own.
   T total[kBlock];
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = count - at < kBlock ? count - at : kBlock;
     memcpy(total, static_cast<const T*>(sources[0]) + at, n * sizeof(T));
-    for (size_t j = 1; j < num_sources; ++j) {
-      const T* from = static_cast<const T*>(sources[j]) + at;
-      for (size_t i = 0; i < n; ++i) total[i] = Combine::apply(total[i], from[i]);
+    for (size_t j = 1; j < num_sources;) {
+      size_t num = 1;
+      from[0] = total;
+      while (num < 4 && j < num_sources) from[num++] = static_cast<const T*>(sources[j++]) + at;
+      fold<T, Combine, false>(total, from, num, n, divisor);
     }
     if (kAverage) {
       for (size_t i = 0; i < n; ++i) total[i] = static_cast<T>(total[i] / divisor);
@@ -266,6 +313,100 @@ void sum_scaled_pairs(void* target, const void* const* sources, size_t num_sourc
   sum_scaled<T>(target, sources, num_sources, 2 * count, factors);
 }
 
+// Two sources of 16-bit floats need no room in between: 3 times faster than by blocks. Each returns
+// how many elements it has reduced, from the first on.
+
+// Two bfloat16 lie in one 32-bit word, and the upper one is a float32 already but for its low bits.
+// No NaN needs care here: the numbers have zeros in their low halves, so NaNs made of them do too,
+// and rounding those adds nothing that could carry.
+#if defined(__AVX512F__)
+inline __m512i rounded(__m512 wide) {
+  const __m512i bits = _mm512_castps_si512(wide);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+#elif defined(__AVX2__)
+inline __m256i rounded(__m256 wide) {
+  const __m256i bits = _mm256_castps_si256(wide);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+#endif
+
+template <class Combine, bool kAverage>
+size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t count) {
+  const size_t num_words = count / 2;
+  size_t i = 0;
+#if defined(__AVX512F__)
+  const __m512i upper_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  for (; i + 16 <= num_words; i += 16) {
+    const __m512i x = _mm512_loadu_si512(a + 2 * i);
+    const __m512i y = _mm512_loadu_si512(b + 2 * i);
+    __m512 upper = Combine::apply(_mm512_castsi512_ps(_mm512_and_si512(x, upper_half)),
+                                  _mm512_castsi512_ps(_mm512_and_si512(y, upper_half)));
+    __m512 lower = Combine::apply(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+                                  _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
+    if (kAverage) upper = upper * 0.5f, lower = lower * 0.5f;
+    const __m512i low = _mm512_srli_epi32(rounded(lower), 16);
+    _mm512_storeu_si512(to + 2 * i, _mm512_mask_blend_epi16(0xaaaaaaaa, low, rounded(upper)));
+  }
+#elif defined(__AVX2__)
+  const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  for (; i + 8 <= num_words; i += 8) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 2 * i));
+    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 2 * i));
+    __m256 upper = Combine::apply(_mm256_castsi256_ps(_mm256_and_si256(x, upper_half)),
+                                  _mm256_castsi256_ps(_mm256_and_si256(y, upper_half)));
+    __m256 lower = Combine::apply(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+                                  _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)));
+    if (kAverage) upper = upper * 0.5f, lower = lower * 0.5f;
+    const __m256i low = _mm256_srli_epi32(rounded(lower), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i),
+                        _mm256_blend_epi16(low, rounded(upper), 0xaa));
+  }
+#endif
+  for (; i < num_words; ++i) {
+    uint32_t x, y;
+    memcpy(&x, a + 2 * i, sizeof x);
+    memcpy(&y, b + 2 * i, sizeof y);
+    float upper = Combine::apply(as_float(x & 0xffff0000), as_float(y & 0xffff0000));
+    float lower = Combine::apply(as_float(x << 16), as_float(y << 16));
+    if (kAverage) upper *= 0.5f, lower *= 0.5f;
+    const uint32_t u = as_bits(upper), l = as_bits(lower);
+    const uint32_t word = ((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000) |
+                          ((l + 0x7fff + ((l >> 16) & 1)) >> 16);
+    memcpy(to + 2 * i, &word, sizeof word);
+  }
+  return 2 * num_words;
+}
+
+template <class Combine, bool kAverage>
+size_t reduce_two(Float16* to, const Float16* a, const Float16* b, size_t count) {
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) {
+    const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i)));
+    const __m512 y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + i)));
+    __m512 whole = Combine::apply(x, y);
+    if (kAverage) whole = whole * 0.5f;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm512_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
+  }
+#elif defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i)));
+    const __m256 y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i)));
+    __m256 whole = Combine::apply(x, y);
+    if (kAverage) whole = whole * 0.5f;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm256_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  (void)to, (void)a, (void)b, (void)count;
+#endif
+  return i;
+}
+
 // 16-bit floats: in float32, rounded once.
 template <class T, class Combine, bool kAverage, bool kScaled>
 void reduce_widened(void* target, const void* const* sources, size_t num_sources, size_t count,
@@ -274,7 +415,12 @@ void reduce_widened(void* target, const void* const* sources, size_t num_sources
   alignas(64) float total[kBlock];
   alignas(64) float next[kBlock];
   const float divisor = static_cast<float>(num_sources);
-  for (size_t at = 0; at < count; at += kBlock) {
+  size_t done = 0;
+  if (num_sources == 2 && !kScaled) {
+    done = reduce_two<Combine, kAverage>(to, static_cast<const T*>(sources[0]),
+                                         static_cast<const T*>(sources[1]), count);
+  }
+  for (size_t at = done; at < count; at += kBlock) {
     const size_t n = count - at < kBlock ? count - at : kBlock;
     widen(total, static_cast<const T*>(sources[0]) + at, n);
     if (kScaled) {

@@ -416,6 +416,9 @@ NB_MODULE(native, m) {
                          std::int64_t tag) {
     return self.start_transfer(false, data, count, dtype, peer, tag);
   });
+  c.def_prop_ro("streams_into_slots", [](const PyCommunicator& self) {
+    return self.end->streams_into_slots.load();
+  });
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);
@@ -432,8 +435,7 @@ NB_MODULE(native, m) {
     } else if (name == "stream_out_bytes") {
       tuning.stream_out_bytes = self.transfers->tuning.stream_out_bytes = value;
     } else if (name == "streams_into_slots") {
-      self.progress->collectives().streams_into_slots = value != 0;
-      self.transfers->streams_into_slots = value != 0;
+      self.progress->collectives().keep_stores(value != 0);
     } else {
       throw std::invalid_argument("no such tuning");
     }

@@ -58,7 +58,6 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   // Give up all that is under way, and let the helper go.
   void close();
 
-  std::atomic<bool> streams_into_slots{false};
   Tuning tuning;
 
  private:

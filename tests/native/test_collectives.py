@@ -135,9 +135,7 @@ def ragged_cases(c: Any) -> None:
     i32, total = DTYPES["int32"], OPS["SUM"]
     for seed in range(6):
         sizes = size_matrix(n, seed).tolist()
-        sent = [
-            [values((i, j, seed), sizes[i][j], "int32") for j in range(n)] for i in range(n)
-        ]
+        sent = [[values((i, j, seed), sizes[i][j], "int32") for j in range(n)] for i in range(n)]
         outs = [torch.zeros(sizes[j][me], dtype=torch.int32) for j in range(n)]
         call(
             c.all_to_all_v,
@@ -166,7 +164,9 @@ def ragged_cases(c: Any) -> None:
         there = [x.data_ptr() for x in mine] if is_root else []
         call(c.scatter_v, out.data_ptr(), lengths[me], there, counts, i32, root)
         assert torch.equal(out, mine[me])
-        cut = [[values((i, j, seed, "rs"), lengths[j], "int32") for j in range(n)] for i in range(n)]
+        cut = [
+            [values((i, j, seed, "rs"), lengths[j], "int32") for j in range(n)] for i in range(n)
+        ]
         there = [x.data_ptr() for x in cut[me]]
         out.zero_()
         call(c.reduce_scatter_v, out.data_ptr(), lengths[me], there, lengths, i32, total, 1.0)

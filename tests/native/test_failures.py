@@ -42,7 +42,9 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Any], int], Callable[[Any], int]]] = {
     ),
     "ragged verb": (
         lambda c: c.all_to_all(torch.ones(9).data_ptr(), torch.ones(9).data_ptr(), 3, F32, TIMEOUT),
-        lambda c: c.all_to_all_v([0] * c.size, [0] * c.size, [0] * c.size, [0] * c.size, 1, TIMEOUT),
+        lambda c: c.all_to_all_v(
+            [0] * c.size, [0] * c.size, [0] * c.size, [0] * c.size, 1, TIMEOUT
+        ),
     ),
 }
 
