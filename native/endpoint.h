@@ -35,12 +35,13 @@ class Endpoint {
  public:
   // `pidfds` has one descriptor per member, -1 for this one and where there is none; they become
   // the endpoint's.
-  Endpoint(int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded);
+  Endpoint(std::shared_ptr<const Segment> segment, unsigned rank, std::vector<int> pidfds,
+           bool is_crowded);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
-  const Segment segment;
+  const Segment& segment;
   const unsigned rank;
   const unsigned size;
   const Patience patience;
@@ -76,6 +77,7 @@ class Endpoint {
  private:
   void wake_everyone() const;
 
+  const std::shared_ptr<const Segment> owned_;
   std::vector<int> pidfds_;
   std::atomic<bool> is_closing_{false};
 };

@@ -119,7 +119,7 @@ struct PyTransfer {
 class PyCommunicator : public Communicator {
  public:
   PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded)
-      : Communicator(fd, rank, std::move(pidfds), is_crowded) {}
+      : Communicator(std::make_shared<Segment>(fd), rank, std::move(pidfds), is_crowded) {}
 
   Job job(Verb verb, Count count, unsigned dtype, unsigned op, int root, double factor) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
