@@ -50,6 +50,9 @@ class Endpoint {
   // What the last probe found; see probe.h.
   mutable std::atomic<bool> streams_into_slots{false};
 
+  // Memory that all members have added, in the same order.
+  std::vector<std::shared_ptr<const Memory>> memories;
+
   Member& me() const { return segment.member(rank); }
 
   // Whether waiting has no sense any more: ended by a member, or closed here.

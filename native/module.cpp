@@ -2,6 +2,7 @@
 // wait runs without the GIL.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -113,6 +114,18 @@ struct PyTransfer {
             : "unknown";
     all["other_count"] = transfer->other_count;
     return all;
+  }
+};
+
+// The mapping lives as long as this, an array made of it, or a communicator that it was added to.
+// (A communicator may end on a native thread, so it must not hold the Python object.)
+struct PyMemory {
+  explicit PyMemory(int fd) : memory(std::make_shared<Memory>(fd)) {}
+  std::shared_ptr<const Memory> memory;
+
+  Address address() const { return reinterpret_cast<Address>(memory->data()); }
+  nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> array() const {
+    return {memory->data(), {memory->bytes()}, nb::find(*this)};
   }
 };
 
@@ -370,6 +383,12 @@ NB_MODULE(native, m) {
     return plan_geometry(size, slot_bytes, ring_bytes).total_bytes;
   });
 
+  m.def("create_memory", [](std::uint64_t bytes) { return create_memory(bytes, "meshdist-shared"); },
+        "bytes"_a);
+  nb::class_<PyMemory>(m, "Memory")
+      .def(nb::init<int>(), "fd"_a)
+      .def_prop_ro("address", &PyMemory::address)
+      .def("array", &PyMemory::array, nb::rv_policy::reference);
   nb::class_<PyTicket>(m, "Ticket")
       .def("wait", &PyTicket::wait)
       .def("is_done", &PyTicket::is_done)
@@ -423,6 +442,10 @@ NB_MODULE(native, m) {
   c.def("last_failure", &PyCommunicator::last_failure);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);
   c.def("members", &PyCommunicator::members);
+  c.def("add_memory", [](PyCommunicator& self, const PyMemory& memory) {
+    nb::gil_scoped_release release;
+    self.progress->add_memory(memory.memory);
+  });
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
   c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   // For measurements.
@@ -432,6 +455,8 @@ NB_MODULE(native, m) {
       tuning.chunk_bytes = std::min<std::size_t>(value, self.end->segment.geometry().slot_bytes);
     } else if (name == "whole_reduce_bytes") {
       tuning.whole_reduce_bytes = value;
+    } else if (name == "shared_bytes") {
+      tuning.shared_bytes = value;
     } else if (name == "stream_out_bytes") {
       tuning.stream_out_bytes = self.transfers->tuning.stream_out_bytes = value;
     } else if (name == "streams_into_slots") {
