@@ -41,7 +41,6 @@ Collectives::Collectives(const Endpoint& endpoint)
       theirs_(endpoint.size),
       given_(std::size_t{endpoint.size} * endpoint.size),
       expected_(std::size_t{endpoint.size} * endpoint.size) {
-  tuning.chunk_bytes = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
 }
 
 Status Collectives::run(Job& job) {
@@ -52,6 +51,11 @@ Status Collectives::run(Job& job) {
   item_ = dtype_facts(job.dtype()).bytes;
   mismatch_.clear();
   mismatch_culprit_ = -1;
+  // What all members heeded with the last call; what this one's probe finds counts from its
+  // announcement on, when the first chunk is cut already.
+  chunk_ = end_.streams_into_slots.load(std::memory_order_relaxed) ? tuning.stream_chunk_bytes
+                                                                   : tuning.chunk_bytes;
+  chunk_ = std::min<std::size_t>(chunk_, end_.segment.geometry().slot_bytes);
   Status status = probe_.before(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) {
@@ -149,7 +153,7 @@ void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes
 
 // Bytes of each of `pieces` equal pieces of a chunk: whole cache lines.
 std::size_t Collectives::piece_bytes(std::size_t pieces) const {
-  const std::size_t bytes = tuning.chunk_bytes / std::max<std::size_t>(pieces, 1);
+  const std::size_t bytes = chunk_ / std::max<std::size_t>(pieces, 1);
   return bytes / kCacheLine * kCacheLine;
 }
 

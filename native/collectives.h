@@ -106,6 +106,7 @@ class Collectives {
   int kept_stores_ = -1;
   bool streams_in_ = false;  // stores into slots, for the call that runs
   ReduceLoop loop_ = nullptr;
+  std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
   std::size_t item_ = 1;         // bytes per element of the call that runs
   bool streams_out_ = false;     // for the call that runs
   std::vector<double> factors_;  // one per member, for PREMUL_SUM

@@ -452,7 +452,7 @@ NB_MODULE(native, m) {
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;
     if (name == "chunk_bytes") {
-      tuning.chunk_bytes = std::min<std::size_t>(value, self.end->segment.geometry().slot_bytes);
+      tuning.chunk_bytes = tuning.stream_chunk_bytes = value;
     } else if (name == "whole_reduce_bytes") {
       tuning.whole_reduce_bytes = value;
     } else if (name == "shared_bytes") {

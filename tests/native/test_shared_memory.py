@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,11 +48,9 @@ def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str) -> Non
         for count in (10, 60_000, 99_999):
             parts = [made(j, n * count if count < 99_999 else count) for j in range(n)]
 
-            def fresh() -> torch.Tensor:
-                x = mine[: parts[me].numel()] if is_shared else torch.empty(parts[me].numel())
-                return x.copy_(parts[me])
-
             m = parts[me].numel()
+            own = mine[:m] if is_shared else torch.empty(m)
+            fresh = partial(own.copy_, parts[me])
             x = fresh()
             assert c.all_reduce(x.data_ptr(), m, F32, SUM, 1.0, TIMEOUT) == OK
             assert torch.equal(x, sum(parts))
@@ -74,7 +73,10 @@ def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str) -> Non
             if count < 99_999:
                 block = slice(me * count, (me + 1) * count)
                 out = torch.empty(count)
-                assert c.reduce_scatter(out.data_ptr(), x.data_ptr(), count, F32, SUM, 1.0, TIMEOUT) == OK
+                assert (
+                    c.reduce_scatter(out.data_ptr(), x.data_ptr(), count, F32, SUM, 1.0, TIMEOUT)
+                    == OK
+                )
                 assert torch.equal(out, sum(q[block] for q in parts))
                 out = torch.empty(m)
                 assert c.all_to_all(out.data_ptr(), x.data_ptr(), count, F32, TIMEOUT) == OK
