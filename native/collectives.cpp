@@ -38,9 +38,9 @@ Collectives::Collectives(const Endpoint& endpoint)
       probe_(endpoint, rounds_),
       factors_(endpoint.size, 1.0),
       sources_(endpoint.size),
+      theirs_(endpoint.size),
       given_(std::size_t{endpoint.size} * endpoint.size),
       expected_(std::size_t{endpoint.size} * endpoint.size) {
-  tuning.chunk_bytes = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
 }
 
 Status Collectives::run(Job& job) {
@@ -51,6 +51,11 @@ Status Collectives::run(Job& job) {
   item_ = dtype_facts(job.dtype()).bytes;
   mismatch_.clear();
   mismatch_culprit_ = -1;
+  // What all members heeded with the last call; what this one's probe finds counts from its
+  // announcement on, when the first chunk is cut already.
+  chunk_ = end_.streams_into_slots.load(std::memory_order_relaxed) ? tuning.stream_chunk_bytes
+                                                                   : tuning.chunk_bytes;
+  chunk_ = std::min<std::size_t>(chunk_, end_.segment.geometry().slot_bytes);
   Status status = probe_.before(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) {
@@ -148,14 +153,53 @@ void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes
 
 // Bytes of each of `pieces` equal pieces of a chunk: whole cache lines.
 std::size_t Collectives::piece_bytes(std::size_t pieces) const {
-  const std::size_t bytes = tuning.chunk_bytes / std::max<std::size_t>(pieces, 1);
+  const std::size_t bytes = chunk_ / std::max<std::size_t>(pieces, 1);
   return bytes / kCacheLine * kCacheLine;
 }
 
-template <class Write, class Read>
-Status Collectives::exchange(Job& job, std::uint64_t num_rounds, Write write, Read read) {
+// Tell the others, with the announcement in `round`, where `input` lies, if they can read it there.
+bool Collectives::offer(const Input& input, std::uint64_t round) {
+  if (end_.size < 2 || input.bytes < tuning.shared_bytes) return false;
+  if (input.giver != kEveryone && input.giver != static_cast<int>(end_.rank)) return false;
+  for (std::size_t i = 0; i < end_.memories.size(); ++i) {
+    if (!end_.memories[i]->holds(input.data, input.bytes)) continue;
+    const SharedPlace place{i, static_cast<std::uint64_t>(input.data - end_.memories[i]->data())};
+    std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
+    rounds_.call_hints_ = kHintShared;
+    return true;
+  }
+  return false;
+}
+
+// Who has offered in `round`; all members come to the same answer.
+Collectives::Sharing Collectives::find_offers(const Input& input, std::uint64_t round) {
+  unsigned offers = 0;
+  for (unsigned j = 0; j < end_.size; ++j) {
+    const Line& line = rounds_.line(j, round);
+    if ((line.hints & kHintShared) == 0) continue;
+    ++offers;
+    SharedPlace place;
+    std::memcpy(&place, line.bytes, sizeof place);
+    theirs_[j] = end_.memories.at(place.memory)->data() + place.offset;
+  }
+  const unsigned givers = input.giver == kEveryone ? end_.size : 1;
+  return offers == 0 ? Sharing::none : offers == givers ? Sharing::all : Sharing::some;
+}
+
+// Everyone's input is ready and stays until everyone is done.
+template <class Direct>
+Status Collectives::run_direct(Job& job, Direct direct) {
+  direct();
+  const std::uint64_t round = rounds_.next();
+  rounds_.publish();
+  return rounds_.wait(round, job.call);
+}
+
+template <class Write, class Read, class Direct>
+Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write,
+                             Read read, Direct direct) {
   const std::uint64_t first = rounds_.next();
-  write(0, first);
+  if (!offer(input, first)) write(0, first);
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
@@ -164,6 +208,10 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, Write write, Re
       factors_[j] = end_.segment.member(j).factors[first % kDepth];
     }
   }
+  const Sharing sharing = find_offers(input, first);
+  if (sharing == Sharing::all) return run_direct(job, direct);
+  // Those who offered have written nothing for the first round: begin anew, all of them.
+  if (sharing == Sharing::some) return exchange_agreed(job, num_rounds, write, read);
   for (std::uint64_t i = 1; i < num_rounds; ++i) {
     write(i, first + i);
     rounds_.publish();
@@ -275,7 +323,32 @@ Status Collectives::reduce_whole(Job& job) {
                     loop_(data, sources_.data(), end_.size, n, factors_.data());
                   });
   };
-  return exchange(job, num_chunks(count, per_chunk), write, read);
+  return exchange(job, num_chunks(count, per_chunk), reduce_input(job), write, read,
+                  [&] { reduce_shared(job); });
+}
+
+Collectives::Input Collectives::reduce_input(const Job& job) const {
+  if (job.verb() != Verb::all_reduce) return {};  // the others must not be written to, or are many
+  return {job.out, job.count() * item_, kEveryone};
+}
+
+// All-reduce buffers that all members map: each member reduces its part of all, into all.
+void Collectives::reduce_shared(const Job& job) {
+  const unsigned n = end_.size;
+  const std::uint64_t line = std::max<std::uint64_t>(kCacheLine / item_, 1);
+  const std::uint64_t each = round_up((job.count() + n - 1) / n, line);
+  const std::uint64_t from = std::min(job.count(), each * end_.rank);
+  const std::uint64_t to = std::min(job.count(), from + each);
+  const std::uint64_t block = 8192 / item_;  // stays in the L1 cache until all have it
+  for (std::uint64_t at = from; at < to; at += block) {
+    const std::uint64_t b = std::min(block, to - at);
+    for (unsigned j = 0; j < n; ++j) sources_[j] = theirs_[j] + at * item_;
+    Bytes mine = job.out + at * item_;
+    loop_(mine, sources_.data(), n, b, factors_.data());
+    for (unsigned j = 0; j < n; ++j) {
+      if (j != end_.rank) std::memcpy(theirs_[j] + at * item_, mine, b * item_);
+    }
+  }
 }
 
 Status Collectives::reduce_by_parts(Job& job) {
@@ -354,12 +427,22 @@ Status Collectives::reduce_by_parts(Job& job) {
     }
   };
 
-  const std::uint64_t first = rounds_.next();
-  write(0, first);
+  std::uint64_t first = rounds_.next();
+  const Input input = reduce_input(job);
+  if (!offer(input, first)) write(0, first);
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
   for (unsigned j = 0; j < n; ++j) factors_[j] = end_.segment.member(j).factors[first % kDepth];
+  const Sharing sharing = find_offers(input, first);
+  if (sharing == Sharing::all) return run_direct(job, [&] { reduce_shared(job); });
+  if (sharing == Sharing::some) {  // those who offered have written nothing: begin anew
+    first = rounds_.next();
+    write(0, first);
+    rounds_.publish();
+    status = rounds_.wait(first, job.call);
+    if (status != Status::ok) return status;
+  }
   if (chunks == 1) {
     reduce_mine(0, first, first + 1);
     rounds_.publish();
@@ -399,7 +482,9 @@ Status Collectives::broadcast(Job& job) {
     copy_out(job.out + i * chunk, area(root, round, is_inline), std::min(chunk, bytes - i * chunk));
   };
   loop_ = nullptr;
-  return exchange(job, num_chunks(bytes, chunk), write, read);
+  return exchange(job, num_chunks(bytes, chunk), {job.out, bytes, job.root()}, write, read, [&] {
+    if (!is_root) copy_out(job.out, theirs_[root], bytes);
+  });
 }
 
 Status Collectives::all_gather(Job& job) {
@@ -445,7 +530,11 @@ Status Collectives::all_gather(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, write, read);
+                : exchange(job, rounds, {own, bytes_of(me)}, write, read, [&] {
+                    for (unsigned j = 0; j < n; ++j) {
+                      if (target(j) != theirs_[j]) copy_out(target(j), theirs_[j], bytes_of(j));
+                    }
+                  });
 }
 
 Status Collectives::gather(Job& job) {
@@ -491,7 +580,14 @@ Status Collectives::gather(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, write, read);
+                : exchange(job, rounds, {own, bytes_of(me)}, write, read, [&] {
+                    if (me != root) return;
+                    for (unsigned j = 0; j < n; ++j) {
+                      if (job.outs[j].data != theirs_[j]) {
+                        copy_out(job.outs[j].data, theirs_[j], bytes_of(j));
+                      }
+                    }
+                  });
 }
 
 Status Collectives::scatter(Job& job) {
@@ -536,7 +632,7 @@ Status Collectives::scatter(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, write, read);
+                : exchange(job, rounds, {}, write, read, [] {});
 }
 
 Status Collectives::reduce_scatter(Job& job) {
@@ -577,7 +673,12 @@ Status Collectives::reduce_scatter(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, write, read);
+                : exchange(job, rounds, {job.in, n * job.count() * item_}, write, read, [&] {
+                    for (unsigned j = 0; j < n; ++j) {
+                      sources_[j] = theirs_[j] + me * job.count() * item_;
+                    }
+                    loop_(target, sources_.data(), n, job.count(), factors_.data());
+                  });
 }
 
 Status Collectives::all_to_all(Job& job) {
@@ -626,7 +727,12 @@ Status Collectives::all_to_all(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, write, read);
+                : exchange(job, rounds, {job.in, n * equal}, write, read, [&] {
+                    for (unsigned j = 0; j < n; ++j) {
+                      const Bytes from = theirs_[j] + me * equal;
+                      if (target(j) != from) copy_out(target(j), from, equal);
+                    }
+                  });
 }
 
 Status Collectives::barrier(Job& job) {

@@ -46,9 +46,22 @@ class Collectives {
 
  private:
   using Bytes = std::uint8_t*;
+  static constexpr int kEveryone = -1;
+  struct Input {
+    const std::uint8_t* data = nullptr;
+    std::size_t bytes = 0;
+    int giver = kEveryone;
+  };
+  enum class Sharing { none, some, all };
 
   Status dispatch(Job& job);
   void choose_stores();
+  bool offer(const Input& input, std::uint64_t round);
+  Sharing find_offers(const Input& input, std::uint64_t round);
+  template <class Direct>
+  Status run_direct(Job& job, Direct direct);
+  void reduce_shared(const Job& job);
+  Input reduce_input(const Job& job) const;
   Status agree(const Job& job, std::uint64_t round);
   Status reduce_whole(Job& job);
   Status reduce_by_parts(Job& job);
@@ -63,8 +76,11 @@ class Collectives {
   // One round after the other: `write(i, round)` lays out what this member gives in the i-th,
   // `read(i, round)` takes what the others gave. Reading the i-th overlaps with the others'
   // writing of the next.
-  template <class Write, class Read>
-  Status exchange(Job& job, std::uint64_t num_rounds, Write write, Read read);
+  // Where all who give (`giver`, or everyone) have their `input` in memory that all members map,
+  // `direct()` does it all instead, reading at `theirs_`.
+  template <class Write, class Read, class Direct>
+  Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
+                  Direct direct);
   template <class Write, class Read>
   Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read);
 
@@ -90,10 +106,12 @@ class Collectives {
   int kept_stores_ = -1;
   bool streams_in_ = false;  // stores into slots, for the call that runs
   ReduceLoop loop_ = nullptr;
+  std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
   std::size_t item_ = 1;         // bytes per element of the call that runs
   bool streams_out_ = false;     // for the call that runs
   std::vector<double> factors_;  // one per member, for PREMUL_SUM
   std::vector<const void*> sources_;
+  std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared
   std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
   std::vector<std::uint64_t> expected_;  // [by][of]
   std::uint64_t bad_round_ = 0;

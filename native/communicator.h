@@ -12,8 +12,10 @@ namespace meshdist {
 
 class Communicator {
  public:
-  Communicator(int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded)
-      : end(std::make_shared<Endpoint>(fd, rank, std::move(pidfds), is_crowded)),
+  // Members in one process, as tests have them, may share their view of the segment.
+  Communicator(std::shared_ptr<const Segment> segment, unsigned rank, std::vector<int> pidfds,
+               bool is_crowded)
+      : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(pidfds), is_crowded)),
         progress(std::make_shared<Progress>(end)),
         transfers(std::make_shared<Transfers>(end)) {}
   ~Communicator() { close(); }

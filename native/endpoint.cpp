@@ -7,12 +7,14 @@
 
 namespace meshdist {
 
-Endpoint::Endpoint(int fd, unsigned rank_, std::vector<int> pidfds, bool is_crowded_)
-    : segment(fd),
+Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_,
+                   std::vector<int> pidfds, bool is_crowded_)
+    : segment(*segment_),
       rank(rank_),
       size(segment.geometry().size),
       patience(is_crowded_ ? Patience::crowded() : Patience::usual()),
       is_crowded(is_crowded_),
+      owned_(std::move(segment_)),
       pidfds_(std::move(pidfds)) {
   if (rank >= size) throw std::invalid_argument("rank lies outside the segment's members");
   if (!pidfds_.empty() && pidfds_.size() != size) {

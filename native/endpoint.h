@@ -35,12 +35,13 @@ class Endpoint {
  public:
   // `pidfds` has one descriptor per member, -1 for this one and where there is none; they become
   // the endpoint's.
-  Endpoint(int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded);
+  Endpoint(std::shared_ptr<const Segment> segment, unsigned rank, std::vector<int> pidfds,
+           bool is_crowded);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
-  const Segment segment;
+  const Segment& segment;
   const unsigned rank;
   const unsigned size;
   const Patience patience;
@@ -48,6 +49,9 @@ class Endpoint {
 
   // What the last probe found; see probe.h.
   mutable std::atomic<bool> streams_into_slots{false};
+
+  // Memory that all members have added, in the same order.
+  std::vector<std::shared_ptr<const Memory>> memories;
 
   Member& me() const { return segment.member(rank); }
 
@@ -76,6 +80,7 @@ class Endpoint {
  private:
   void wake_everyone() const;
 
+  const std::shared_ptr<const Segment> owned_;
   std::vector<int> pidfds_;
   std::atomic<bool> is_closing_{false};
 };

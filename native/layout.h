@@ -26,6 +26,21 @@ constexpr std::uint32_t kVersion = 1;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
 
+// Where a member's buffer lies in memory that all members map; in a line's bytes.
+struct SharedPlace {
+  std::uint64_t memory;  // the index in the order of adding, which is the same on all members
+  std::uint64_t offset;
+};
+static_assert(sizeof(SharedPlace) <= kInlineBytes, "a line holds it");
+
+// In a line's hints. The first three are the first member's alone, see probe.h.
+enum Hint : std::uint32_t {
+  kHintStream = 1,
+  kHintProbeNext = 2,
+  kHintMeasureBoth = 4,
+  kHintShared = 8,  // the line's bytes are a SharedPlace
+};
+
 // What one member says it is calling; members must agree on all of it.
 struct Header {
   std::uint8_t verb = 0;

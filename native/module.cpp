@@ -2,6 +2,7 @@
 // wait runs without the GIL.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -116,10 +117,22 @@ struct PyTransfer {
   }
 };
 
+// The mapping lives as long as this, an array made of it, or a communicator that it was added to.
+// (A communicator may end on a native thread, so it must not hold the Python object.)
+struct PyMemory {
+  explicit PyMemory(int fd) : memory(std::make_shared<Memory>(fd)) {}
+  std::shared_ptr<const Memory> memory;
+
+  Address address() const { return reinterpret_cast<Address>(memory->data()); }
+  nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> array() const {
+    return {memory->data(), {memory->bytes()}, nb::find(*this)};
+  }
+};
+
 class PyCommunicator : public Communicator {
  public:
   PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded)
-      : Communicator(fd, rank, std::move(pidfds), is_crowded) {}
+      : Communicator(std::make_shared<Segment>(fd), rank, std::move(pidfds), is_crowded) {}
 
   Job job(Verb verb, Count count, unsigned dtype, unsigned op, int root, double factor) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
@@ -370,6 +383,12 @@ NB_MODULE(native, m) {
     return plan_geometry(size, slot_bytes, ring_bytes).total_bytes;
   });
 
+  m.def("create_memory", [](std::uint64_t bytes) { return create_memory(bytes, "meshdist-shared"); },
+        "bytes"_a);
+  nb::class_<PyMemory>(m, "Memory")
+      .def(nb::init<int>(), "fd"_a)
+      .def_prop_ro("address", &PyMemory::address)
+      .def("array", &PyMemory::array, nb::rv_policy::reference);
   nb::class_<PyTicket>(m, "Ticket")
       .def("wait", &PyTicket::wait)
       .def("is_done", &PyTicket::is_done)
@@ -423,15 +442,21 @@ NB_MODULE(native, m) {
   c.def("last_failure", &PyCommunicator::last_failure);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);
   c.def("members", &PyCommunicator::members);
+  c.def("add_memory", [](PyCommunicator& self, const PyMemory& memory) {
+    nb::gil_scoped_release release;
+    self.progress->add_memory(memory.memory);
+  });
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
   c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;
     if (name == "chunk_bytes") {
-      tuning.chunk_bytes = std::min<std::size_t>(value, self.end->segment.geometry().slot_bytes);
+      tuning.chunk_bytes = tuning.stream_chunk_bytes = value;
     } else if (name == "whole_reduce_bytes") {
       tuning.whole_reduce_bytes = value;
+    } else if (name == "shared_bytes") {
+      tuning.shared_bytes = value;
     } else if (name == "stream_out_bytes") {
       tuning.stream_out_bytes = self.transfers->tuning.stream_out_bytes = value;
     } else if (name == "streams_into_slots") {

@@ -28,13 +28,13 @@ Probe::Probe(const Endpoint& endpoint, Rounds& rounds)
 void Probe::consider(std::size_t bytes) {
   if (end_.rank != 0 || end_.size < 2 || bytes < kWorthwhileBytes) return;
   const Nanoseconds interval = end_.is_crowded ? kCrowdedInterval : kLapInterval;
-  if (now_ns() - last_ > interval) rounds_.hints_ |= kProbeNext;
+  if (now_ns() - last_ > interval) rounds_.hints_ |= kHintProbeNext;
 }
 
 void Probe::heed(std::uint64_t round) {
   const std::uint32_t hints = rounds_.line(0, round).hints;
-  if (hints & kProbeNext) is_due_ = true;
-  end_.streams_into_slots.store((hints & kStream) != 0, std::memory_order_relaxed);
+  if (hints & kHintProbeNext) is_due_ = true;
+  end_.streams_into_slots.store((hints & kHintStream) != 0, std::memory_order_relaxed);
 }
 
 // Pass a token round all members: nanoseconds from one core to the next, at best; 0 if it was lost.
@@ -99,34 +99,34 @@ Status Probe::before(const Call& call) {
   if (status != Status::ok) return status;
   const double hop = end_.is_crowded ? 0.0 : hop_ns();
   round = rounds_.next();
-  std::uint32_t hints = rounds_.hints_ & kStream;
+  std::uint32_t hints = rounds_.hints_ & kHintStream;
   if (end_.rank == 0) {
     const auto known = std::find_if(known_.begin(), known_.end(), [&](const Known& one) {
       return hop < one.hop * kSameHop && one.hop < hop * kSameHop;
     });
     const bool was_lost = hop == 0.0 && !end_.is_crowded && !known_.empty();
     if (known != known_.end()) {
-      hints = known->streams ? kStream : 0;
+      hints = known->streams ? std::uint32_t{kHintStream} : 0u;
     } else if (!was_lost) {  // else stay with what is known, and try again later
-      hints |= kMeasureBoth;
+      hints |= kHintMeasureBoth;
     }
     rounds_.line(0, round).hints = hints;
   }
   rounds_.publish();
   status = rounds_.wait(round, call);
   if (status != Status::ok) return status;
-  if (rounds_.line(0, round).hints & kMeasureBoth) {
+  if (rounds_.line(0, round).hints & kHintMeasureBoth) {
     double plain = 0, streamed = 0;
     status = measure_both(call, plain, streamed);
     if (status != Status::ok) return status;
     const bool streams = streamed < plain;
-    hints = streams ? kStream : 0;
+    hints = streams ? std::uint32_t{kHintStream} : 0u;
     if (end_.rank == 0 && hop > 0) {
       if (known_.size() >= 8) known_.erase(known_.begin());
       known_.push_back(Known{hop, streams});
     }
   }
-  rounds_.hints_ = hints & kStream;
+  rounds_.hints_ = hints & kHintStream;
   last_ = now_ns();
   return Status::ok;
 }

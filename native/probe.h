@@ -29,11 +29,6 @@ class Probe {
   // After the members agreed on a call: what the first member found.
   void heed(std::uint64_t round);
 
-  // What the first member's hints say.
-  static constexpr std::uint32_t kStream = 1;
-  static constexpr std::uint32_t kProbeNext = 2;
-  static constexpr std::uint32_t kMeasureBoth = 4;
-
  private:
   Status measure_both(const Call& call, double& plain, double& streamed);
   double hop_ns();

@@ -82,6 +82,11 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
   return is_late && ticket->status == Status::aborted ? Status::timeout : ticket->status;
 }
 
+void Progress::add_memory(std::shared_ptr<const Memory> memory) {
+  std::lock_guard<std::mutex> lock(running_);
+  end_->memories.push_back(std::move(memory));
+}
+
 void Progress::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   wake_.notify_all();

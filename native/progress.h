@@ -36,6 +36,9 @@ class Progress : public std::enable_shared_from_this<Progress> {
 
   void close();
 
+  // Let collectives read buffers in `memory` where they lie; all members add it, in the same order.
+  void add_memory(std::shared_ptr<const Memory> memory);
+
   Collectives& collectives() { return collectives_; }
 
  private:

@@ -36,7 +36,8 @@ class Rounds {
     me.report.begun.store(sequence_, std::memory_order_release);
     Line& mine = line(end_.rank, next_);
     mine.header = call.header;
-    mine.hints = hints_;
+    mine.hints = hints_ | call_hints_;
+    call_hints_ = 0;
     publish();
   }
 
@@ -86,6 +87,8 @@ class Rounds {
 
   // What this member announces beside its header; the first member's counts.
   std::uint32_t hints_ = 0;
+  // The same, for the next announcement alone.
+  std::uint32_t call_hints_ = 0;
 
  private:
   static std::uint32_t stamp(std::uint64_t round) { return static_cast<std::uint32_t>(round + 1); }

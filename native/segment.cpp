@@ -61,6 +61,17 @@ int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t r
   return fd;
 }
 
+Memory::Memory(int fd) {
+  struct stat facts;
+  if (fstat(fd, &facts) != 0) fail(errno, "fstat");
+  bytes_ = static_cast<std::uint64_t>(facts.st_size);
+  void* address = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  if (address == MAP_FAILED) fail(errno, "mmap");
+  data_ = static_cast<std::uint8_t*>(address);
+}
+
+Memory::~Memory() { munmap(data_, bytes_); }
+
 Segment::Segment(int fd) {
   struct stat facts;
   if (fstat(fd, &facts) != 0) fail(errno, "fstat");

@@ -15,6 +15,27 @@ int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t r
 // A memfd of `bytes` bytes, reserved and sealed against resizing.
 int create_memory(std::uint64_t bytes, const char* name);
 
+// Memory that all members of a group map: buffers there are read where they lie.
+class Memory {
+ public:
+  // Map all of `fd`, which stays the caller's.
+  explicit Memory(int fd);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::uint8_t* data() const { return data_; }
+  std::uint64_t bytes() const { return bytes_; }
+  bool holds(const std::uint8_t* from, std::uint64_t bytes) const {
+    return from >= data_ && bytes <= bytes_ &&
+           static_cast<std::uint64_t>(from - data_) <= bytes_ - bytes;
+  }
+
+ private:
+  std::uint8_t* data_ = nullptr;
+  std::uint64_t bytes_ = 0;
+};
+
 // One member's view of the segment.
 class Segment {
  public:

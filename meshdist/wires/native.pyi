@@ -14,6 +14,9 @@ communicator's own thread, and a blocking call runs after them.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 DTYPES: dict[str, int]
 OPS: dict[str, int]
 STATUSES: dict[str, int]
@@ -26,6 +29,16 @@ def create_segment(size: int, slot_bytes: int, ring_bytes: int) -> int:
     """A sealed memfd for ``size`` members, reserved; OSError where there is no memory."""
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int, /) -> int: ...
+def create_memory(bytes: int) -> int:
+    """A sealed memfd, reserved, for buffers that all members of a group map."""
+
+class Memory:
+    """A mapping of all of ``fd``, alive as long as this, its arrays, or a communicator it is in."""
+
+    def __init__(self, fd: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def array(self) -> npt.NDArray[np.uint8]: ...
 
 class Ticket:
     """A collective in flight."""
@@ -329,6 +342,11 @@ class Communicator:
     @property
     def streams_into_slots(self) -> bool:
         """Which stores the last probe chose."""
+
+    def add_memory(self, memory: Memory, /) -> None:
+        """Read buffers in ``memory`` where they lie. All members add it, in the same order, between
+        collectives; verbs find out by themselves whose inputs lie there.
+        """
 
     def abort(self) -> None:
         """Free every thread of every member that waits in this communicator."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.native.ranks import OK, run_ranks
 
 from meshdist.wires import native
+from tests.native.ranks import OK, run_ranks
 
 DTYPES, OPS = native.DTYPES, native.OPS
 SIZES = [1, 2, 3, 5]

@@ -261,7 +261,7 @@ def test_an_interrupt_reaches_the_program(call: str) -> None:
             return c.barrier(TIMEOUT)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             if call == "barrier":
                 c.barrier(TIMEOUT)
             elif call == "recv":
