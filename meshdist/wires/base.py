@@ -168,6 +168,13 @@ class Communicator(ABC):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         """Lay the members' tensors one after the other, in group order, into ``output``."""
 
+    def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
+        """New bytes of this member's own, in memory that all members map; equal on all of them.
+
+        Collective. Ordinary memory where the wire shares none.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     @abstractmethod
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         """Finished on a member when every member has started it.

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore
 
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, op_name
@@ -47,6 +48,7 @@ with suppress(ImportError):  # it is built on Linux, where there is a compiler
 
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
+_ALIGNMENT = 4096
 
 
 class _Started:
@@ -84,6 +86,8 @@ class ShmCommunicator(Communicator):
     def __init__(self, opening: Opening, core: Any, *, is_waiting: bool = False) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
         self._ranks = opening.ranks
+        self._opening = opening
+        self._num_buffers = 0
         self._core = core
         self._all_reduce = core.all_reduce
         self._is_waiting = is_waiting
@@ -210,6 +214,33 @@ class ShmCommunicator(Communicator):
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         return self._start("barrier", None, timeout)
+
+    def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
+        stride = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        made: list[Any] = []
+
+        def attach(shared: Shared) -> None:
+            for file in shared.processes:
+                if file >= 0:
+                    os.close(file)
+            try:
+                made.append(_core.Memory(shared.memory))
+            finally:
+                os.close(shared.memory)
+
+        self._num_buffers += 1
+        share(
+            PrefixStore(f"buffer {self._num_buffers}", self._opening.store),
+            self.rank,
+            self._ranks,
+            lambda: int(_core.create_memory(stride * self.size)),
+            attach,
+            timeout.total_seconds(),
+        )
+        (memory,) = made
+        self._core.add_memory(memory)
+        whole = torch.from_numpy(memory.array())
+        return whole[self.rank * stride :][:num_bytes]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         arguments = (tensor.data_ptr(), *_amount(tensor), peer, tag)
