@@ -13,6 +13,10 @@ constexpr Nanoseconds kLapInterval = 20'000'000;
 constexpr Nanoseconds kCrowdedInterval = 1'000'000'000;
 // Smaller calls take the same time in both ways.
 constexpr std::size_t kWorthwhileBytes = 64 * 1024;
+// Another program on these cores may have spoilt a measurement: the best of several counts.
+constexpr Nanoseconds kMeasureInterval = 1'000'000'000;
+constexpr Nanoseconds kNewInterval = 100'000'000;
+constexpr double kForgetting = 1.1;
 constexpr int kLaps = 16;
 constexpr Nanoseconds kLapPatience = 20'000;  // then a member is not running now
 constexpr int kTrials = 4;
@@ -97,19 +101,24 @@ Status Probe::before(const Call& call) {
   rounds_.publish();
   Status status = rounds_.wait(round, call);
   if (status != Status::ok) return status;
-  const double hop = end_.is_crowded ? 0.0 : hop_ns();
+  const double hop = end_.is_crowded ? 1.0 : hop_ns();
   round = rounds_.next();
   std::uint32_t hints = rounds_.hints_ & kHintStream;
+  const auto ratio = [hop](const Known& one) { return std::max(hop / one.hop, one.hop / hop); };
+  auto known = std::min_element(known_.begin(), known_.end(), [&](const Known& a, const Known& b) {
+    return ratio(a) < ratio(b);
+  });
   if (end_.rank == 0) {
-    const auto known = std::find_if(known_.begin(), known_.end(), [&](const Known& one) {
-      return hop < one.hop * kSameHop && one.hop < hop * kSameHop;
-    });
-    const bool was_lost = hop == 0.0 && !end_.is_crowded && !known_.empty();
-    if (known != known_.end()) {
-      hints = known->streams ? std::uint32_t{kHintStream} : 0u;
-    } else if (!was_lost) {  // else stay with what is known, and try again later
-      hints |= kHintMeasureBoth;
+    const bool was_lost = hop == 0.0 && !known_.empty();  // stay with what is known, try again later
+    const bool is_new = known == known_.end() || ratio(*known) > kSameHop;
+    if (!was_lost && known != known_.end()) {
+      hints = known->streams() ? std::uint32_t{kHintStream} : 0u;
     }
+    // A busy machine makes every lap look new: the nearest will do meanwhile.
+    const Nanoseconds wait = is_new ? kNewInterval : kMeasureInterval;
+    const Nanoseconds since = is_new ? measured_ : known->measured;
+    if (known_.empty() || (!was_lost && now_ns() - since > wait)) hints |= kHintMeasureBoth;
+    if (is_new) known = known_.end();
     rounds_.line(0, round).hints = hints;
   }
   rounds_.publish();
@@ -119,11 +128,15 @@ Status Probe::before(const Call& call) {
     double plain = 0, streamed = 0;
     status = measure_both(call, plain, streamed);
     if (status != Status::ok) return status;
-    const bool streams = streamed < plain;
-    hints = streams ? std::uint32_t{kHintStream} : 0u;
-    if (end_.rank == 0 && hop > 0) {
-      if (known_.size() >= 8) known_.erase(known_.begin());
-      known_.push_back(Known{hop, streams});
+    if (end_.rank == 0) {
+      if (known == known_.end()) {
+        if (known_.size() >= 8) known_.erase(known_.begin());
+        known = known_.insert(known_.end(), Known{std::max(hop, 1.0), plain, streamed, 0});
+      }
+      known->plain = std::min(known->plain * kForgetting, plain);
+      known->streamed = std::min(known->streamed * kForgetting, streamed);
+      known->measured = measured_ = now_ns();
+      hints = known->streams() ? std::uint32_t{kHintStream} : 0u;
     }
   }
   rounds_.hints_ = hints & kHintStream;

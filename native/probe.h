@@ -6,7 +6,7 @@
 // machines change from one to the other while a program runs. So the members measure both ways at
 // the first call, about a millisecond, and note how long a cache line takes from core to core. That
 // time they take again every now and then, in some microseconds; only when it is one not seen
-// before do they measure both ways again.
+// before, or seen last a second ago, do they measure both ways again.
 #pragma once
 
 #include <vector>
@@ -35,7 +35,9 @@ class Probe {
 
   struct Known {
     double hop;
-    bool streams;
+    double plain, streamed;  // the best times of both, slowly forgotten
+    Nanoseconds measured;
+    bool streams() const { return streamed < plain; }
   };
 
   const Endpoint& end_;
@@ -46,6 +48,7 @@ class Probe {
   bool is_due_ = true;
   std::uint64_t lap_ = 0;
   Nanoseconds last_ = 0;
+  Nanoseconds measured_ = 0;
 };
 
 }  // namespace meshdist

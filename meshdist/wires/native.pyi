@@ -20,7 +20,7 @@ import numpy.typing as npt
 DTYPES: dict[str, int]
 OPS: dict[str, int]
 STATUSES: dict[str, int]
-"""OK (0), TIMEOUT, ABORTED, DIED, MISMATCH, UNSUPPORTED, CLOSED, CANCELLED, INTERRUPTED, PENDING."""
+"""OK = 0, TIMEOUT, ABORTED, DIED, MISMATCH, UNSUPPORTED, CLOSED, CANCELLED, INTERRUPTED."""
 VECTORS: str
 """The vector width that was chosen for this processor."""
 
