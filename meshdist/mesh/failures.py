@@ -71,7 +71,7 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
             "the group is broken now",
         )
     if isinstance(failure, MemberLost):
-        told = f"rank {group.ranks[failure.member]} has ended"
+        told = f"rank {group.ranks[failure.member]} {failure}"
     else:
         told = "\n".join(filter(None, (str(failure), silent_members(group))))
     return BackendError(

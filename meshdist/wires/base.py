@@ -73,10 +73,10 @@ class WireRefused(WireFailure):
 
 
 class MemberLost(WireFailure):
-    """A member has ended while others waited for it.
+    """A member has ended, or left the group, while others waited for it.
 
     Args:
-        text: what happened.
+        text: what it did, for example ``has ended``.
         member: its place in the group.
     """
 
@@ -117,6 +117,7 @@ class Opening:
         device: the device bound to this rank, or None.
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
+        hosts: the number of each member's host; () where nobody knows.
     """
 
     store: Store
@@ -129,6 +130,7 @@ class Opening:
     device: torch.device | None = None
     name: str = ""
     num_local: int = 1
+    hosts: tuple[int, ...] = ()
 
 
 class Communicator(ABC):
@@ -146,8 +148,11 @@ class Communicator(ABC):
         # The public verb that what is started next belongs to, and its number, for messages.
         self.caller = ""
         self.number = 0
-        self.waiting: Communicator = self
+
+    @property
+    def waiting(self) -> Communicator:
         """The same verbs for a caller who waits at once; ``finish`` follows all the same."""
+        return self
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -324,6 +329,8 @@ class Wire(ABC):
     """The class of what ``open`` returns, which knows what it does itself."""
     stand_in = ""
     """The wire to take in its place for a group that it refuses, where the program named none."""
+    across_hosts = ""
+    """The wire to take in its place for a group that spans hosts, where the program named none."""
     compares_calls = False
     """Whether it compares every call with the other members' by itself."""
 

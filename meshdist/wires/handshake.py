@@ -1,35 +1,43 @@
 """How processes of one host come to share memory, or learn together that they cannot.
 
-The first member makes the memory and a private Unix socket, and tells the others where it is
+The first member makes the memory and a Unix socket that has no file, and tells the others its name
 through the store. Each comes with a handle to its own process (a pidfd); when all have come each
-gets the memory and everyone's handle. Nothing has a name that outlives the handshake, and a process
-of another user is turned away. In the end every member shares, or none does and all know why.
+gets the memory and everyone's handle, and tells that it uses them. A process of another user is
+turned away. Whoever meets trouble writes it to the store, where the first stays, and hangs up: so
+in the end every member shares, or none does and all tell the same reason.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
+import secrets
+import selectors
 import socket
 import struct
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from torch.distributed import Store
 
+from ..error_text import ranks_text
 from .base import WireFailure, WireRefused, WireTimeout
 
 __all__ = ["Shared", "share"]
 
 _ADDRESS = "shared/address"
-_REFUSED = "shared/refused"
+_TROUBLE = "shared/trouble"
+_KINDS = {"refused": WireRefused, "left": WireFailure, "late": WireTimeout}
 _SLICE_S = 0.05
+_GRACE_S = 1.0  # the others wait longer than the first member, which knows who is missing
+_SPARE_PLACES = 64  # in the queue of the socket, for strangers who are turned away
 _MOST_FILES = 250  # in one message
-_LENGTH = struct.Struct("!I")
+_HEAD = struct.Struct("!iI")  # who speaks, and how many files come along
+_STRANGER = -1
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,14 @@ class Shared:
 
     memory: int
     processes: tuple[int, ...]
+
+
+class _Trouble(Exception):
+    """Why nothing is shared: one of ``_KINDS``, and a text."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 def share(
@@ -67,18 +83,21 @@ def share(
     Raises:
         WireRefused: a member cannot; all raise it.
         WireTimeout: a member did not come.
+        WireFailure: a member has left, or the store is lost.
     """
     deadline = time.monotonic() + timeout_s
-    with ExitStack() as stack:
-        try:
-            if rank == 0:
-                _lead(store, ranks, make_memory, attach, deadline, stack)
-            else:
-                _follow(store, rank, ranks, attach, deadline, stack)
-        except TimeoutError:
-            raise WireTimeout("a member did not come to share memory") from None
-        except OSError as error:
-            raise WireFailure(f"a member left while sharing memory: {error}") from None
+    try:
+        with ExitStack() as stack:  # what is still open is closed when the reason is known to all
+            try:
+                if rank == 0:
+                    _lead(store, ranks, make_memory, attach, deadline, stack)
+                else:
+                    _follow(store, rank, ranks, attach, deadline + _GRACE_S, stack)
+            except _Trouble as trouble:
+                kind, text = _first_trouble(store, trouble)
+                raise _KINDS[kind](text) from None
+    except RuntimeError as error:  # as torch's stores raise it
+        raise WireFailure(f"the store is lost: {error}") from None
 
 
 def _lead(
@@ -89,50 +108,59 @@ def _lead(
     deadline: float,
     stack: ExitStack,
 ) -> None:
+    held: list[int] = []
+    stack.callback(_close_all, held)
+    name = f"meshdist-{secrets.token_hex(16)}"
     try:
-        memory = make_memory()
-        stack.callback(os.close, memory)
-        own = _own_handle()
-        stack.callback(os.close, own)
-    except (OSError, RuntimeError) as error:
-        reason = f"rank {ranks[0]}: {error}"
-        store.set(_ADDRESS, json.dumps({"refused": reason}))
-        raise WireRefused(reason) from None
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshdist-"))
-    path = os.path.join(folder, "group")
-    listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-    listener.bind(path)
-    listener.listen(len(ranks))
-    store.set(_ADDRESS, json.dumps({"path": path}))
+        with _telling_of(ranks[0], "the system"):
+            memory = make_memory()
+            held.append(memory)
+            own = _own_handle()
+            stack.callback(os.close, own)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"\0{name}")
+            listener.listen(len(ranks) + _SPARE_PLACES)
+    except _Trouble as trouble:
+        _first_trouble(store, trouble)
+        store.set(_ADDRESS, "")
+        raise
+    store.set(_ADDRESS, name)
     handles = {0: own}
     talks: dict[int, socket.socket] = {}
-    while len(talks) < len(ranks) - 1:
-        connection = _accept(listener, store, deadline)
-        if connection is None:
-            _tell_all(talks, _refusal(store))
-            raise WireRefused(_refusal(store))
-        if _peer_user(connection) != os.getuid():
-            connection.close()
-            continue
-        stack.enter_context(connection)
-        _limit(connection, deadline)
-        text, files = _receive(connection, 1)
-        stack.callback(os.close, files[0])
-        handles[int(text)] = files[0]
-        talks[int(text)] = connection
+    awaited = set(range(1, len(ranks)))
+    while awaited:
+        ready = _next(store, [listener, *talks.values()], ranks, awaited, deadline)
+        if ready is not listener:  # nobody says anything before all have come
+            (gone,) = (ranks[one] for one, connection in talks.items() if connection is ready)
+            raise _Trouble("left", f"rank {gone} left while memory was shared")
+        with _telling_of(ranks[0], "a member"):
+            connection = stack.enter_context(listener.accept()[0])
+            if _peer_user(connection) != os.getuid():
+                with suppress(OSError):
+                    _send(connection, _STRANGER, [], deadline)
+                connection.close()
+                continue
+            _limit(connection, deadline)
+            member, (handle,) = _receive(connection)
+        held.append(handle)
+        handles[member], talks[member] = handle, connection
+        awaited.remove(member)
     in_order = [handles[member] for member in range(len(ranks))]
+    with _telling_of(ranks[0], "a member"):
+        for connection in talks.values():
+            _send(connection, 0, [memory, *in_order], deadline)
+        held.clear()  # they are handed over
+        attach(Shared(memory, (-1, *in_order[1:])))
+    awaited = set(talks)
+    while awaited:
+        ready = _next(store, [talks[one] for one in awaited], ranks, awaited, deadline)
+        (member,) = (one for one, connection in talks.items() if connection is ready)
+        with _telling_of(ranks[0], f"rank {ranks[member]}"):
+            _receive(ready)
+        awaited.remove(member)
     for connection in talks.values():
-        _send(connection, "", [memory, *in_order])
-    reasons = [_attempt(attach, memory, in_order, 0, ranks)]
-    for member, connection in sorted(talks.items()):
-        try:
-            reasons.append(_receive(connection, 0)[0])
-        except OSError as error:
-            reasons.append(f"rank {ranks[member]} left: {error}")
-    verdict = "; ".join(filter(None, reasons))
-    _tell_all(talks, verdict)
-    if verdict:
-        raise WireRefused(verdict)
+        with suppress(OSError):  # the first call notices who has left by now
+            _send(connection, 0, [], deadline)
 
 
 def _follow(
@@ -143,76 +171,92 @@ def _follow(
     deadline: float,
     stack: ExitStack,
 ) -> None:
-    _await(store, _ADDRESS, deadline)
-    address = json.loads(store.get(_ADDRESS))
-    if "refused" in address:
-        raise WireRefused(address["refused"])
-    try:
+    name = _await_address(store, ranks[0], deadline)
+    with _telling_of(ranks[rank], f"rank {ranks[0]}"):
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))
         _limit(connection, deadline)
         own = _own_handle()
         stack.callback(os.close, own)
-        connection.connect(address["path"])
+        connection.connect(f"\0{name}")
         if _peer_user(connection) != os.getuid():
-            raise PermissionError("the socket belongs to another user")
-    except OSError as error:
-        store.compare_set(_REFUSED, "", f"rank {ranks[rank]} cannot reach rank {ranks[0]}: {error}")
-        raise WireRefused(_refusal(store)) from None
-    _send(connection, str(rank), [own])
-    reason, files = _receive(connection, 1 + len(ranks))
-    if files:
-        for file in files:
-            stack.callback(os.close, file)
-        _send(connection, _attempt(attach, files[0], files[1:], rank, ranks), [])
-        reason, _ = _receive(connection, 0)
-    if reason:
-        raise WireRefused(reason)
+            raise PermissionError(f"rank {ranks[0]} runs as another user")
+        _send(connection, rank, [own], deadline)
+        answer, files = _receive(connection)
+        if answer == _STRANGER:
+            raise PermissionError(f"rank {ranks[0]} runs as another user")
+        memory, *handles = files
+        os.close(handles[rank])
+        handles[rank] = -1
+        attach(Shared(memory, tuple(handles)))
+        _send(connection, rank, [], deadline)
+        _receive(connection)
 
 
-def _attempt(
-    attach: Callable[[Shared], None],
-    memory: int,
-    handles: Sequence[int],
-    rank: int,
-    ranks: Sequence[int],
-) -> str:
-    """Attach with files of the member's own; why that failed, or ""."""
-    files = [os.dup(file) if member != rank else -1 for member, file in enumerate(handles)]
+@contextmanager
+def _telling_of(rank: int, other: str) -> Iterator[None]:
+    """What goes wrong inside, as the trouble of ``rank``, or of the ``other`` it talks to."""
     try:
-        attach(Shared(os.dup(memory), tuple(files)))
+        yield
+    except ConnectionRefusedError as error:
+        raise _Trouble("refused", f"rank {rank} cannot reach {other}: {error}") from None
+    except ConnectionError:
+        raise _Trouble("left", f"{other} left while memory was shared") from None
+    except TimeoutError:
+        raise _Trouble("late", f"{other} did not answer while memory was shared") from None
     except (OSError, MemoryError, RuntimeError) as error:
-        return f"rank {ranks[rank]}: {error}"
-    return ""
+        told = str(error) or type(error).__name__
+        raise _Trouble("refused", f"rank {rank}: {told}") from None
 
 
-def _accept(listener: socket.socket, store: Store, deadline: float) -> socket.socket | None:
-    """The next connection; None where a member has said that it cannot come."""
-    listener.settimeout(_SLICE_S)
-    while True:
-        with suppress(TimeoutError):
-            return listener.accept()[0]
-        if store.check([_REFUSED]):
-            return None
-        if time.monotonic() > deadline:
-            raise WireTimeout("a member did not come to share memory")
+def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
+    """What all members tell: the trouble that was told first."""
+    mine = json.dumps([trouble.kind, str(trouble)])
+    kind, text = json.loads(store.compare_set(_TROUBLE, "", mine))
+    return kind, text
 
 
-def _await(store: Store, key: str, deadline: float) -> None:
+def _next(
+    store: Store,
+    sockets: Sequence[socket.socket],
+    ranks: Sequence[int],
+    awaited: set[int],
+    deadline: float,
+) -> socket.socket:
+    """The first of ``sockets`` that has something to say, or has come to its end.
+
+    Raises:
+        _Trouble: a member has told its own in the store, or those ``awaited`` are late.
+    """
+    with selectors.PollSelector() as selector:
+        for one in sockets:
+            selector.register(one, selectors.EVENT_READ)
+        while not (ready := selector.select(_SLICE_S)):
+            if store.check([_TROUBLE]):
+                raise _Trouble(*json.loads(store.get(_TROUBLE)))
+            if time.monotonic() > deadline:
+                missing = ranks_text(ranks[member] for member in sorted(awaited))
+                raise _Trouble("late", f"{missing} did not come to share memory")
+    found = ready[0][0].fileobj
+    assert isinstance(found, socket.socket)
+    return found
+
+
+def _await_address(store: Store, first: int, deadline: float) -> str:
     pause = 0.0001
-    while not store.check([key]):
+    while not store.check([_ADDRESS]):
         if time.monotonic() > deadline:
-            raise WireTimeout("the first member did not come to share memory")
+            raise _Trouble("late", f"rank {first} did not come to share memory")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
-
-
-def _refusal(store: Store) -> str:
-    return store.get(_REFUSED).decode()
+    name = store.get(_ADDRESS).decode()
+    if not name:
+        raise _Trouble("left", f"rank {first} has made no memory")  # it has told why
+    return name
 
 
 def _own_handle() -> int:
     if not hasattr(os, "pidfd_open"):
-        raise OSError("this Python has no os.pidfd_open")
+        raise OSError("this system has no pidfd_open")
     return os.pidfd_open(os.getpid())
 
 
@@ -226,39 +270,47 @@ def _limit(connection: socket.socket, deadline: float) -> None:
     connection.settimeout(max(deadline - time.monotonic(), _SLICE_S))
 
 
-def _tell_all(talks: dict[int, socket.socket], text: str) -> None:
-    for connection in talks.values():
-        with suppress(OSError):  # whoever left already knows
-            _send(connection, text, [])
+def _close_all(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
-def _send(connection: socket.socket, text: str, files: Sequence[int]) -> None:
-    """Send a text and open files, the files in as many messages as they need."""
-    data = text.encode()
-    connection.sendall(_LENGTH.pack(len(data)) + _LENGTH.pack(len(files)) + data)
+def _send(connection: socket.socket, number: int, files: Sequence[int], deadline: float) -> None:
+    """Send a number and open files, the files in as many messages as they need."""
+    connection.sendall(_HEAD.pack(number, len(files)))
     for start in range(0, len(files), _MOST_FILES):
         part = array.array("i", files[start : start + _MOST_FILES])
-        connection.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+        while True:
+            try:
+                connection.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+                break
+            except OSError as error:
+                # Only so many files of one user may be under way: wait until some have arrived.
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
 
 
-def _receive(connection: socket.socket, num_files: int) -> tuple[str, list[int]]:
-    """Receive a text and the files that come with it: ``num_files``, or none."""
-    length, count = (_LENGTH.unpack(_exactly(connection, _LENGTH.size))[0] for _ in range(2))
-    text = _exactly(connection, length).decode()
-    files: list[int] = []
-    while len(files) < min(count, num_files):
-        _, more, _, _ = socket.recv_fds(connection, 1, _MOST_FILES)
-        if not more:
-            raise ConnectionError("the connection ended")
-        files.extend(more)
-    return text, files
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket) -> tuple[int, list[int]]:
+    """Receive what ``_send`` sent; the files are not handed on to programs that are started."""
     data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
+    while len(data) < _HEAD.size:
+        part = connection.recv(_HEAD.size - len(data))
         if not part:
-            raise ConnectionError("the connection ended")
+            raise ConnectionResetError("the connection ended")
         data += part
-    return data
+    number, num_files = _HEAD.unpack(data)
+    files: list[int] = []
+    try:
+        while len(files) < num_files:
+            most = min(_MOST_FILES, num_files - len(files))
+            text, more, flags, _ = socket.recv_fds(connection, 1, most, socket.MSG_CMSG_CLOEXEC)
+            files.extend(more)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if not text:
+                raise ConnectionResetError("the connection ended")
+    except OSError:
+        _close_all(files)
+        raise
+    return number, files

@@ -8,7 +8,6 @@ its handle, and waiting ends at an abort; ``handshake`` tells how members come t
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -49,6 +48,7 @@ with suppress(ImportError):  # it is built on Linux, where there is a compiler
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
 _ALIGNMENT = 4096
+_FEW_IN_FLIGHT = 64
 
 
 class _Started:
@@ -91,8 +91,13 @@ class ShmCommunicator(Communicator):
         self._core = core
         self._all_reduce = core.all_reduce
         self._is_waiting = is_waiting
-        self._in_flight: deque[_Started] = deque()
-        self.waiting = self if is_waiting else ShmCommunicator(opening, core, is_waiting=True)
+        self._in_flight: set[_Started] = set()
+        self._sweep_at = _FEW_IN_FLIGHT
+        self._waiting = None if is_waiting else ShmCommunicator(opening, core, is_waiting=True)
+
+    @property
+    def waiting(self) -> Communicator:
+        return self._waiting or self
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -220,9 +225,7 @@ class ShmCommunicator(Communicator):
         made: list[Any] = []
 
         def attach(shared: Shared) -> None:
-            for file in shared.processes:
-                if file >= 0:
-                    os.close(file)
+            _close_all(shared.processes)
             try:
                 made.append(_core.Memory(shared.memory))
             finally:
@@ -271,6 +274,7 @@ class ShmCommunicator(Communicator):
             self.finish_chain(pending, timeout)
             return
         status = pending.ticket.wait(timeout.total_seconds())
+        self._in_flight.discard(pending)
         if status:
             failure = pending.ticket.failure()
             raise self._failure(status, failure, pending.number, pending.message)
@@ -310,9 +314,12 @@ class ShmCommunicator(Communicator):
     def _keep(self, started: _Started) -> _Started:
         """Let the tensors of what is in flight live, also where nobody keeps its Work."""
         in_flight = self._in_flight
-        while in_flight and in_flight[0].ticket.is_done():
-            in_flight.popleft()
-        in_flight.append(started)
+        if len(in_flight) >= self._sweep_at:
+            for one in list(in_flight):
+                if one.ticket.is_done():
+                    in_flight.discard(one)
+            self._sweep_at = max(2 * len(in_flight), _FEW_IN_FLIGHT)
+        in_flight.add(started)
         return started
 
     def _transfer_failure(self, status: int, message: tuple[bool, int, int]) -> WireFailure:
@@ -333,7 +340,10 @@ class ShmCommunicator(Communicator):
         if cause == known["MISMATCH"]:
             return MembersDisagree(text or "the members' calls differ", number, message)
         if cause == known["DIED"]:
-            return MemberLost("a member has ended", max(failure["culprit"], 0))
+            member = max(failure["culprit"], 0)
+            seen = failure["members"][member]
+            has_closed = seen["was_closed"] and not seen["has_exited"]
+            return MemberLost("has closed this group" if has_closed else "has ended", member)
         if cause == known["CLOSED"]:
             return WireFailure("the communicator was closed")
         return WireAborted(text or "the communicator was aborted")
@@ -345,6 +355,7 @@ class ShmWire(Wire):
     name = "shm"
     device_types = frozenset({"cpu"})
     stand_in = "gloo"
+    across_hosts = "hierarchical"
     compares_calls = True
     communicator_kind = ShmCommunicator
 
@@ -360,21 +371,34 @@ class ShmWire(Wire):
 
         def attach(shared: Shared) -> None:
             is_crowded = opening.num_local > num_cores()
+            processes = list(shared.processes)
             try:
-                processes = list(shared.processes)
                 made.append(_core.Communicator(shared.memory, opening.rank, processes, is_crowded))
+            except BaseException:
+                _close_all(processes)
+                raise
             finally:
                 os.close(shared.memory)
 
-        share(
-            opening.store,
-            opening.rank,
-            opening.ranks,
-            lambda: int(_core.create_segment(len(opening.ranks), _SLOT_BYTES, _RING_BYTES)),
-            attach,
-            opening.timeout.total_seconds(),
-        )
+        try:
+            share(
+                opening.store,
+                opening.rank,
+                opening.ranks,
+                lambda: int(_core.create_segment(len(opening.ranks), _SLOT_BYTES, _RING_BYTES)),
+                attach,
+                opening.timeout.total_seconds(),
+            )
+        except BaseException:
+            made.clear()  # nothing of it stays, however long the error is kept
+            raise
         return ShmCommunicator(opening, made[0])
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for file in files:
+        if file >= 0:
+            os.close(file)
 
 
 _REDUCING = frozenset(
