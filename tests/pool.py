@@ -76,6 +76,11 @@ class Worker:
         return self.stacks.read_text(errors="replace")
 
 
+def host_environment(hosts: str, rank: int) -> dict[str, str]:
+    """What lets a rank take itself to be on a host, which others reach by loopback all the same."""
+    return {"MESHDIST_HOST_ID": hosts[rank], "GLOO_SOCKET_IFNAME": "lo"} if hosts else {}
+
+
 def has_ended(connection: Connection) -> bool:
     try:
         return connection.poll() and not connection.recv_bytes()
@@ -102,6 +107,7 @@ class Pool:
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
         backend: str | None = "gloo",
+        hosts: str = "",
     ) -> list[Any]:
         """Return what ``fn(*args)`` returned on each rank of a fresh world of ``nprocs`` ranks.
 
@@ -109,7 +115,14 @@ class Pool:
         others then have five seconds to come to an end.
         """
         outcomes = self.outcomes(
-            fn, nprocs, *args, timeout_s=timeout_s, env=env, grace_s=GRACE_S, backend=backend
+            fn,
+            nprocs,
+            *args,
+            timeout_s=timeout_s,
+            env=env,
+            grace_s=GRACE_S,
+            backend=backend,
+            hosts=hosts,
         )
         failed = [one for one in outcomes if isinstance(one, Failure)]
         if failed:
@@ -127,6 +140,7 @@ class Pool:
         env: Mapping[str, str] | None = None,
         has_world: bool = True,
         backend: str | None = "gloo",
+        hosts: str = "",
     ) -> list[Any]:
         """Return by rank what ``fn(*args)`` returned, or a ``Failure``.
 
@@ -139,6 +153,7 @@ class Pool:
             env: environment variables for the duration of the call.
             has_world: whether the ranks are in a world when ``fn`` is called.
             backend: that world's.
+            hosts: a letter for each rank, the host that it takes itself to be on.
         """
         self._grow(nprocs)
         self._runs += 1
@@ -156,7 +171,7 @@ class Pool:
                 "backend": backend,
                 "run": self._runs,
                 "port": self._store_port() if has_world else None,
-                "env": {**QUICK_NAMES, **(env or {})},
+                "env": {**QUICK_NAMES, **(env or {}), **host_environment(hosts, rank)},
                 "timeout_s": timeout_s,
             }
             worker.connection.send_bytes(cloudpickle.dumps(call))

@@ -85,7 +85,7 @@ class ProcessGroup:
         self.world = world
         self.ranks = ranks
         self.name = name
-        self.backends = backends or world.backends
+        self.backends = _reaching(world, ranks, backends or world.backends)
         self.options = options
         self.device = device or world.device
         self.is_private = is_private
@@ -324,6 +324,15 @@ class ProcessGroup:
             device_type,
         )
         return channel
+
+
+def _reaching(world: World, ranks: tuple[int, ...], backends: dict[str, str]) -> dict[str, str]:
+    """``backends``, or where the program named none and ``ranks`` span hosts what serves there."""
+    if not world.chooses_wires or not world.spans_hosts(ranks):
+        return backends
+    wires = {kind: find_wire(name) for kind, name in backends.items()}
+    found = {kind: wire.across_hosts for kind, wire in wires.items() if wire and wire.across_hosts}
+    return {**backends, **found}
 
 
 def world_group(world: World | None = None) -> ProcessGroup:

@@ -77,6 +77,11 @@ class World:
         """Whether its ranks are simulated, all in this process."""
         return self.origin == "simulated"
 
+    def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
+        """Whether some of ``ranks`` run on different hosts, as far as is known."""
+        hosts = self.hosts
+        return len({hosts[rank] for rank in ranks}) > 1 if hosts else not self.is_one_host
+
     def check_usable(self) -> None:
         """Raise unless this process owns the world and it is still open."""
         if self.process_id != os.getpid():

@@ -17,17 +17,15 @@ _PATIENCE_S = 1.0
 class Job:
     """An operation in the queue; afterwards ``failure`` is what it raised, or None."""
 
-    __slots__ = ("_act", "_over", "failure", "number")
+    __slots__ = ("_act", "_over", "failure")
 
-    def __init__(self, act: Callable[[], None], number: int) -> None:
+    def __init__(self, act: Callable[[], None]) -> None:
         self._act: Callable[[], None] | None = act
         self._over = threading.Event()
         self.failure: BaseException | None = None
-        self.number = number
 
     def is_over(self, seconds: float | None = 0.0) -> bool:
-        """Whether it is over, after at most ``seconds`` of waiting; None waits for as long as it
-        takes."""
+        """Whether it is over, after at most ``seconds`` of waiting; None waits to the end."""
         return self._over.is_set() or self._over.wait(seconds)
 
     def run(self) -> None:
@@ -55,22 +53,22 @@ class InOrder:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Job | None = None
+        self._at_exit = _end_at_exit(WeakMethod(self.end))
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way; asked by the thread that starts operations."""
         return self._last is None or self._last.is_over()
 
-    def start(self, act: Callable[[], None], number: int) -> Job:
+    def start(self, act: Callable[[], None]) -> Job:
         """Let the thread do ``act`` after all that was started before."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_live, args=(self._queue,), name="meshdist collectives", daemon=True
             )
             self._thread.start()
-            self._at_exit = _end_at_exit(WeakMethod(self.end))
             atexit.register(self._at_exit)
-        self._last = job = Job(act, number)
+        self._last = job = Job(act)
         self._queue.put(job)
         return job
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ..errors import ArgumentError, KindError
 from ..runtime.world import World
 from .base import find_wire, get_wire
+from .hierarchical import HierarchicalWire as HierarchicalWire  # registers itself
 from .registered import adopt_torch_backends, register_torch_backend
 from .shm import ShmWire as ShmWire  # registers itself
 
