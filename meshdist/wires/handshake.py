@@ -36,6 +36,7 @@ _SLICE_S = 0.05
 _GRACE_S = 1.0  # the others wait longer than the first member, which knows who is missing
 _SPARE_PLACES = 64  # in the queue of the socket, for strangers who are turned away
 _MOST_FILES = 250  # in one message
+_FILE_BYTES = array.array("i").itemsize
 _HEAD = struct.Struct("!iI")  # who speaks, and how many files come along
 _STRANGER = -1
 
@@ -292,20 +293,23 @@ def _send(connection: socket.socket, number: int, files: Sequence[int], deadline
 
 
 def _receive(connection: socket.socket) -> tuple[int, list[int]]:
-    """Receive what ``_send`` sent; the files are not handed on to programs that are started."""
+    """Receive what ``_send`` sent."""
     data = b""
     while len(data) < _HEAD.size:
-        part = connection.recv(_HEAD.size - len(data))
-        if not part:
+        begin = connection.recv(_HEAD.size - len(data))
+        if not begin:
             raise ConnectionResetError("the connection ended")
-        data += part
+        data += begin
     number, num_files = _HEAD.unpack(data)
     files: list[int] = []
     try:
         while len(files) < num_files:
             most = min(_MOST_FILES, num_files - len(files))
-            text, more, flags, _ = socket.recv_fds(connection, 1, most, socket.MSG_CMSG_CLOEXEC)
-            files.extend(more)
+            # Not socket.recv_fds, which lets programs that are started inherit them.
+            room = socket.CMSG_SPACE(most * _FILE_BYTES)
+            text, more, flags, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            for _, _, part in more:
+                files += array.array("i", part[: len(part) // _FILE_BYTES * _FILE_BYTES])
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if not text:
