@@ -57,7 +57,8 @@ class ProcessGroup:
         world: the world of its ranks.
         ranks: global ranks, in group order; this rank is one of them.
         name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
-        backends: the wire per device type; empty takes the world's.
+        backends: the wire per device type, where the program has named them for this group;
+            None takes the world's, or what serves in place of its default ones.
         timeout: how long a verb may wait; None takes the world's, else the wire's default.
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
@@ -85,7 +86,10 @@ class ProcessGroup:
         self.world = world
         self.ranks = ranks
         self.name = name
-        self.backends = _reaching(world, ranks, backends or world.backends)
+        self._chooses_wires = world.chooses_wires and backends is None
+        self.backends = backends or world.backends
+        if self._chooses_wires and world.spans_hosts(ranks):
+            self.backends = _across_hosts(self.backends)
         self.options = options
         self.device = device or world.device
         self.is_private = is_private
@@ -295,7 +299,7 @@ class ProcessGroup:
                 is_private=self.is_private,
             )
         except WireRefused as refusal:
-            if self.world.chooses_wires and wire.stand_in:
+            if self._chooses_wires and wire.stand_in:
                 _log.info("%s goes by %s: %s", self.name, wire.stand_in, refusal)
                 self.backends = {**self.backends, device_type: wire.stand_in}
                 return self._open_channel(device_type, agreement, slot)
@@ -326,10 +330,8 @@ class ProcessGroup:
         return channel
 
 
-def _reaching(world: World, ranks: tuple[int, ...], backends: dict[str, str]) -> dict[str, str]:
-    """``backends``, or where the program named none and ``ranks`` span hosts what serves there."""
-    if not world.chooses_wires or not world.spans_hosts(ranks):
-        return backends
+def _across_hosts(backends: dict[str, str]) -> dict[str, str]:
+    """The default wires, for ranks of several hosts."""
     wires = {kind: find_wire(name) for kind, name in backends.items()}
     found = {kind: wire.across_hosts for kind, wire in wires.items() if wire and wire.across_hosts}
     return {**backends, **found}

@@ -208,7 +208,8 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     if len(set(backends.values())) == 1:
         return Backend(next(iter(backends.values())))
     world = get_world()
-    if backends == world.backends and world.rooms.get(_ROOM, {}).get("backend") is None:
+    is_default = world.rooms.get(_ROOM, {}).get("backend") is None
+    if is_default and backends.keys() == world.backends.keys():
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
         return Backend(backends.get(kind) or next(iter(backends.values())))
@@ -435,7 +436,7 @@ def _is_outsider(group: object) -> bool:
 def _backends_asked(group: ProcessGroup | None) -> dict[str, str]:
     world = get_world()
     if group is None:
-        return world.backends
+        return world_group(world).backends
     if _is_outsider(group):
         raise NotInGroupError(
             "this rank is not a member of the group",
