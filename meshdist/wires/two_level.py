@@ -31,7 +31,10 @@ __all__ = [
     "reduce_scatter",
 ]
 
-_WHOLE_BYTES = 128 * 1024
+_WHOLE_BYTES = 2 * 1024 * 1024
+"""What is smaller goes whole: an all-reduce of 1 MiB on two hosts of two ranks then takes 0.6 of
+the time, one of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
+
 _LEAST_S = 0.001
 
 
