@@ -40,23 +40,26 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
     registry = get_registry(group.world)
     call = channel.recorder.describe()
     where = f"rank {group.world.rank}, {call_text(call)}"
+    text = str(failure)
+    if isinstance(failure, MemberLost):
+        text = f"rank {group.ranks[failure.member]} {failure}"
     try:
         check_store_served(group.world)
         abort = registry.find_abort(channel.opened.label)
-        first = _quote_first_failure(group, channel, call, str(failure))
+        first = _quote_first_failure(group, channel, call, text)
     except RuntimeError:
         abort, first = None, _STORE_LOST
     if abort is not None and abort.get("disagreement"):
         return _disagreement_error(where, abort["disagreement"])
     if abort is not None or isinstance(failure, WireAborted):
-        reason = abort or {"rank": group.world.rank, "reason": str(failure)}
+        reason = f"rank {abort['rank']}: {abort['reason']}" if abort else first or text
         return AbortedError(
             f"{call['verb']} on {group.name} was aborted",
             where=where,
-            found=f"rank {reason['rank']}: {reason['reason']}",
+            found=reason,
             fix="make a new mesh on the ranks that are left",
         )
-    registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
+    registry.break_here(channel.opened, f"{call['verb']} failed before: {text}")
     if isinstance(failure, WireTimeout):
         report = _report(group, channel, call)
         limit = failure.limit or channel.timeout
@@ -64,16 +67,15 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
             f"{call['verb']} on {group.name} was not finished within {limit.total_seconds():g} s",
             where=where,
             expected=f"the same call on {ranks_text(group.ranks)}",
-            found="\n".join(filter(None, (report, first))) or str(failure),
+            found="\n".join(filter(None, (report, first))) or text,
             fix="look at the ranks that did not come to this call; the group is broken now"
             if channel.recorder.is_collective
             else "a message meets a receive of its tag, dtype and number of elements alone; "
             "the group is broken now",
         )
-    if isinstance(failure, MemberLost):
-        told = f"rank {group.ranks[failure.member]} {failure}"
-    else:
-        told = "\n".join(filter(None, (str(failure), silent_members(group))))
+    told = text
+    if not isinstance(failure, MemberLost):
+        told = "\n".join(filter(None, (text, silent_members(group))))
     return BackendError(
         f"{call['verb']} on {group.name} failed on wire {channel.wire.name!r}",
         where=where,

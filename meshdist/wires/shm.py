@@ -339,14 +339,29 @@ class ShmCommunicator(Communicator):
             return WireTimeout(text or "not finished in time")
         if cause == known["MISMATCH"]:
             return MembersDisagree(text or "the members' calls differ", number, message)
-        if cause == known["DIED"]:
-            member = max(failure["culprit"], 0)
-            seen = failure["members"][member]
-            has_closed = seen["was_closed"] and not seen["has_exited"]
-            return MemberLost("has closed this group" if has_closed else "has ended", member)
+        if cause == known["DIED"] or (cause == known["ABORTED"] and _gone(failure)):
+            return _lost(failure, message)
         if cause == known["CLOSED"]:
             return WireFailure("the communicator was closed")
         return WireAborted(text or "the communicator was aborted")
+
+
+def _gone(failure: dict[str, Any]) -> list[int]:
+    """The members that have ended or closed their part."""
+    members = failure["members"]
+    return [k for k, seen in enumerate(members) if seen["has_exited"] or seen["was_closed"]]
+
+
+def _lost(failure: dict[str, Any], message: tuple[bool, int, int] | None) -> MemberLost:
+    """Who has gone, and how; of a message its other side where nobody else is known to."""
+    members, gone = failure["members"], _gone(failure)
+    member = failure["culprit"]
+    if message is not None and message[1] in gone:
+        member = message[1]
+    elif member < 0:
+        member = gone[0]
+    has_ended = members[member]["has_exited"] or not members[member]["was_closed"]
+    return MemberLost("has ended" if has_ended else "has closed this group", member)
 
 
 class ShmWire(Wire):
