@@ -48,7 +48,6 @@ with suppress(ImportError):  # it is built on Linux, where there is a compiler
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
 _ALIGNMENT = 4096
-_FEW_IN_FLIGHT = 64
 
 
 class _Started:
@@ -91,8 +90,7 @@ class ShmCommunicator(Communicator):
         self._core = core
         self._all_reduce = core.all_reduce
         self._is_waiting = is_waiting
-        self._in_flight: set[_Started] = set()
-        self._sweep_at = _FEW_IN_FLIGHT
+        self._in_flight: dict[_Started, None] = {}
         self._waiting = None if is_waiting else ShmCommunicator(opening, core, is_waiting=True)
 
     @property
@@ -274,7 +272,7 @@ class ShmCommunicator(Communicator):
             self.finish_chain(pending, timeout)
             return
         status = pending.ticket.wait(timeout.total_seconds())
-        self._in_flight.discard(pending)
+        self._in_flight.pop(pending, None)
         if status:
             failure = pending.ticket.failure()
             raise self._failure(status, failure, pending.number, pending.message)
@@ -314,12 +312,14 @@ class ShmCommunicator(Communicator):
     def _keep(self, started: _Started) -> _Started:
         """Let the tensors of what is in flight live, also where nobody keeps its Work."""
         in_flight = self._in_flight
-        if len(in_flight) >= self._sweep_at:
-            for one in list(in_flight):
-                if one.ticket.is_done():
-                    in_flight.discard(one)
-            self._sweep_at = max(2 * len(in_flight), _FEW_IN_FLIGHT)
-        in_flight.add(started)
+        for _ in range(2):  # so that those whose Work was dropped are let go in time
+            oldest = next(iter(in_flight), None)
+            if oldest is None:
+                break
+            in_flight.pop(oldest, None)
+            if not oldest.ticket.is_done():
+                in_flight[oldest] = None
+        in_flight[started] = None
         return started
 
     def _transfer_failure(self, status: int, message: tuple[bool, int, int]) -> WireFailure:
