@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak bench clean
+.PHONY: help demo test soak sanitize bench clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -28,6 +28,15 @@ test: $(VENV)/.installed-test ## format, lint, types, and every test but the soa
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and AddressSanitizer
+	@mkdir -p build; set -e; for kind in thread address,undefined; do \
+		dir=build/sanitize-$${kind%%,*}; \
+		cmake -S . -B $$dir -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=None \
+			-DCMAKE_CXX_FLAGS="-g -O1 -fsanitize=$$kind" > $$dir.log 2>&1 || { cat $$dir.log; exit 1; }; \
+		cmake --build $$dir --target meshdist_stress --parallel 2 > $$dir.log || { cat $$dir.log; exit 1; }; \
+		echo "== $$kind"; $$dir/meshdist_stress 8 60; \
+	done
 
 bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -121,6 +121,7 @@ _ROOMS = {
         "scatter",
     ),
     "collectives.monitored": ("monitored_barrier",),
+    "collectives.shared_buffers": ("shared_empty",),
     "collectives.point_to_point": ("irecv", "isend", "recv", "send"),
     "collectives.batches": ("P2POp", "batch_isend_irecv"),
     "collectives.objects": (
@@ -189,6 +190,7 @@ if TYPE_CHECKING:  # for type checkers: the names of _ROOMS and _MODULES, a test
         recv as recv,
         send as send,
     )
+    from .collectives.shared_buffers import shared_empty as shared_empty
     from .collectives.verbs import (
         all_gather_into_tensor as all_gather_into_tensor,
         all_gather_single as all_gather_single,

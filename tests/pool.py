@@ -76,6 +76,11 @@ class Worker:
         return self.stacks.read_text(errors="replace")
 
 
+def host_environment(hosts: str, rank: int) -> dict[str, str]:
+    """What lets a rank take itself to be on a host, which others reach by loopback all the same."""
+    return {"MESHDIST_HOST_ID": hosts[rank], "GLOO_SOCKET_IFNAME": "lo"} if hosts else {}
+
+
 def has_ended(connection: Connection) -> bool:
     try:
         return connection.poll() and not connection.recv_bytes()
@@ -101,13 +106,24 @@ class Pool:
         *args: Any,
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
+        backend: str | None = "gloo",
+        hosts: str = "",
     ) -> list[Any]:
         """Return what ``fn(*args)`` returned on each rank of a fresh world of ``nprocs`` ranks.
 
         Raises the exception of the first rank that failed, its rank in the attribute ``rank``; the
         others then have five seconds to come to an end.
         """
-        outcomes = self.outcomes(fn, nprocs, *args, timeout_s=timeout_s, env=env, grace_s=GRACE_S)
+        outcomes = self.outcomes(
+            fn,
+            nprocs,
+            *args,
+            timeout_s=timeout_s,
+            env=env,
+            grace_s=GRACE_S,
+            backend=backend,
+            hosts=hosts,
+        )
         failed = [one for one in outcomes if isinstance(one, Failure)]
         if failed:
             first = min(failed, key=lambda failure: failure.order)
@@ -123,6 +139,8 @@ class Pool:
         grace_s: float | None = None,
         env: Mapping[str, str] | None = None,
         has_world: bool = True,
+        backend: str | None = "gloo",
+        hosts: str = "",
     ) -> list[Any]:
         """Return by rank what ``fn(*args)`` returned, or a ``Failure``.
 
@@ -134,6 +152,8 @@ class Pool:
             grace_s: as ``timeout_s``, but from the first failure on.
             env: environment variables for the duration of the call.
             has_world: whether the ranks are in a world when ``fn`` is called.
+            backend: that world's.
+            hosts: a letter for each rank, the host that it takes itself to be on.
         """
         self._grow(nprocs)
         self._runs += 1
@@ -148,9 +168,10 @@ class Pool:
                 "args": args,
                 "rank": rank,
                 "size": nprocs,
+                "backend": backend,
                 "run": self._runs,
                 "port": self._store_port() if has_world else None,
-                "env": {**QUICK_NAMES, **(env or {})},
+                "env": {**QUICK_NAMES, **(env or {}), **host_environment(hosts, rank)},
                 "timeout_s": timeout_s,
             }
             worker.connection.send_bytes(cloudpickle.dumps(call))
@@ -381,7 +402,7 @@ def perform_in_world(call: dict[str, Any]) -> Any:
     port, timeout = call["port"], timedelta(seconds=call["timeout_s"])
     store = keep_store("pool", lambda: connect_store("127.0.0.1", port, timeout))
     md.init_process_group(
-        "gloo",
+        call["backend"],
         timeout=timeout,
         rank=call["rank"],
         world_size=call["size"],

@@ -63,7 +63,7 @@ def send(
     peer = get_peer(target, dst, group_dst, "send", "dst")
     check_not_me(target, peer, "send", "isend")
     message = Message("send", target, peer, tensor, tag, is_send=True)
-    message.start()
+    message.start(waits=True)
     message.finish()
 
 
@@ -91,7 +91,7 @@ def recv(
     peer = find_peer(target, src, group_src, "recv", "src")
     check_not_me(target, peer, "recv", "irecv")
     message = Message("recv", target, peer, tensor, tag, is_send=False)
-    message.start()
+    message.start(waits=True)
     message.finish()
     return target.ranks[message.source()]
 
@@ -204,14 +204,17 @@ class Message:
         self.tag = _ANSWER_TAG if is_answer else tag
         self.is_send = is_send
 
-    def start(self) -> None:
+    def start(self, *, waits: bool = False) -> None:
         """Start it, once its counterpart, if that is there, is known to fit.
+
+        Args:
+            waits: whether ``finish`` follows at once.
 
         Raises:
             AgreementError: the counterpart has another dtype or number of elements.
         """
         channel = self.channel = self.target.channel(self.device_type)
-        communicator = self.communicator = channel.communicator
+        communicator = self.communicator = channel.waiting if waits else channel.communicator
         buffer, peer, tag = self.buffer, self.peer, self.tag
         channel.enter_message(self.verb, buffer, peer, tag, is_send=self.is_send)
         try:

@@ -44,7 +44,7 @@ def run(
     """
     for _, data, _ in written:
         note_write(data)
-    communicator = channel.communicator
+    communicator = channel.communicator if async_op else channel.waiting
     limit = timeout or channel.timeout
     try:
         pending = start(communicator, limit)

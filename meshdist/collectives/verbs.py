@@ -95,7 +95,7 @@ def all_reduce(
             async_op,
         )
     note_write(buffer)  # the common case: nothing to bring home
-    communicator = channel.communicator
+    communicator = channel.waiting
     try:
         communicator.finish(communicator.all_reduce(buffer, kind, channel.timeout), channel.timeout)
     except WireFailure as failure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +19,12 @@ _AT_ONCE_BYTES = 64 * 1024
 class Bucket:
     """Gradients that travel together.
 
+    Args:
+        indices: which parameters, in the order in which they shall lie.
+        parameters: all of them.
+        num_flags: how many numbers follow the gradients.
+        allocate: memory for so many numbers, of dtype and device like a parameter's.
+
     Attributes:
         indices: which parameters, in the order in which they lie in the bucket.
         views: the gradient of each, a view into ``flat``.
@@ -33,13 +39,17 @@ class Bucket:
     __slots__ = ("at_once", "flat", "indices", "later", "num_pending", "sent", "views", "work")
 
     def __init__(
-        self, indices: tuple[int, ...], parameters: Sequence[torch.Tensor], num_flags: int
+        self,
+        indices: tuple[int, ...],
+        parameters: Sequence[torch.Tensor],
+        num_flags: int,
+        allocate: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None:
         members = [parameters[index] for index in indices]
         size = sum(parameter.numel() for parameter in members)
         like = members[0]
         self.indices = indices
-        self.sent = torch.zeros(size + num_flags, dtype=like.dtype, device=like.device)
+        self.sent = allocate(size + num_flags, like).zero_()
         self.flat = self.sent[:size]
         self.views: list[torch.Tensor] = []
         offset = 0

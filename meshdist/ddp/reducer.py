@@ -29,6 +29,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from ..collectives.shared_buffers import shared_empty
 from ..collectives.verbs import all_reduce, broadcast
 from ..errors import GradientError
 from ..mesh.groups import ProcessGroup
@@ -93,7 +94,7 @@ class Reducer:
         self._num_rounds = 0  # equal on every rank
         self._failure: Exception | None = None
         self._arrivals: list[int] | None = []  # of the first backward; None once rebuilt
-        self._build(range(len(self._parameters) - 1, -1, -1))
+        self._build(range(len(self._parameters) - 1, -1, -1), _own_memory)
         self._flags_of = {
             (lacks, is_interrupted): torch.tensor(
                 [lacks, is_interrupted, not is_interrupted], device=self._buckets[-1].sent.device
@@ -160,7 +161,9 @@ class Reducer:
 
     # -- buckets ----------------------------------------------------------------------------------
 
-    def _build(self, order: Sequence[int]) -> None:
+    def _build(
+        self, order: Sequence[int], allocate: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> None:
         """Lay the buckets out for gradients that come in ``order``; gradients keep their values."""
         old_views = {
             index: view
@@ -178,7 +181,7 @@ class Reducer:
         )
         for place, indices in enumerate(assignment):
             num_flags = _NUM_FLAGS if place == len(assignment) - 1 else 0
-            bucket = Bucket(indices, self._parameters, num_flags)
+            bucket = Bucket(indices, self._parameters, num_flags, allocate)
             self._buckets.append(bucket)
             for slot, index in enumerate(indices):
                 parameter = self._parameters[index]
@@ -199,7 +202,13 @@ class Reducer:
         broadcast(agreed, group=self._group, group_src=0)
         self._arrivals = None
         with torch.no_grad():
-            self._build(agreed.tolist())
+            self._build(agreed.tolist(), self._shared_memory)
+
+    def _shared_memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory that the group reduces where it lies, if its wire shares any; collective."""
+        if like.is_cpu:
+            return shared_empty(count, like.dtype, self._group)
+        return _own_memory(count, like)
 
     def _make_hook(self, index: int, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
         """Return what autograd calls when the gradient of one parameter is in ``.grad``.
@@ -418,6 +427,10 @@ class Reducer:
         if grad.layout is not torch.strided:
             index = next(i for i, mine in enumerate(self._parameters) if mine is parameter)
             raise self._reports.sparse(index, grad.layout)
+
+
+def _own_memory(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(count, dtype=like.dtype, device=like.device)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

@@ -86,6 +86,7 @@ class Channel:
         "recorder",
         "spans_hosts",
         "timeout",
+        "waiting",
         "wire",
     )
 
@@ -104,6 +105,7 @@ class Channel:
         self.device_type = device_type
         self.timeout = timeout
         self.communicator: Communicator = opened.communicator
+        self.waiting = self.communicator.waiting
         self.ledger = opened.ledger
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
@@ -133,7 +135,7 @@ class Channel:
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
-        self.communicator.caller = verb
+        communicator = self.communicator
         recorder = self.recorder
         sizes = (sent, taken) if sent else ()
         data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
@@ -142,6 +144,8 @@ class Channel:
         if self.aborts and self.opened.label in self.aborts:
             raise explain(self.group, WireAborted("the group is broken"), self)
         number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+        communicator.caller = verb
+        communicator.number = recorder.sequence
         ledger = self.ledger
         if ledger is not None:
             sequence = recorder.sequence
@@ -163,7 +167,9 @@ class Channel:
             AgreementError: the counterpart has another dtype or number of elements, or one is
                 of objects and the other of a tensor.
         """
-        self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        recorder = self.recorder
+        number_here = recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        self.communicator.number = number_here
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
         if self.aborts and self.opened.label in self.aborts:

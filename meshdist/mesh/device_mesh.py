@@ -125,9 +125,10 @@ class DeviceMesh:
         options = self._options[axes[0]]
         layout = self._layout
         labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
-        backends = dict(self._world.backends)
+        backends = None
         if options.backend is not None:
-            backends = backends_in(self._world, {**backends, self._device_type: options.backend})
+            backends = {**self._world.backends, self._device_type: options.backend}
+            backends = backends_in(self._world, backends)
         group = ProcessGroup(
             self._world,
             layout.ranks_of_axes(axes, self._world.rank),

@@ -16,7 +16,7 @@ from ..errors import (
 )
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import call_text
-from ..wires.base import WireAborted, WireFailure, WireTimeout
+from ..wires.base import MemberLost, MembersDisagree, WireAborted, WireFailure, WireTimeout
 from .registry import get_registry
 from .signals import Answer, ask
 
@@ -42,26 +42,31 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
 
     The first rank that fails leaves its reason in the store; later ones quote it.
     """
+    if isinstance(failure, MembersDisagree):
+        return _as_the_wire_found(group, failure, channel)
     registry = get_registry(group.world)
     call = channel.recorder.describe()
     where = f"rank {group.world.rank}, {call_text(call)}"
+    text = str(failure)
+    if isinstance(failure, MemberLost):
+        text = f"rank {group.ranks[failure.member]} {failure}"
     try:
         check_store_served(group.world)
         abort = registry.find_abort(channel.opened.label)
-        first = _quote_first_failure(group, channel, call, str(failure))
+        first = _quote_first_failure(group, channel, call, text)
     except RuntimeError:
         abort, first = None, _STORE_LOST
     if abort is not None and abort.get("disagreement"):
         return _disagreement_error(where, abort["disagreement"])
     if abort is not None or isinstance(failure, WireAborted):
-        reason = abort or {"rank": group.world.rank, "reason": str(failure)}
+        reason = f"rank {abort['rank']}: {abort['reason']}" if abort else first or text
         return AbortedError(
             f"{call['verb']} on {group.name} was aborted",
             where=where,
-            found=f"rank {reason['rank']}: {reason['reason']}",
+            found=reason,
             fix="make a new mesh on the ranks that are left",
         )
-    registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
+    registry.break_here(channel.opened, f"{call['verb']} failed before: {text}")
     if isinstance(failure, WireTimeout):
         report = _report(group, channel, call)
         limit = failure.limit or channel.timeout
@@ -69,18 +74,32 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
             f"{call['verb']} on {group.name} was not finished within {limit.total_seconds():g} s",
             where=where,
             expected=f"the same call on {ranks_text(group.ranks)}",
-            found="\n".join(filter(None, (report, first))) or str(failure),
+            found="\n".join(filter(None, (report, first))) or text,
             fix="look at the ranks that did not come to this call; the group is broken now"
             if channel.recorder.is_collective
             else "a message meets a receive of its tag, dtype and number of elements alone; "
             "the group is broken now",
         )
+    told = text
+    if not isinstance(failure, MemberLost):
+        told = "\n".join(filter(None, (text, silent_members(group))))
     return BackendError(
         f"{call['verb']} on {group.name} failed on wire {channel.wire.name!r}",
         where=where,
-        found="\n".join(filter(None, (str(failure), silent_members(group), first))),
+        found="\n".join(filter(None, (told, first))),
         fix="look at the rank that ended or failed first; the group is broken now",
     )
+
+
+def _as_the_wire_found(
+    group: ProcessGroup, failure: MembersDisagree, channel: Channel
+) -> MeshdistError:
+    """The error of a wire that compares calls itself."""
+    recorder = channel.recorder
+    if failure.message is None:
+        return call_disagreement(group, channel, failure.number or recorder.sequence)
+    number = failure.number or recorder.num_messages(*failure.message)
+    return message_disagreement(group, channel, *failure.message, number)
 
 
 def call_disagreement(group: ProcessGroup, channel: Channel, sequence: int) -> MeshdistError:

@@ -79,7 +79,7 @@ def new_group(
         world,
         members,
         name=name,
-        backends=backends,
+        backends=None if backend is None else backends,
         timeout=timeout or default,
         options=pg_options,
         is_private=True,

@@ -21,7 +21,15 @@ from ..errors import (
 )
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.world import World, find_world, get_usable_world, get_world
-from ..wires.base import Communicator, Wire, WireFailure, WireTimeout, find_wire, get_wire
+from ..wires.base import (
+    Communicator,
+    Wire,
+    WireFailure,
+    WireRefused,
+    WireTimeout,
+    find_wire,
+    get_wire,
+)
 from ..wires.work import Work
 from .agreement import Agreement, agree
 from .channel import Channel
@@ -58,7 +66,8 @@ class ProcessGroup:
         world: the world of its ranks.
         ranks: global ranks, in group order; this rank is one of them.
         name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
-        backends: the wire per device type; empty takes the world's.
+        backends: the wire per device type, where the program has named them for this group;
+            None takes the world's, or what serves in place of its default ones.
         timeout: how long a verb may wait; None takes the world's, else the wire's default.
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
@@ -86,7 +95,10 @@ class ProcessGroup:
         self.world = world
         self.ranks = ranks
         self.name = name
+        self._chooses_wires = world.chooses_wires and backends is None
         self.backends = backends or world.backends
+        if self._chooses_wires and world.spans_hosts(ranks):
+            self.backends = _across_hosts(self.backends)
         self.options = options
         self.device = device or world.device
         self.is_private = is_private
@@ -295,6 +307,17 @@ class ProcessGroup:
                 label=agreement.label_for(self.ranks, f"{slot}{wire.name}"),
                 is_private=self.is_private,
             )
+        except WireRefused as refusal:
+            if self._chooses_wires and wire.stand_in:
+                _log.info("%s goes by %s: %s", self.name, wire.stand_in, refusal)
+                self.backends = {**self.backends, device_type: wire.stand_in}
+                return self._open_channel(device_type, agreement, slot)
+            raise BackendError(
+                f"{self.name} could not be opened on wire {wire.name!r}",
+                where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
+                found=str(refusal),
+                fix=f"name another backend, for example {wire.stand_in or 'gloo'!r}",
+            ) from None
         except WireFailure as failure:
             kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
             raise kind(
@@ -314,6 +337,13 @@ class ProcessGroup:
             device_type,
         )
         return channel
+
+
+def _across_hosts(backends: dict[str, str]) -> dict[str, str]:
+    """The default wires, for ranks of several hosts."""
+    wires = {kind: find_wire(name) for kind, name in backends.items()}
+    found = {kind: wire.across_hosts for kind, wire in wires.items() if wire and wire.across_hosts}
+    return {**backends, **found}
 
 
 def world_group(world: World | None = None) -> ProcessGroup:

@@ -114,12 +114,15 @@ class Registry:
             rank=ranks.index(world.rank),
             device_type=device_type,
             timeout=timeout,
-            is_one_host=not self._spans_hosts(ranks),
+            is_one_host=not world.spans_hosts(ranks),
             options=options,
             device=device,
             name=name,
+            num_local=world.local_size,
+            hosts=tuple(world.hosts[rank] for rank in ranks) if world.hosts else (),
         )
-        ledger = self._make_ledger(label, ranks)  # first, so that members who are done find it
+        # The ledger comes first, so that members who are done find it.
+        ledger = None if wire.compares_calls else self._make_ledger(label, ranks)
         try:
             communicator = wire.open(opening)
         except BaseException:
@@ -131,7 +134,7 @@ class Registry:
             Recorder(ranks),
             self.aborts,
             ledger,
-            self._spans_hosts(ranks),
+            world.spans_hosts(ranks),
             options,
         )
         if self._is_among_processes:
@@ -265,10 +268,6 @@ class Registry:
     @property
     def _is_among_processes(self) -> bool:
         return self.world.size > 1 and not self.world.is_simulated
-
-    def _spans_hosts(self, ranks: tuple[int, ...]) -> bool:
-        hosts = self.world.hosts
-        return len({hosts[rank] for rank in ranks}) > 1 if hosts else not self.world.is_one_host
 
     def _make_ledger(self, label: str, ranks: tuple[int, ...]) -> Ledger | None:
         """The headers of a new communicator, shared with its members on this host."""

@@ -19,7 +19,7 @@ from ..runtime.stores import HashStore, PrefixStore, Store
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.world import World, find_world, get_world, install_world, remove_world
 from ..wires.base import find_wire, get_wire
-from ..wires.names import DEFAULT_WIRES, Backend, backends_text, parse_backends
+from ..wires.names import Backend, backends_text, default_wires, parse_backends
 from .groups import GroupMember, ProcessGroup, resolve_group, world_group
 
 __all__ = [
@@ -117,6 +117,7 @@ def init_process_group(
             is_mpi_asked=is_mpi,
         )
     world = _make_world(meeting, backends, timeout, pg_options, device)
+    world.chooses_wires = backend is None
     world.rooms[_ROOM] = {"backend": backend, "store": store, "handle": meeting.joined.handle}
     install_world(world)
     try:
@@ -207,7 +208,8 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     if len(set(backends.values())) == 1:
         return Backend(next(iter(backends.values())))
     world = get_world()
-    if backends == world.backends and world.rooms.get(_ROOM, {}).get("backend") is None:
+    is_default = world.rooms.get(_ROOM, {}).get("backend") is None
+    if is_default and backends.keys() == world.backends.keys():
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
         return Backend(backends.get(kind) or next(iter(backends.values())))
@@ -225,13 +227,14 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     except RuntimeError as error:
         raise ArgumentError(f"{device!r} is no device", found=str(error).splitlines()[0]) from None
-    if kind not in DEFAULT_WIRES:
+    wires = default_wires()
+    if kind not in wires:
         raise ArgumentError(
             f"no backend is known for device type {kind!r}",
-            expected=f"one of {', '.join(DEFAULT_WIRES)}",
+            expected=f"one of {', '.join(wires)}",
             fix=f"name a backend: init_process_group('{kind}:NAME')",
         )
-    return DEFAULT_WIRES[kind]
+    return wires[kind]
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
@@ -433,7 +436,7 @@ def _is_outsider(group: object) -> bool:
 def _backends_asked(group: ProcessGroup | None) -> dict[str, str]:
     world = get_world()
     if group is None:
-        return world.backends
+        return world_group(world).backends
     if _is_outsider(group):
         raise NotInGroupError(
             "this rank is not a member of the group",

@@ -14,7 +14,14 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["ProcessCard", "host_identity", "is_alive", "my_card", "process_start"]
+__all__ = [
+    "ProcessCard",
+    "host_identity",
+    "is_alive",
+    "my_card",
+    "num_cores",
+    "process_start",
+]
 
 
 def host_identity() -> str:
@@ -53,6 +60,18 @@ def process_start(pid: int) -> str | None:
         ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
     return shown.stdout.strip() or None
+
+
+@cache
+def num_cores() -> int:
+    """How many cores this process may keep busy: its affinity, and its control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        return min(cores or 1, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores or 1
 
 
 @dataclass(frozen=True)

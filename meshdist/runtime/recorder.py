@@ -104,12 +104,20 @@ class Recorder:
 
     def note_message(
         self, group: str, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
-    ) -> None:
-        """Note a send to or a receive from ``peer`` (None: any member); it does not count."""
+    ) -> int:
+        """Note a send to or a receive from ``peer`` (None: any member); return its number.
+
+        The number counts those of one direction, peer and tag; the sequence is of collectives.
+        """
         self.is_collective = False
         kind = ("send" in verb, peer, tag)
         number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
         self._keep(group, verb, tensor, (*kind, number))
+        return number
+
+    def num_messages(self, is_send: bool, peer: int | None, tag: int) -> int:
+        """How many sends to or receives from ``peer`` under ``tag`` were noted."""
+        return self._num_messages.get((is_send, peer, tag), 0)
 
     def _keep(
         self,

@@ -62,6 +62,8 @@ class World:
     origin: str = "env://"
     options: Any = None
     device: Any = None
+    chooses_wires: bool = False
+    """Whether no wire was named, so that another one may serve where the best cannot."""
     process_id: int = field(default_factory=os.getpid)
     thread_id: int = field(default_factory=threading.get_ident)
     is_closed: bool = False
@@ -74,6 +76,11 @@ class World:
     def is_simulated(self) -> bool:
         """Whether its ranks are simulated, all in this process."""
         return self.origin == "simulated"
+
+    def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
+        """Whether some of ``ranks`` run on different hosts, as far as is known."""
+        hosts = self.hosts
+        return len({hosts[rank] for rank in ranks}) > 1 if hosts else not self.is_one_host
 
     def check_usable(self) -> None:
         """Raise unless this process owns the world and it is still open."""

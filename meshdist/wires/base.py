@@ -30,12 +30,15 @@ from .pending import Chain, Pending
 
 __all__ = [
     "Communicator",
+    "MemberLost",
+    "MembersDisagree",
     "Opening",
     "Pending",
     "REDUCING_VERBS",
     "Wire",
     "WireAborted",
     "WireFailure",
+    "WireRefused",
     "WireTimeout",
     "find_wire",
     "get_wire",
@@ -65,6 +68,40 @@ class WireAborted(WireFailure):
     """The communicator was aborted while an operation waited."""
 
 
+class WireRefused(WireFailure):
+    """The wire cannot serve this group; every member has learned so, and raises."""
+
+
+class MemberLost(WireFailure):
+    """A member has ended, or left the group, while others waited for it.
+
+    Args:
+        text: what it did, for example ``has ended``.
+        member: its place in the group.
+    """
+
+    def __init__(self, text: str, member: int) -> None:
+        super().__init__(text)
+        self.member = member
+
+
+class MembersDisagree(WireFailure):
+    """A wire that compares calls found that members have started different ones.
+
+    Args:
+        text: what differs.
+        number: of the call; None for the last.
+        message: for a message whether it is a send, the peer and the tag.
+    """
+
+    def __init__(
+        self, text: str, number: int | None, message: tuple[bool, int, int] | None
+    ) -> None:
+        super().__init__(text)
+        self.number = number
+        self.message = message
+
+
 @dataclass(frozen=True)
 class Opening:
     """What a wire needs to open one communicator, equal on all members but for ``rank``.
@@ -79,6 +116,8 @@ class Opening:
         options: the wire's own options, or None.
         device: the device bound to this rank, or None.
         name: what messages call the group that opens it.
+        num_local: how many ranks of the world run on this host.
+        hosts: the number of each member's host; () where nobody knows.
     """
 
     store: Store
@@ -90,6 +129,8 @@ class Opening:
     options: Any = None
     device: torch.device | None = None
     name: str = ""
+    num_local: int = 1
+    hosts: tuple[int, ...] = ()
 
 
 class Communicator(ABC):
@@ -104,7 +145,14 @@ class Communicator(ABC):
         self.wire = wire
         self.rank = rank
         self.size = size
-        self.caller = ""  # the public verb that what is started next belongs to, for messages
+        # The public verb that what is started next belongs to, and its number, for messages.
+        self.caller = ""
+        self.number = 0
+
+    @property
+    def waiting(self) -> Communicator:
+        """The same verbs for a caller who waits at once; ``finish`` follows all the same."""
+        return self
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -124,6 +172,13 @@ class Communicator(ABC):
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         """Lay the members' tensors one after the other, in group order, into ``output``."""
+
+    def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
+        """New bytes of this member's own, in memory that all members map; equal on all of them.
+
+        Collective. Ordinary memory where the wire shares none.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     @abstractmethod
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
@@ -272,6 +327,12 @@ class Wire(ABC):
     default_timeout: timedelta = DEFAULT_TIMEOUT
     communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
     """The class of what ``open`` returns, which knows what it does itself."""
+    stand_in = ""
+    """The wire to take in its place for a group that it refuses, where the program named none."""
+    across_hosts = ""
+    """The wire to take in its place for a group that spans hosts, where the program named none."""
+    compares_calls = False
+    """Whether it compares every call with the other members' by itself."""
 
     def support(
         self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None

@@ -9,19 +9,20 @@ from typing import Any, ClassVar
 from ..errors import ArgumentError, KindError
 from ..runtime.world import World
 from .base import find_wire, get_wire
+from .hierarchical import HierarchicalWire as HierarchicalWire  # registers itself
 from .registered import adopt_torch_backends, register_torch_backend
+from .shm import ShmWire as ShmWire  # registers itself
 
 __all__ = [
-    "DEFAULT_WIRES",
     "Backend",
     "BackendConfig",
     "backends_in",
     "backends_text",
+    "default_wires",
     "parse_backends",
 ]
 
-DEFAULT_WIRES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-"""The wire of each device type where a program names none."""
+_DEFAULT_WIRES = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}
 
 
 class Backend(str):
@@ -78,6 +79,14 @@ class Backend(str):
         setattr(cls, name.upper(), name.lower())
 
 
+def default_wires() -> dict[str, str]:
+    """The wire of each device type where a program names none: the best that works here."""
+    return {
+        device_type: next(filter(_is_available, names), names[-1])
+        for device_type, names in _DEFAULT_WIRES.items()
+    }
+
+
 def parse_backends(backend: str | None) -> dict[str, str]:
     """Return the wire for each device type that ``backend`` means.
 
@@ -94,7 +103,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
         {'cpu': 'gloo', 'cuda': 'nccl'}
     """
     if backend is None:
-        return dict(DEFAULT_WIRES)
+        return default_wires()
     if not isinstance(backend, str):
         raise KindError("backend must be a str", found=f"{backend!r}")
     adopt_torch_backends()
@@ -131,7 +140,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
 def _device_types(name: str) -> list[str]:
     wire = find_wire(name)
     served = {"cpu", "cuda"} if wire is None else wire.device_types
-    usual = [kind for kind in DEFAULT_WIRES if kind in served]
+    usual = [kind for kind in _DEFAULT_WIRES if kind in served]
     return usual + sorted(served - set(usual))
 
 
@@ -148,6 +157,11 @@ def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]
         if not is_simulated or find_wire(name) is None:
             get_wire(name)
     return dict(world.backends if world is not None and is_simulated else backends)
+
+
+def _is_available(name: str) -> bool:
+    wire = find_wire(name)
+    return wire is not None and wire.is_available()
 
 
 def backends_text(backends: dict[str, str]) -> str:

@@ -77,9 +77,9 @@ def test_the_backend_where_none_is_named(pool: Pool) -> None:
 
     (found,) = pool.call(program, 1)
     if torch.cuda.is_available():
-        assert found == ("nccl", "cpu:gloo,cuda:nccl")
+        assert found == ("nccl", "cpu:shm,cuda:nccl")
     else:
-        assert found == ("gloo", "cpu:gloo")
+        assert found == ("shm", "cpu:shm")
 
 
 def test_pairs_of_device_type_and_backend(pool: Pool) -> None:
@@ -103,9 +103,9 @@ def test_without_a_world() -> None:
 
 
 def test_default_backends() -> None:
-    assert md.get_default_backend_for_device("cpu") == "gloo"
+    assert md.get_default_backend_for_device("cpu") == "shm"
     assert md.get_default_backend_for_device("cuda:1") == "nccl"
-    assert md.get_default_backend_for_device(torch.device("cpu")) == "gloo"
+    assert md.get_default_backend_for_device(torch.device("cpu")) == "shm"
     assert md.get_default_backend_for_device("xpu") == "xccl"
     with pytest.raises(ValueError, match="no backend is known for device type 'meta'"):
         md.get_default_backend_for_device("meta")

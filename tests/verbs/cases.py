@@ -351,9 +351,22 @@ def on_gloo_processes(pool: Any, fn: Callable[..., Any], size: int, *args: Any) 
     return pool.run(fn, size, *args, timeout_s=120.0)  # type: ignore[no-any-return]
 
 
+def on_shm_processes(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    return pool.run(fn, size, *args, timeout_s=120.0, backend="shm")  # type: ignore[no-any-return]
+
+
+def on_several_hosts(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    hosts = "ABBA"[:size]
+    return pool.run(  # type: ignore[no-any-return]
+        fn, size, *args, timeout_s=120.0, backend="hierarchical", hosts=hosts
+    )
+
+
 WIRES: dict[str, OnRanks] = {
     "simulated": on_simulated_ranks,
     "gloo": on_gloo_processes,
+    "shm": on_shm_processes,
+    "hierarchical": on_several_hosts,
 }
 """wire -> runs ``fn(*args)`` on ``size`` ranks over it; a new wire is one more line."""
 

@@ -8,7 +8,7 @@ import pytest
 
 import meshdist as md
 from meshdist.runtime.world import get_world
-from meshdist.wires.names import DEFAULT_WIRES, backends_in, backends_text, parse_backends
+from meshdist.wires.names import backends_in, backends_text, default_wires, parse_backends
 
 
 def test_names_are_lower_case() -> None:
@@ -40,7 +40,7 @@ def test_a_backend_is_named_by_a_str() -> None:
 @pytest.mark.parametrize(
     ("text", "backends"),
     [
-        (None, DEFAULT_WIRES),
+        (None, default_wires()),
         ("gloo", {"cpu": "gloo", "cuda": "gloo"}),
         ("GLOO", {"cpu": "gloo", "cuda": "gloo"}),
         ("nccl", {"cuda": "nccl"}),

@@ -246,22 +246,30 @@ WAITING = (
 
 
 def waiting_times(
-    wrap: Callable[[Communicator], Communicator], verbs: Sequence[str], ends: str
+    wrap: Callable[[Communicator], Communicator],
+    verbs: Sequence[str],
+    ends: str,
+    wire_name: str = "gloo",
+    hosts: tuple[int, ...] = (0, 0),
 ) -> list[tuple[str, str, float]]:
     """How each verb ends for member 0 where member 1 never comes, and after how many seconds.
 
     Args:
-        wrap: called with each verb's own Gloo communicator of two members.
+        wrap: called with each verb's own communicator of two members.
         verbs: of WAITING.
         ends: "abort" after 0.3 s from another thread, "timeout" after 0.6 s, or "stopped clock":
             that timeout, with a clock that stands for 1.5 s meanwhile.
+        wire_name: of the communicators.
+        hosts: of the members.
     """
     limit = SECONDS if ends == "abort" else timedelta(seconds=0.6)
     world = get_world()
     wires = []
     for verb in verbs:
         store = PrefixStore(f"{ends} {verb}", world.store)
-        wires.append(get_wire("gloo").open(Opening(store, (0, 1), world.rank, "cpu", SECONDS)))
+        is_one_host = len(set(hosts)) == 1
+        opening = Opening(store, (0, 1), world.rank, "cpu", SECONDS, is_one_host, hosts=hosts)
+        wires.append(get_wire(wire_name).open(opening))
     if world.rank == 1:
         world.store.wait(["over"])
         return []

@@ -1,0 +1,77 @@
+"""Tensors in memory that the members of a group share: verbs on them copy less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, KindError
+from ..mesh.failures import call_disagreement
+from ..mesh.groups import resolve_group
+from ..wires.base import WireFailure
+from .instruments import verb
+
+__all__ = ["shared_empty"]
+
+
+@verb
+def shared_empty(
+    shape: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
+) -> torch.Tensor:
+    """Return a tensor of this rank's own, uninitialised, in memory that the whole group maps.
+
+    Collective over the group. Verbs of the group on such tensors, of every member at once, skip
+    the copies that ordinary tensors need; to all else it is an ordinary CPU tensor. Where the
+    group's wire shares no memory it is in fact one, so that a program runs unchanged.
+
+    Args:
+        shape: of the tensor, equal on all members.
+        dtype: any, equal on all members; None is torch's default.
+        group: who shares it: a ProcessGroup, a mesh, or None for the world.
+
+    Returns:
+        A contiguous CPU tensor. Its memory lives as long as any tensor on it, also when the group
+        is closed before: that ends communication alone.
+
+    Cost: one handshake of the members; memory for all of their tensors is reserved at once.
+
+    Raises:
+        KindError, ArgumentError: no shape or dtype. AgreementError: they differ between members.
+        BackendError: there is not enough memory; the group stays usable.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     x = md.shared_empty((2, 3)).fill_(1.0)
+        ...     md.all_reduce(x)
+        ...     return x.sum().item()
+        >>> md.simulate(program, 2)
+        [12.0, 12.0]
+    """
+    target = resolve_group(group)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise KindError(f"{dtype!r} is no dtype", fix="for example dtype=torch.float32")
+    try:
+        like = torch.empty(shape, dtype=dtype, device="meta")
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{shape!r} is no shape", found=str(error).splitlines()[0], fix="for example (2, 3)"
+        ) from None
+    channel = target.channel("cpu")
+    channel.enter("shared_empty", like)
+    communicator = channel.communicator
+    count = torch.tensor([like.nbytes])
+    counts = torch.empty(target.size(), dtype=torch.int64)
+    try:
+        # Sizes must be equal before memory is laid out by them.
+        pending = communicator.all_gather(counts, count, channel.timeout)
+        communicator.finish(pending, channel.timeout)
+        if bool((counts != count).any()):
+            raise call_disagreement(target, channel, channel.recorder.sequence)
+        memory = communicator.shared_bytes(like.nbytes, channel.timeout)
+    except WireFailure as failure:
+        raise target.explain(failure, channel) from None
+    return memory.view(dtype).view(like.shape)

@@ -1,0 +1,122 @@
+// The collectives, each as a sequence of rounds.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "probe.h"
+#include "rounds.h"
+#include "tuning.h"
+
+namespace meshdist {
+
+// Consecutive elements somewhere in this process.
+struct Part {
+  std::uint8_t* data = nullptr;
+  std::uint64_t count = 0;
+};
+
+// One collective to run: the call, and this member's buffers. `outs` and `ins` have one part per
+// member (or per tensor of a list) where a verb takes several; else `out` and `in` are used.
+struct Job {
+  Call call;
+  std::uint8_t* out = nullptr;
+  std::uint8_t* in = nullptr;
+  std::vector<Part> outs;
+  std::vector<Part> ins;
+
+  Verb verb() const { return static_cast<Verb>(call.header.verb); }
+  Dtype dtype() const { return static_cast<Dtype>(call.header.dtype); }
+  int root() const { return call.header.root; }
+  std::uint64_t count() const { return call.header.count; }
+};
+
+class Collectives {
+ public:
+  explicit Collectives(const Endpoint& endpoint);
+
+  // Run `job`; on failure `failure()` tells what was seen.
+  Status run(Job& job);
+
+  const Failure& failure() const { return rounds_.failure; }
+  Tuning tuning;
+  // For measurements: keep to one kind of stores, whatever the probe finds.
+  void keep_stores(bool streams) { kept_stores_ = streams ? 1 : 0; }
+
+ private:
+  using Bytes = std::uint8_t*;
+  static constexpr int kEveryone = -1;
+  struct Input {
+    const std::uint8_t* data = nullptr;
+    std::size_t bytes = 0;
+    int giver = kEveryone;
+  };
+  enum class Sharing { none, some, all };
+
+  Status dispatch(Job& job);
+  void choose_stores();
+  bool offer(const Input& input, std::uint64_t round);
+  Sharing find_offers(const Input& input, std::uint64_t round);
+  template <class Direct>
+  Status run_direct(Job& job, Direct direct);
+  void reduce_shared(const Job& job);
+  Input reduce_input(const Job& job) const;
+  Status agree(const Job& job, std::uint64_t round);
+  Status reduce_whole(Job& job);
+  Status reduce_by_parts(Job& job);
+  Status broadcast(Job& job);
+  Status all_gather(Job& job);
+  Status gather(Job& job);
+  Status scatter(Job& job);
+  Status reduce_scatter(Job& job);
+  Status all_to_all(Job& job);
+  Status barrier(Job& job);
+
+  // One round after the other: `write(i, round)` lays out what this member gives in the i-th,
+  // `read(i, round)` takes what the others gave. Reading the i-th overlaps with the others'
+  // writing of the next.
+  // Where all who give (`giver`, or everyone) have their `input` in memory that all members map,
+  // `direct()` does it all instead, reading at `theirs_`.
+  template <class Write, class Read, class Direct>
+  Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
+                  Direct direct);
+  template <class Write, class Read>
+  Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read);
+
+  // For verbs whose parts differ: publish how much this member gives to each and expects of each,
+  // and check it for all pairs, so that all members come to the same result.
+  Status agree_on_sizes(Job& job);
+
+  Bytes area(unsigned member, std::uint64_t round, bool is_inline) const {
+    return is_inline ? rounds_.line(member, round).bytes : end_.segment.slot(member, round);
+  }
+  // The place of `to`'s piece among those in `from`'s slot.
+  static unsigned place(unsigned from, unsigned to) { return to < from ? to : to - 1; }
+
+  void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const;
+  void copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const;
+  std::size_t piece_bytes(std::size_t pieces) const;
+  bool takes_others_sizes(Verb verb) const;
+
+  const Endpoint& end_;
+  const Kernels& kernels_;
+  Rounds rounds_;
+  Probe probe_;
+  int kept_stores_ = -1;
+  bool streams_in_ = false;  // stores into slots, for the call that runs
+  ReduceLoop loop_ = nullptr;
+  std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
+  std::size_t item_ = 1;         // bytes per element of the call that runs
+  bool streams_out_ = false;     // for the call that runs
+  std::vector<double> factors_;  // one per member, for PREMUL_SUM
+  std::vector<const void*> sources_;
+  std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared
+  std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
+  std::vector<std::uint64_t> expected_;  // [by][of]
+  std::uint64_t bad_round_ = 0;
+  std::string mismatch_;
+  int mismatch_culprit_ = -1;
+};
+
+}  // namespace meshdist

@@ -1,0 +1,44 @@
+// One member's communicator, as the module shows it to Python.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "endpoint.h"
+#include "progress.h"
+#include "transfers.h"
+
+namespace meshdist {
+
+class Communicator {
+ public:
+  // Members in one process, as tests have them, may share their view of the segment.
+  Communicator(std::shared_ptr<const Segment> segment, unsigned rank, std::vector<int> pidfds,
+               bool is_crowded)
+      : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(pidfds), is_crowded)),
+        progress(std::make_shared<Progress>(end)),
+        transfers(std::make_shared<Transfers>(end)) {}
+  ~Communicator() { close(); }
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Free every thread, of every member, that waits in this communicator.
+  void abort() { end->end(Status::aborted, -1, end->me().report.begun.load()); }
+
+  // End this member's part. What is in flight here ends as closed; native threads end by
+  // themselves, and the memory goes with the last of them.
+  void close() {
+    if (end->is_closing()) return;
+    end->close();
+    if (!end->is_forked()) {
+      progress->close();
+      transfers->close();
+    }
+  }
+
+  const std::shared_ptr<Endpoint> end;
+  const std::shared_ptr<Progress> progress;
+  const std::shared_ptr<Transfers> transfers;
+};
+
+}  // namespace meshdist

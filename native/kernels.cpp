@@ -1,0 +1,46 @@
+#include "kernels.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace meshdist {
+
+namespace baseline {
+Kernels make_kernels();
+}
+#if defined(MESHDIST_WIDE_X86)
+namespace avx2 {
+Kernels make_kernels();
+}
+namespace avx512 {
+Kernels make_kernels();
+}
+#endif
+
+namespace {
+
+Kernels choose() {
+#if defined(MESHDIST_WIDE_X86)
+  // Tests compare the widths with each other by this variable; every rank must be given the same.
+  const char* wish = std::getenv("MESHDIST_SHM_VECTORS");
+  const auto may = [wish](const char* level) { return wish == nullptr || !std::strcmp(wish, level); };
+  __builtin_cpu_init();
+  if (may("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    return avx512::make_kernels();
+  }
+  if (may("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    return avx2::make_kernels();
+  }
+#endif
+  return baseline::make_kernels();
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+}  // namespace meshdist

@@ -1,0 +1,31 @@
+// The loops over elements: reductions, and copies that bypass the cache.
+//
+// kernels_level.h is compiled once per vector width; the widest that this processor has is chosen
+// once. All ranks of a host choose alike, and no loop fuses a product with a sum, so results do
+// not depend on the choice either.
+#pragma once
+
+#include <cstddef>
+
+#include "codes.h"
+
+namespace meshdist {
+
+// Reduce `num_sources` arrays of `count` elements, first to last, into `target`, which may be one
+// of them. `factors` has one number per source, for PREMUL_SUM alone.
+using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
+                            std::size_t count, const double* factors);
+
+// Copy with stores that go past the cache; ends with the fence that orders them before a flag.
+using StreamLoop = void (*)(void* target, const void* source, std::size_t num_bytes);
+
+struct Kernels {
+  const char* name;
+  ReduceLoop reduce[kNumDtypes][kNumOps];  // null where the operation cannot reduce the dtype
+  StreamLoop stream;
+};
+
+// The kernels for this processor.
+const Kernels& kernels();
+
+}  // namespace meshdist

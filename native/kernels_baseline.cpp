@@ -1,0 +1,3 @@
+#define MESHDIST_LEVEL baseline
+#define MESHDIST_LEVEL_NAME "baseline"
+#include "kernels_level.h"

@@ -1,0 +1,587 @@
+// The loops, for one vector width. Included by one file per width, which names MESHDIST_LEVEL and
+// is compiled for it. Nothing here may use inline functions of the standard library: the linker
+// would keep one of their copies, perhaps one that this processor cannot run.
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace meshdist {
+namespace MESHDIST_LEVEL {
+namespace {
+
+// Elements reduced at a time where they pass through wider numbers: a few KiB, in the L1 cache.
+constexpr size_t kBlock = 512;
+
+float as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+uint32_t as_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+template <class T>
+struct Complex {
+  T re, im;
+};
+
+// ---- 16-bit floats to float32 and back, round to nearest even
+
+inline void widen(float* __restrict to, const BFloat16* __restrict from, size_t n) {
+  for (size_t i = 0; i < n; ++i) to[i] = as_float(uint32_t{from[i].bits} << 16);
+}
+
+inline uint16_t narrow_bfloat16(float value) {
+  const uint32_t bits = as_bits(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40;  // rounding could carry a NaN into an infinity
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+}
+
+inline void narrow(BFloat16* __restrict to, const float* __restrict from, size_t n) {
+  for (size_t i = 0; i < n; ++i) to[i].bits = narrow_bfloat16(from[i]);
+}
+
+#if defined(__aarch64__)
+
+inline void widen(float* __restrict to, const Float16* __restrict from, size_t n) {
+  const __fp16* halves = reinterpret_cast<const __fp16*>(from);
+  for (size_t i = 0; i < n; ++i) to[i] = halves[i];
+}
+
+inline void narrow(Float16* __restrict to, const float* __restrict from, size_t n) {
+  __fp16* halves = reinterpret_cast<__fp16*>(to);
+  for (size_t i = 0; i < n; ++i) halves[i] = static_cast<__fp16>(from[i]);
+}
+
+#else
+
+inline float widen_float16(uint32_t half) {
+  const uint32_t sign = (half & 0x8000) << 16;
+  const uint32_t exponent = (half >> 10) & 0x1f;
+  const uint32_t fraction = half & 0x3ff;
+  if (exponent == 0) {  // zero and subnormals: the fraction counts units of 2^-24
+    const float size = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return as_float(sign | as_bits(size));
+  }
+  if (exponent == 31) {
+    const uint32_t quiet = fraction != 0 ? 0x400000 : 0;
+    return as_float(sign | 0x7f800000 | quiet | fraction << 13);
+  }
+  return as_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+inline uint16_t narrow_float16(float value) {
+  const uint32_t bits = as_bits(value);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00 | (size >> 13 & 0x1ff));
+  if (size >= 0x47800000) return static_cast<uint16_t>(sign | 0x7c00);  // 65536 and above
+  if (size < 0x38800000) {
+    // Below the least normal half: adding 0.5 leaves units of 2^-24 in the low bits, rounded.
+    const uint32_t units = as_bits(as_float(size) + 0.5f) - as_bits(0.5f);
+    return static_cast<uint16_t>(sign | units);
+  }
+  const uint32_t rounded = size + 0xfff + ((size >> 13) & 1);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13));
+}
+
+inline void widen(float* to, const Float16* from, size_t n) {
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(halves));
+  }
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
+  }
+#endif
+  for (; i < n; ++i) to[i] = widen_float16(from[i].bits);
+}
+
+inline void narrow(Float16* to, const float* from, size_t n) {
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), halves);
+  }
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+#endif
+  for (; i < n; ++i) to[i].bits = narrow_float16(from[i]);
+}
+
+#endif
+
+// ---- two numbers into one. Unsigned types stand for signed ones where the bits are the same.
+
+struct Sum {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+};
+struct Product {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a * b);
+  }
+  static uint16_t apply(uint16_t a, uint16_t b) {  // would be a product of signed ints
+    return static_cast<uint16_t>(uint32_t{a} * uint32_t{b});
+  }
+};
+struct Min {  // a NaN on either side wins, as in torch
+  template <class T>
+  static T apply(T a, T b) {
+    return a < b || a != a ? a : b;
+  }
+#if defined(__AVX512F__)
+  static __m512 apply(__m512 a, __m512 b) {
+    const __mmask16 first = _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(first, b, a);
+  }
+#elif defined(__AVX2__)
+  static __m256 apply(__m256 a, __m256 b) {
+    const __m256 less = _mm256_cmp_ps(a, b, _CMP_LT_OQ);
+    return _mm256_blendv_ps(b, a, _mm256_or_ps(less, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+  }
+#endif
+};
+struct Max {
+  template <class T>
+  static T apply(T a, T b) {
+    return a > b || a != a ? a : b;
+  }
+#if defined(__AVX512F__)
+  static __m512 apply(__m512 a, __m512 b) {
+    const __mmask16 first = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(first, b, a);
+  }
+#elif defined(__AVX2__)
+  static __m256 apply(__m256 a, __m256 b) {
+    const __m256 greater = _mm256_cmp_ps(a, b, _CMP_GT_OQ);
+    return _mm256_blendv_ps(b, a, _mm256_or_ps(greater, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+  }
+#endif
+};
+struct And {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct Or {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct Xor {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+// ---- loops
+
+#if defined(__GNUC__) && !defined(__clang__)
+#define MESHDIST_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define MESHDIST_INDEPENDENT
+#endif
+
+// Two to four arrays into one, first to last, in one pass. `to` may be one of them.
+template <class T, class Combine, bool kDivide>
+void fold(T* to, const T* const* from, size_t num, size_t n, T divisor) {
+  const auto end = [divisor](T whole) { return kDivide ? static_cast<T>(whole / divisor) : whole; };
+  const T *a = from[0], *b = from[1];
+  if (num == 2) {
+    MESHDIST_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) to[i] = end(Combine::apply(a[i], b[i]));
+    return;
+  }
+  const T* c = from[2];
+  if (num == 3) {
+    MESHDIST_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) to[i] = end(Combine::apply(Combine::apply(a[i], b[i]), c[i]));
+    return;
+  }
+  const T* d = from[3];
+  MESHDIST_INDEPENDENT
+  for (size_t i = 0; i < n; ++i) {
+    to[i] = end(Combine::apply(Combine::apply(Combine::apply(a[i], b[i]), c[i]), d[i]));
+  }
+}
+
+// Elements that are reduced as they are.
+template <class T, class Combine, bool kAverage>
+void reduce_plain(void* target, const void* const* sources, size_t num_sources, size_t count,
+                  const double*) {
+  T* to = static_cast<T*>(target);
+  const T divisor = static_cast<T>(num_sources);
+  const T* from[4];
+  if (num_sources >= 2 && num_sources <= 4) {
+    for (size_t j = 0; j < num_sources; ++j) from[j] = static_cast<const T*>(sources[j]);
+    return fold<T, Combine, kAverage>(to, from, num_sources, count, divisor);
+  }
+  // `to` may be a source that is still to come, so the total needs room of its own.
+  T total[kBlock];
+  for (size_t at = 0; at < count; at += kBlock) {
+    const size_t n = count - at < kBlock ? count - at : kBlock;
+    memcpy(total, static_cast<const T*>(sources[0]) + at, n * sizeof(T));
+    for (size_t j = 1; j < num_sources;) {
+      size_t num = 1;
+      from[0] = total;
+      while (num < 4 && j < num_sources) from[num++] = static_cast<const T*>(sources[j++]) + at;
+      fold<T, Combine, false>(total, from, num, n, divisor);
+    }
+    if (kAverage) {
+      for (size_t i = 0; i < n; ++i) total[i] = static_cast<T>(total[i] / divisor);
+    }
+    memcpy(to + at, total, n * sizeof(T));
+  }
+}
+
+// Averages and sums of complex numbers are those of their parts.
+template <class T, class Combine, bool kAverage>
+void reduce_pairs(void* target, const void* const* sources, size_t num_sources, size_t count,
+                  const double* factors) {
+  reduce_plain<T, Combine, kAverage>(target, sources, num_sources, 2 * count, factors);
+}
+
+template <class T>
+void multiply_complex(void* target, const void* const* sources, size_t num_sources, size_t count,
+                      const double*) {
+  Complex<T>* to = static_cast<Complex<T>*>(target);
+  for (size_t i = 0; i < count; ++i) {
+    Complex<T> total = static_cast<const Complex<T>*>(sources[0])[i];
+    for (size_t j = 1; j < num_sources; ++j) {
+      const Complex<T> next = static_cast<const Complex<T>*>(sources[j])[i];
+      total = {total.re * next.re - total.im * next.im, total.re * next.im + total.im * next.re};
+    }
+    to[i] = total;
+  }
+}
+
+template <class T>
+void sum_scaled(void* target, const void* const* sources, size_t num_sources, size_t count,
+                const double* factors) {
+  T* to = static_cast<T*>(target);
+  T total[kBlock];
+  for (size_t at = 0; at < count; at += kBlock) {
+    const size_t n = count - at < kBlock ? count - at : kBlock;
+    for (size_t j = 0; j < num_sources; ++j) {
+      const T* from = static_cast<const T*>(sources[j]) + at;
+      const T factor = static_cast<T>(factors[j]);
+      for (size_t i = 0; i < n; ++i) {
+        const T scaled = from[i] * factor;
+        total[i] = j == 0 ? scaled : total[i] + scaled;
+      }
+    }
+    memcpy(to + at, total, n * sizeof(T));
+  }
+}
+
+template <class T>
+void sum_scaled_pairs(void* target, const void* const* sources, size_t num_sources, size_t count,
+                      const double* factors) {
+  sum_scaled<T>(target, sources, num_sources, 2 * count, factors);
+}
+
+// Two sources of 16-bit floats need no room in between: 3 times faster than by blocks. Each returns
+// how many elements it has reduced, from the first on.
+
+// Two bfloat16 lie in one 32-bit word, and the upper one is a float32 already but for its low bits.
+// No NaN needs care here: the numbers have zeros in their low halves, so NaNs made of them do too,
+// and rounding those adds nothing that could carry.
+#if defined(__AVX512F__)
+inline __m512i rounded(__m512 wide) {
+  const __m512i bits = _mm512_castps_si512(wide);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+#elif defined(__AVX2__)
+inline __m256i rounded(__m256 wide) {
+  const __m256i bits = _mm256_castps_si256(wide);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+#endif
+
+template <class Combine, bool kAverage>
+size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t count) {
+  const size_t num_words = count / 2;
+  size_t i = 0;
+#if defined(__AVX512F__)
+  const __m512i upper_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  for (; i + 16 <= num_words; i += 16) {
+    const __m512i x = _mm512_loadu_si512(a + 2 * i);
+    const __m512i y = _mm512_loadu_si512(b + 2 * i);
+    __m512 upper = Combine::apply(_mm512_castsi512_ps(_mm512_and_si512(x, upper_half)),
+                                  _mm512_castsi512_ps(_mm512_and_si512(y, upper_half)));
+    __m512 lower = Combine::apply(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+                                  _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
+    if (kAverage) upper = upper * 0.5f, lower = lower * 0.5f;
+    const __m512i low = _mm512_srli_epi32(rounded(lower), 16);
+    _mm512_storeu_si512(to + 2 * i, _mm512_mask_blend_epi16(0xaaaaaaaa, low, rounded(upper)));
+  }
+#elif defined(__AVX2__)
+  const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  for (; i + 8 <= num_words; i += 8) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 2 * i));
+    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 2 * i));
+    __m256 upper = Combine::apply(_mm256_castsi256_ps(_mm256_and_si256(x, upper_half)),
+                                  _mm256_castsi256_ps(_mm256_and_si256(y, upper_half)));
+    __m256 lower = Combine::apply(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+                                  _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)));
+    if (kAverage) upper = upper * 0.5f, lower = lower * 0.5f;
+    const __m256i low = _mm256_srli_epi32(rounded(lower), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i),
+                        _mm256_blend_epi16(low, rounded(upper), 0xaa));
+  }
+#endif
+  for (; i < num_words; ++i) {
+    uint32_t x, y;
+    memcpy(&x, a + 2 * i, sizeof x);
+    memcpy(&y, b + 2 * i, sizeof y);
+    float upper = Combine::apply(as_float(x & 0xffff0000), as_float(y & 0xffff0000));
+    float lower = Combine::apply(as_float(x << 16), as_float(y << 16));
+    if (kAverage) upper *= 0.5f, lower *= 0.5f;
+    const uint32_t u = as_bits(upper), l = as_bits(lower);
+    const uint32_t word = ((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000) |
+                          ((l + 0x7fff + ((l >> 16) & 1)) >> 16);
+    memcpy(to + 2 * i, &word, sizeof word);
+  }
+  return 2 * num_words;
+}
+
+template <class Combine, bool kAverage>
+size_t reduce_two(Float16* to, const Float16* a, const Float16* b, size_t count) {
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) {
+    const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i)));
+    const __m512 y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + i)));
+    __m512 whole = Combine::apply(x, y);
+    if (kAverage) whole = whole * 0.5f;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm512_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
+  }
+#elif defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i)));
+    const __m256 y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i)));
+    __m256 whole = Combine::apply(x, y);
+    if (kAverage) whole = whole * 0.5f;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm256_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  (void)to, (void)a, (void)b, (void)count;
+#endif
+  return i;
+}
+
+// 16-bit floats: in float32, rounded once.
+template <class T, class Combine, bool kAverage, bool kScaled>
+void reduce_widened(void* target, const void* const* sources, size_t num_sources, size_t count,
+                    const double* factors) {
+  T* to = static_cast<T*>(target);
+  alignas(64) float total[kBlock];
+  alignas(64) float next[kBlock];
+  const float divisor = static_cast<float>(num_sources);
+  size_t done = 0;
+  if (num_sources == 2 && !kScaled) {
+    done = reduce_two<Combine, kAverage>(to, static_cast<const T*>(sources[0]),
+                                         static_cast<const T*>(sources[1]), count);
+  }
+  for (size_t at = done; at < count; at += kBlock) {
+    const size_t n = count - at < kBlock ? count - at : kBlock;
+    widen(total, static_cast<const T*>(sources[0]) + at, n);
+    if (kScaled) {
+      const float factor = static_cast<float>(factors[0]);
+      for (size_t i = 0; i < n; ++i) total[i] *= factor;
+    }
+    for (size_t j = 1; j < num_sources; ++j) {
+      widen(next, static_cast<const T*>(sources[j]) + at, n);
+      if (kScaled) {
+        const float factor = static_cast<float>(factors[j]);
+        for (size_t i = 0; i < n; ++i) next[i] *= factor;
+      }
+      for (size_t i = 0; i < n; ++i) total[i] = Combine::apply(total[i], next[i]);
+    }
+    if (kAverage) {
+      for (size_t i = 0; i < n; ++i) total[i] /= divisor;
+    }
+    narrow(to + at, total, n);
+  }
+}
+
+// bool: any byte but 0 is true, and results are 0 or 1.
+template <class Combine>
+void reduce_bool(void* target, const void* const* sources, size_t num_sources, size_t count,
+                 const double*) {
+  uint8_t* to = static_cast<uint8_t*>(target);
+  uint8_t total[kBlock];
+  for (size_t at = 0; at < count; at += kBlock) {
+    const size_t n = count - at < kBlock ? count - at : kBlock;
+    const uint8_t* first = static_cast<const uint8_t*>(sources[0]) + at;
+    for (size_t i = 0; i < n; ++i) total[i] = first[i] != 0;
+    for (size_t j = 1; j < num_sources; ++j) {
+      const uint8_t* from = static_cast<const uint8_t*>(sources[j]) + at;
+      for (size_t i = 0; i < n; ++i) {
+        total[i] = Combine::apply(total[i], static_cast<uint8_t>(from[i] != 0));
+      }
+    }
+    memcpy(to + at, total, n);
+  }
+}
+
+// ---- copies past the cache
+
+void stream(void* target, const void* source, size_t num_bytes) {
+  char* to = static_cast<char*>(target);
+  const char* from = static_cast<const char*>(source);
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+  constexpr size_t kWidth = 64;
+#elif defined(__AVX2__)
+  constexpr size_t kWidth = 32;
+#else
+  constexpr size_t kWidth = 16;
+#endif
+  constexpr size_t kStep = 256;  // four whole cache lines, which leave without being read first
+  size_t head = (kStep / 4 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  if (head > num_bytes) head = num_bytes;
+  memcpy(to, from, head);
+  to += head, from += head, num_bytes -= head;
+  for (; num_bytes >= kStep; to += kStep, from += kStep, num_bytes -= kStep) {
+    for (size_t i = 0; i < kStep; i += kWidth) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i),
+                          _mm512_loadu_si512(reinterpret_cast<const void*>(from + i)));
+#elif defined(__AVX2__)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+#else
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+    }
+  }
+  memcpy(to, from, num_bytes);
+  _mm_sfence();
+#else
+  memcpy(to, from, num_bytes);
+#endif
+}
+
+// ---- the table
+
+ReduceLoop (*row(Kernels& k, Dtype dtype))[kNumOps] {
+  return &k.reduce[static_cast<size_t>(dtype)];
+}
+
+void put(Kernels& k, Dtype dtype, Op op, ReduceLoop loop) {
+  (*row(k, dtype))[static_cast<size_t>(op)] = loop;
+}
+
+template <class T>
+void put_float(Kernels& k, Dtype dtype) {
+  put(k, dtype, Op::sum, reduce_plain<T, Sum, false>);
+  put(k, dtype, Op::avg, reduce_plain<T, Sum, true>);
+  put(k, dtype, Op::product, reduce_plain<T, Product, false>);
+  put(k, dtype, Op::min, reduce_plain<T, Min, false>);
+  put(k, dtype, Op::max, reduce_plain<T, Max, false>);
+  put(k, dtype, Op::premul_sum, sum_scaled<T>);
+}
+
+template <class T>
+void put_widened(Kernels& k, Dtype dtype) {
+  put(k, dtype, Op::sum, reduce_widened<T, Sum, false, false>);
+  put(k, dtype, Op::avg, reduce_widened<T, Sum, true, false>);
+  put(k, dtype, Op::product, reduce_widened<T, Product, false, false>);
+  put(k, dtype, Op::min, reduce_widened<T, Min, false, false>);
+  put(k, dtype, Op::max, reduce_widened<T, Max, false, false>);
+  put(k, dtype, Op::premul_sum, reduce_widened<T, Sum, false, true>);
+}
+
+// `T` orders, and `U`, its unsigned twin, wraps around without undefined behaviour.
+template <class T, class U>
+void put_whole(Kernels& k, Dtype dtype) {
+  put(k, dtype, Op::sum, reduce_plain<U, Sum, false>);
+  put(k, dtype, Op::product, reduce_plain<U, Product, false>);
+  put(k, dtype, Op::min, reduce_plain<T, Min, false>);
+  put(k, dtype, Op::max, reduce_plain<T, Max, false>);
+  put(k, dtype, Op::band, reduce_plain<U, And, false>);
+  put(k, dtype, Op::bor, reduce_plain<U, Or, false>);
+  put(k, dtype, Op::bxor, reduce_plain<U, Xor, false>);
+}
+
+template <class T>
+void put_complex(Kernels& k, Dtype dtype) {
+  put(k, dtype, Op::sum, reduce_pairs<T, Sum, false>);
+  put(k, dtype, Op::avg, reduce_pairs<T, Sum, true>);
+  put(k, dtype, Op::product, multiply_complex<T>);
+  put(k, dtype, Op::premul_sum, sum_scaled_pairs<T>);
+}
+
+Kernels make(const char* name) {
+  Kernels k;
+  memset(&k, 0, sizeof k);
+  k.name = name;
+  k.stream = stream;
+  put_float<double>(k, Dtype::float64);
+  put_float<float>(k, Dtype::float32);
+  put_widened<Float16>(k, Dtype::float16);
+  put_widened<BFloat16>(k, Dtype::bfloat16);
+  put_whole<int8_t, uint8_t>(k, Dtype::int8);
+  put_whole<int16_t, uint16_t>(k, Dtype::int16);
+  put_whole<int32_t, uint32_t>(k, Dtype::int32);
+  put_whole<int64_t, uint64_t>(k, Dtype::int64);
+  put_whole<uint8_t, uint8_t>(k, Dtype::uint8);
+  put_whole<uint16_t, uint16_t>(k, Dtype::uint16);
+  put_whole<uint32_t, uint32_t>(k, Dtype::uint32);
+  put_whole<uint64_t, uint64_t>(k, Dtype::uint64);
+  put_complex<float>(k, Dtype::complex64);
+  put_complex<double>(k, Dtype::complex128);
+  // Over bool a sum is "any", a product "all".
+  const Op any[] = {Op::sum, Op::max, Op::bor};
+  const Op all[] = {Op::product, Op::min, Op::band};
+  for (Op op : any) put(k, Dtype::boolean, op, reduce_bool<Or>);
+  for (Op op : all) put(k, Dtype::boolean, op, reduce_bool<And>);
+  put(k, Dtype::boolean, Op::bxor, reduce_bool<Xor>);
+  return k;
+}
+
+}  // namespace
+
+Kernels make_kernels() { return make(MESHDIST_LEVEL_NAME); }
+
+}  // namespace MESHDIST_LEVEL
+}  // namespace meshdist

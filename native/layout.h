@@ -1,0 +1,161 @@
+// What lies in the shared segment, and where.
+//
+// Everything that members exchange is published in numbered *rounds*. A member publishes round g
+// by setting the flag of its line g % kDepth, and with it whatever it wrote before: the line's
+// header and few bytes, its slot g % kDepth, its table g % kDepth. All members run the same rounds.
+// A member publishes round g + 1 only when it has seen everyone's round g, and reads what belongs
+// to round g before it publishes round g + 2; so what it reads is never written over while there
+// are four of each.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "codes.h"
+
+namespace meshdist {
+
+constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kPage = 4096;
+constexpr unsigned kDepth = 4;
+constexpr std::size_t kInlineBytes = 32;
+constexpr std::uint64_t kMagic = 0x6d6573686469'7374;
+constexpr std::uint32_t kVersion = 1;
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
+
+// Where a member's buffer lies in memory that all members map; in a line's bytes.
+struct SharedPlace {
+  std::uint64_t memory;  // the index in the order of adding, which is the same on all members
+  std::uint64_t offset;
+};
+static_assert(sizeof(SharedPlace) <= kInlineBytes, "a line holds it");
+
+// In a line's hints. The first three are the first member's alone, see probe.h.
+enum Hint : std::uint32_t {
+  kHintStream = 1,
+  kHintProbeNext = 2,
+  kHintMeasureBoth = 4,
+  kHintShared = 8,  // the line's bytes are a SharedPlace
+};
+
+// What one member says it is calling; members must agree on all of it.
+struct Header {
+  std::uint8_t verb = 0;
+  std::uint8_t dtype = 0;
+  std::uint8_t op = 0;
+  std::uint8_t unused = 0;
+  std::int32_t root = 0;  // for lists: a digest of the sizes
+  std::uint64_t count = 0;
+  std::uint64_t sequence = 0;
+
+  bool operator==(const Header& other) const {
+    return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
+           count == other.count && sequence == other.sequence;
+  }
+  bool operator!=(const Header& other) const { return !(*this == other); }
+};
+static_assert(sizeof(Header) == 24, "a line holds it beside the flag");
+
+// A flag, what it announces, and as many bytes of data as fit: one cache line for a small call.
+struct alignas(kCacheLine) Line {
+  std::atomic<std::uint32_t> flag;
+  std::uint32_t hints;
+  Header header;
+  std::uint8_t bytes[kInlineBytes];
+};
+static_assert(sizeof(Line) == kCacheLine, "one line");
+
+// Where the threads of a member sleep. Whoever changes something that a sleeper may wait for looks
+// here, and rings if it is the one awaited.
+struct alignas(kCacheLine) Seat {
+  std::atomic<std::uint32_t> doorbell;
+  std::atomic<std::uint32_t> sleepers;
+  std::atomic<std::int32_t> awaited;  // a member's rank, or kAnyone
+};
+constexpr std::int32_t kAnyone = -1;
+enum SeatUse { kForRounds = 0, kForTransfers = 1, kNumSeats = 2 };
+
+// The last call of a member, for messages; in atomics, since others read it at any time.
+struct alignas(kCacheLine) Report {
+  std::atomic<std::uint64_t> begun;  // sequence number of the last call begun, from 1
+  std::atomic<std::uint64_t> ended;
+  std::atomic<std::uint64_t> words[3];  // its Header
+  std::atomic<std::uint32_t> is_open;   // 1 from attaching to closing
+  std::atomic<std::uint32_t> was_closed;
+  std::atomic<std::int32_t> pid;
+};
+
+struct Member {
+  Line lines[kDepth];
+  Seat seats[kNumSeats];
+  Report report;
+  alignas(kCacheLine) double factors[kDepth];       // PREMUL_SUM's, per round
+  alignas(kCacheLine) std::atomic<std::uint64_t> token;  // of the latency probe
+};
+
+// Why the communicator ended: written once, by the first that ends it.
+struct alignas(kCacheLine) Ending {
+  std::atomic<std::uint32_t> is_over;
+  std::atomic<std::uint32_t> claimed;
+  std::int32_t cause;    // a Status
+  std::int32_t by;       // who ended it
+  std::int32_t culprit;  // who died, or -1
+  std::uint64_t sequence;
+};
+
+struct Geometry {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t size;
+  std::uint64_t slot_bytes;
+  std::uint64_t ring_bytes;
+  std::uint64_t members_at;
+  std::uint64_t tables_at;
+  std::uint64_t channels_at;
+  std::uint64_t slots_at;
+  std::uint64_t rings_at;
+  std::uint64_t total_bytes;
+};
+
+struct Control {
+  Geometry geometry;
+  Ending ending;
+};
+
+// A one-way stream of packets between two members: bytes written and bytes read since the opening.
+struct Channel {
+  alignas(kCacheLine) std::atomic<std::uint64_t> written;
+  alignas(kCacheLine) std::atomic<std::uint64_t> read;
+};
+
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes,
+                              std::uint64_t ring_bytes) {
+  Geometry g{};
+  g.magic = kMagic;
+  g.version = kVersion;
+  g.size = size;
+  g.slot_bytes = round_up(slot_bytes, kPage);
+  g.ring_bytes = round_up(ring_bytes, kPage);
+  std::uint64_t at = round_up(sizeof(Control), kPage);
+  g.members_at = at;
+  at = round_up(at + size * sizeof(Member), kPage);
+  g.tables_at = at;
+  at = round_up(at + std::uint64_t{size} * kDepth * 2 * size * sizeof(std::uint64_t), kPage);
+  g.channels_at = at;
+  at = round_up(at + std::uint64_t{size} * size * sizeof(Channel), kPage);
+  g.slots_at = at;
+  at += std::uint64_t{size} * kDepth * g.slot_bytes;
+  g.rings_at = at;
+  at += std::uint64_t{size} * (size - 1) * g.ring_bytes;
+  g.total_bytes = at;
+  return g;
+}
+
+}  // namespace meshdist

@@ -1,0 +1,54 @@
+// Which stores suit the path between the members: plain ones, or ones past the cache.
+//
+// Where the cores share a cache, plain stores into a slot are twice as fast as stores past it, since
+// the reader finds them in the cache; where they do not, every line of a slot that is written again
+// is first fetched from the reader's cache, and plain stores are five times slower. Virtual
+// machines change from one to the other while a program runs. So the members measure both ways at
+// the first call, about a millisecond, and note how long a cache line takes from core to core. That
+// time they take again every now and then, in some microseconds; only when it is one not seen
+// before, or seen last a second ago, do they measure both ways again.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+#include "rounds.h"
+
+namespace meshdist {
+
+class Probe {
+ public:
+  Probe(const Endpoint& endpoint, Rounds& rounds);
+
+  // Before each call: probe, if the first member asked for it with the last one (or there was none).
+  Status before(const Call& call);
+
+  // The first member's: ask for a probe with this call, of `bytes` bytes, if the last is old.
+  void consider(std::size_t bytes);
+
+  // After the members agreed on a call: what the first member found.
+  void heed(std::uint64_t round);
+
+ private:
+  Status measure_both(const Call& call, double& plain, double& streamed);
+  double hop_ns();
+
+  struct Known {
+    double hop;
+    double plain, streamed;  // the best times of both, slowly forgotten
+    Nanoseconds measured;
+    bool streams() const { return streamed < plain; }
+  };
+
+  const Endpoint& end_;
+  Rounds& rounds_;
+  const Kernels& kernels_;
+  std::vector<std::uint8_t> from_, to_;
+  std::vector<Known> known_;
+  bool is_due_ = true;
+  std::uint64_t lap_ = 0;
+  Nanoseconds last_ = 0;
+  Nanoseconds measured_ = 0;
+};
+
+}  // namespace meshdist

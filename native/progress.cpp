@@ -1,0 +1,95 @@
+#include "progress.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace meshdist {
+
+Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
+  if (unfinished_.load(std::memory_order_acquire) != 0) {
+    TicketPtr ticket = start(std::move(job));
+    const Status status = wait(ticket, kForever, interruption);
+    if (status != Status::ok) failure = ticket->failure;
+    return status;
+  }
+  std::lock_guard<std::mutex> lock(running_);
+  job.call.interruption = interruption;
+  const Status status = collectives_.run(job);
+  if (status != Status::ok) failure = collectives_.failure();
+  return status;
+}
+
+TicketPtr Progress::start(Job&& job) {
+  auto ticket = std::make_shared<Ticket>();
+  ticket->job = std::move(job);
+  ticket->job.call.interruption = nullptr;
+  unfinished_.fetch_add(1, std::memory_order_acq_rel);
+  std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back(ticket);
+  if (!has_thread_) {
+    has_thread_ = true;
+    // The thread owns what it works on: neither close() nor the interpreter's exit waits for it.
+    std::thread([self = shared_from_this()] { self->work(); }).detach();
+  }
+  wake_.notify_one();
+  return ticket;
+}
+
+void Progress::work() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are the program's, not ours
+  for (;;) {
+    TicketPtr ticket;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, [&] { return !queue_.empty() || end_->is_closing(); });
+      if (queue_.empty()) return;
+      ticket = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    {
+      std::lock_guard<std::mutex> lock(running_);
+      ticket->status = collectives_.run(ticket->job);
+      if (ticket->status != Status::ok) ticket->failure = collectives_.failure();
+    }
+    unfinished_.fetch_sub(1, std::memory_order_acq_rel);
+    ticket->is_done.store(1, std::memory_order_seq_cst);
+    futex_wake_all(ticket->is_done);
+  }
+}
+
+Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption) {
+  const auto done = [&] { return ticket->is_done.load(std::memory_order_acquire) != 0; };
+  const auto never = [] { return false; };
+  // The progress thread needs a core too: look only briefly before sleeping.
+  const Patience brief{end_->is_crowded ? 0 : 5'000, 0};
+  bool is_late = false;
+  while (!look(brief, done, never)) {
+    const Nanoseconds left = deadline == kForever ? kForever : deadline - now_ns();
+    if (left <= 0) {
+      end_->end(Status::timeout, -1, ticket->job.call.header.sequence);
+      is_late = true;
+      deadline = kForever;  // the thread gives up within a moment; then the memory is free
+      continue;
+    }
+    if (interruption != nullptr && interruption()) return Status::interrupted;
+    futex_wait(ticket->is_done, 0, std::min(left, kSlice));
+  }
+  return is_late && ticket->status == Status::aborted ? Status::timeout : ticket->status;
+}
+
+void Progress::add_memory(std::shared_ptr<const Memory> memory) {
+  std::lock_guard<std::mutex> lock(running_);
+  end_->memories.push_back(std::move(memory));
+}
+
+void Progress::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  wake_.notify_all();
+}
+
+}  // namespace meshdist

@@ -1,0 +1,57 @@
+// Collectives that run beside the program: in order, on a thread that starts at first use.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "collectives.h"
+
+namespace meshdist {
+
+// A collective in flight.
+struct Ticket {
+  Job job;
+  Status status = Status::pending;
+  Failure failure;
+  std::atomic<std::uint32_t> is_done{0};  // a futex word of this process
+};
+using TicketPtr = std::shared_ptr<Ticket>;
+
+class Progress : public std::enable_shared_from_this<Progress> {
+ public:
+  explicit Progress(std::shared_ptr<Endpoint> endpoint)
+      : end_(std::move(endpoint)), collectives_(*end_) {}
+
+  // Run `job` here, after all that was started before.
+  Status run(Job& job, Interruption interruption, Failure& failure);
+
+  // Queue `job`.
+  TicketPtr start(Job&& job);
+
+  // Wait for `ticket`. Where time runs out the communicator ends, since nothing behind it can run.
+  Status wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption);
+
+  void close();
+
+  // Let collectives read buffers in `memory` where they lie; all members add it, in the same order.
+  void add_memory(std::shared_ptr<const Memory> memory);
+
+  Collectives& collectives() { return collectives_; }
+
+ private:
+  void work();
+
+  const std::shared_ptr<Endpoint> end_;
+  Collectives collectives_;
+  std::mutex running_;  // held by whichever thread runs a collective
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<TicketPtr> queue_;
+  std::atomic<int> unfinished_{0};
+  bool has_thread_ = false;
+};
+
+}  // namespace meshdist

@@ -1,0 +1,106 @@
+// The rounds that all collectives are made of; layout.h tells why four of everything suffice.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "endpoint.h"
+
+namespace meshdist {
+
+// One collective as this member calls it.
+struct Call {
+  Header header;
+  Nanoseconds deadline = kForever;
+  Interruption interruption = nullptr;
+  double factor = 1.0;
+};
+
+class Rounds {
+ public:
+  explicit Rounds(const Endpoint& endpoint) : end_(endpoint) {}
+
+  // The round that is published next.
+  std::uint64_t next() const { return next_; }
+  Line& line(unsigned member, std::uint64_t round) const {
+    return end_.segment.member(member).lines[round % kDepth];
+  }
+
+  // Publish a call's first round, with what was written for it.
+  void announce(Call& call) {
+    Member& me = end_.me();
+    call.header.sequence = ++sequence_;
+    std::uint64_t words[3];
+    __builtin_memcpy(words, &call.header, sizeof words);
+    for (int i = 0; i < 3; ++i) me.report.words[i].store(words[i], std::memory_order_relaxed);
+    me.report.begun.store(sequence_, std::memory_order_release);
+    Line& mine = line(end_.rank, next_);
+    mine.header = call.header;
+    mine.hints = hints_ | call_hints_;
+    call_hints_ = 0;
+    publish();
+  }
+
+  // Publish the next round, with what was written for it.
+  void publish() {
+    line(end_.rank, next_).flag.store(stamp(next_), std::memory_order_seq_cst);
+    ++next_;
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (j != end_.rank) {
+        ring_if_awaited(end_.segment.member(j).seats[kForRounds],
+                        static_cast<std::int32_t>(end_.rank));
+      }
+    }
+  }
+
+  // Wait until all members have published `round`.
+  Status wait(std::uint64_t round, const Call& call) {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (j != end_.rank && !has_published(j, round)) {
+        const Status status = wait_for(j, round, call);
+        if (status != Status::ok) return status;
+      }
+    }
+    return Status::ok;
+  }
+
+  // Wait for everyone's announcement in `round` and compare. Where calls differ all members find
+  // so, in this round, and none goes on: the communicator stays usable.
+  Status agree(std::uint64_t round, const Call& call) {
+    const Status status = wait(round, call);
+    if (status != Status::ok) return status;
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (line(j, round).header != call.header) return Status::mismatch;
+    }
+    return Status::ok;
+  }
+
+  void finish(const Call& call) {
+    end_.me().report.ended.store(call.header.sequence, std::memory_order_release);
+  }
+
+  // What the last failing call saw.
+  Failure failure;
+
+  // Make `failure` of a call that ended with `status` in `round`.
+  void describe(Status status, std::uint64_t round, const Call& call);
+
+  // What this member announces beside its header; the first member's counts.
+  std::uint32_t hints_ = 0;
+  // The same, for the next announcement alone.
+  std::uint32_t call_hints_ = 0;
+
+ private:
+  static std::uint32_t stamp(std::uint64_t round) { return static_cast<std::uint32_t>(round + 1); }
+  bool has_published(unsigned member, std::uint64_t round) const {
+    return line(member, round).flag.load(std::memory_order_seq_cst) == stamp(round);
+  }
+  Status wait_for(unsigned member, std::uint64_t round, const Call& call);
+
+  const Endpoint& end_;
+  std::uint64_t next_ = 0;
+  std::uint64_t sequence_ = 0;
+  int culprit_ = -1;
+};
+
+}  // namespace meshdist

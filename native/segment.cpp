@@ -1,0 +1,104 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+
+namespace meshdist {
+namespace {
+
+[[noreturn]] void fail(int error, const char* what) {
+  throw std::system_error(error, std::generic_category(), what);
+}
+
+}  // namespace
+
+int create_memory(std::uint64_t bytes, const char* name) {
+  const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  int fd = static_cast<int>(syscall(SYS_memfd_create, name, flags | MFD_NOEXEC_SEAL));
+  if (fd < 0 && errno == EINVAL) {  // a kernel before 6.3 does not know the no-exec seal
+    fd = static_cast<int>(syscall(SYS_memfd_create, name, flags));
+  }
+  if (fd < 0) fail(errno, "memfd_create");
+  int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  if (error == 0) {
+    do {  // not posix_fallocate, which would write to every page where the kernel call is refused
+      error = fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    } while (error == EINTR);
+    if (error == ENOSPC) error = ENOMEM;
+  }
+  if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    error = errno;
+  }
+  if (error != 0) {
+    close(fd);
+    fail(error, "reserving shared memory");
+  }
+  return fd;
+}
+
+int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
+  const Geometry geometry = plan_geometry(size, slot_bytes, ring_bytes);
+  const int fd = create_memory(geometry.total_bytes, "meshdist");
+  // A new memfd reads as zeros, which is the first state of everything in it.
+  if (pwrite(fd, &geometry, sizeof geometry, offsetof(Control, geometry)) !=
+      static_cast<ssize_t>(sizeof geometry)) {
+    const int error = errno;
+    close(fd);
+    fail(error, "writing the segment's geometry");
+  }
+  return fd;
+}
+
+Memory::Memory(int fd) {
+  struct stat facts;
+  if (fstat(fd, &facts) != 0) fail(errno, "fstat");
+  bytes_ = static_cast<std::uint64_t>(facts.st_size);
+  void* address = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  if (address == MAP_FAILED) fail(errno, "mmap");
+  data_ = static_cast<std::uint8_t*>(address);
+}
+
+Memory::~Memory() { munmap(data_, bytes_); }
+
+Segment::Segment(int fd) {
+  struct stat facts;
+  if (fstat(fd, &facts) != 0) fail(errno, "fstat");
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW)) {
+    throw std::runtime_error("the descriptor is no sealed memfd");
+  }
+  Geometry found{};
+  if (pread(fd, &found, sizeof found, 0) != static_cast<ssize_t>(sizeof found)) {
+    throw std::runtime_error("the descriptor holds no segment");
+  }
+  if (found.magic != kMagic || found.version != kVersion) {
+    throw std::runtime_error("the segment is of another version of the core");
+  }
+  // The sizes are taken from our own arithmetic, so that a wrong segment cannot lead outside.
+  const Geometry ours = plan_geometry(found.size, found.slot_bytes, found.ring_bytes);
+  if (std::memcmp(&ours, &found, sizeof ours) != 0 ||
+      static_cast<std::uint64_t>(facts.st_size) != ours.total_bytes) {
+    throw std::runtime_error("the segment's geometry contradicts itself");
+  }
+  void* address = mmap(nullptr, ours.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
+                       fd, 0);
+  if (address == MAP_FAILED) fail(errno, "mmap");
+  base_ = static_cast<std::uint8_t*>(address);
+  geometry_ = ours;
+}
+
+Segment::~Segment() { munmap(base_, geometry_.total_bytes); }
+
+}  // namespace meshdist

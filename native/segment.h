@@ -1,0 +1,76 @@
+// The shared segment: anonymous memory that its members alone can reach.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "layout.h"
+
+namespace meshdist {
+
+// Make a sealed memfd for `size` members with all of its memory reserved; throws
+// std::system_error (no memory is an error here, never a SIGBUS later).
+int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes);
+
+// A memfd of `bytes` bytes, reserved and sealed against resizing.
+int create_memory(std::uint64_t bytes, const char* name);
+
+// Memory that all members of a group map: buffers there are read where they lie.
+class Memory {
+ public:
+  // Map all of `fd`, which stays the caller's.
+  explicit Memory(int fd);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::uint8_t* data() const { return data_; }
+  std::uint64_t bytes() const { return bytes_; }
+  bool holds(const std::uint8_t* from, std::uint64_t bytes) const {
+    return from >= data_ && bytes <= bytes_ &&
+           static_cast<std::uint64_t>(from - data_) <= bytes_ - bytes;
+  }
+
+ private:
+  std::uint8_t* data_ = nullptr;
+  std::uint64_t bytes_ = 0;
+};
+
+// One member's view of the segment.
+class Segment {
+ public:
+  // Map the segment behind `fd`, which stays the caller's; throws std::runtime_error where it is
+  // not one of ours, std::system_error where it cannot be mapped.
+  explicit Segment(int fd);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const Geometry& geometry() const { return geometry_; }
+  Control& control() const { return *reinterpret_cast<Control*>(base_); }
+  Member& member(unsigned rank) const {
+    return reinterpret_cast<Member*>(base_ + geometry_.members_at)[rank];
+  }
+  // Numbers of elements per member, for calls whose parts differ: what `rank` sends, or expects.
+  std::uint64_t* table(unsigned rank, std::uint64_t round, bool expected) const {
+    const std::uint64_t index = (std::uint64_t{rank} * kDepth + round % kDepth) * 2 + expected;
+    return reinterpret_cast<std::uint64_t*>(base_ + geometry_.tables_at) + index * geometry_.size;
+  }
+  std::uint8_t* slot(unsigned rank, std::uint64_t round) const {
+    return base_ + geometry_.slots_at +
+           (std::uint64_t{rank} * kDepth + round % kDepth) * geometry_.slot_bytes;
+  }
+  Channel& channel(unsigned from, unsigned to) const {
+    return reinterpret_cast<Channel*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
+  }
+  std::uint8_t* ring(unsigned from, unsigned to) const {
+    const std::uint64_t index = std::uint64_t{from} * (geometry_.size - 1) + (to < from ? to : to - 1);
+    return base_ + geometry_.rings_at + index * geometry_.ring_bytes;
+  }
+
+ private:
+  std::uint8_t* base_ = nullptr;
+  Geometry geometry_{};
+};
+
+}  // namespace meshdist

@@ -1,0 +1,219 @@
+// Ranks as threads of one process, so that sanitizers see all of them: random verbs, sizes, dtypes,
+// groups and messages, blocking and in flight, each result checked. Usage: stress [ranks] [seconds]
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "communicator.h"
+
+using namespace meshdist;
+
+namespace {
+
+constexpr Nanoseconds kPatience = 120'000'000'000;
+using Numbers = std::vector<std::int32_t>;
+
+void check(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "stress: %s\n", what);
+  std::abort();
+}
+
+struct Group {
+  std::vector<unsigned> members;  // ranks of the whole, in group order
+  std::shared_ptr<const Segment> segment;
+};
+
+// What member j holds at index i in the s-th step.
+std::int32_t value(std::uint64_t s, unsigned j, std::uint64_t i) {
+  return static_cast<std::int32_t>((s * 31 + j * 7 + i) % 1000);
+}
+
+Numbers made(std::uint64_t s, unsigned j, std::uint64_t count) {
+  Numbers x(count);
+  for (std::uint64_t i = 0; i < count; ++i) x[i] = value(s, j, i);
+  return x;
+}
+
+std::uint8_t* bytes(Numbers& x) { return reinterpret_cast<std::uint8_t*>(x.data()); }
+
+Job job(Verb verb, std::uint64_t count, int root) {
+  Job it;
+  it.call.header.verb = static_cast<std::uint8_t>(verb);
+  it.call.header.dtype = static_cast<std::uint8_t>(Dtype::int32);
+  it.call.header.op = static_cast<std::uint8_t>(Op::sum);
+  it.call.header.count = count;
+  it.call.header.root = root;
+  it.call.deadline = now_ns() + kPatience;
+  return it;
+}
+
+struct Rank {
+  std::vector<std::unique_ptr<Communicator>> communicators;
+
+  // All members of a group draw the same numbers.
+  void step(std::uint64_t s, std::size_t g, Communicator& c) {
+    std::mt19937_64 draw(s * 1000 + g);
+    const unsigned n = c.end->size, me = c.end->rank;
+    static const std::uint64_t counts[] = {0, 1, 7, 8, 900, 5000, 40'000, 130'001};
+    const std::uint64_t count = counts[draw() % 8];
+    const int root = static_cast<int>(draw() % n);
+    const bool in_flight = draw() % 3 == 0;
+    const auto kind = draw() % 9;
+    Job it;
+    Numbers x = made(s, me, count), out;
+    if (kind == 0) {
+      it = job(Verb::all_reduce, count, 0);
+      it.out = bytes(x);
+    } else if (kind == 1) {
+      it = job(Verb::reduce, count, root);
+      it.out = bytes(x);
+    } else if (kind == 2) {
+      it = job(Verb::broadcast, count, root);
+      it.out = bytes(x);
+    } else if (kind == 3) {
+      out.resize(n * count);
+      it = job(Verb::all_gather, count, 0);
+      it.in = bytes(x), it.out = bytes(out);
+    } else if (kind == 4) {
+      x = made(s, me, n * count), out.resize(count);
+      it = job(Verb::reduce_scatter, count, 0);
+      it.in = bytes(x), it.out = bytes(out);
+    } else if (kind == 5) {
+      x = made(s, me, n * count), out.resize(n * count);
+      it = job(Verb::all_to_all, count, 0);
+      it.in = bytes(x), it.out = bytes(out);
+    } else if (kind == 6) {
+      // Member j gives everybody count + j numbers.
+      x = made(s, me, count + me);
+      it = job(Verb::all_gather_v, 0, 0);
+      it.ins = {Part{bytes(x), count + me}};
+      out.resize(n * count + n * (n - 1) / 2);
+      std::uint64_t at = 0;
+      for (unsigned j = 0; j < n; ++j) {
+        it.outs.push_back(Part{bytes(out) + 4 * at, count + j});
+        at += count + j;
+      }
+    } else if (kind == 7) {
+      it = job(Verb::barrier, 0, 0);
+    } else {
+      return messages(s, count, c);
+    }
+    if (in_flight) {
+      const TicketPtr ticket = c.progress->start(std::move(it));
+      check(c.progress->wait(ticket, kForever, nullptr) == Status::ok, "a collective in flight");
+    } else {
+      Failure failure;
+      check(c.progress->run(it, nullptr, failure) == Status::ok, "a collective");
+    }
+    const auto total = [&](std::uint64_t i) {
+      std::int32_t sum = 0;
+      for (unsigned j = 0; j < n; ++j) sum += value(s, j, i);
+      return sum;
+    };
+    bool good = true;
+    std::uint64_t at = 0;
+    for (std::uint64_t i = 0; i < count; ++i) {
+      if (kind == 0 || (kind == 1 && root == static_cast<int>(me))) good &= x[i] == total(i);
+      if (kind == 1 && root != static_cast<int>(me)) good &= x[i] == value(s, me, i);
+      if (kind == 2) good &= x[i] == value(s, root, i);
+      if (kind == 4) good &= out[i] == total(me * count + i);
+      for (unsigned j = 0; j < n; ++j) {
+        if (kind == 3) good &= out[j * count + i] == value(s, j, i);
+        if (kind == 5) good &= out[j * count + i] == value(s, j, me * count + i);
+      }
+    }
+    for (unsigned j = 0; kind == 6 && j < n; ++j) {
+      for (std::uint64_t i = 0; i < count + j; ++i) good &= out[at++] == value(s, j, i);
+    }
+    check(good, "a result");
+  }
+
+  // Everybody sends to everybody, receives first, and waits in an order of its own.
+  void messages(std::uint64_t s, std::uint64_t count, Communicator& c) {
+    const unsigned n = c.end->size, me = c.end->rank;
+    std::vector<Numbers> got(n, Numbers(count));
+    Numbers x = made(s, me, count);
+    std::vector<TransferPtr> all;
+    for (unsigned half = 0; half < 2; ++half) {
+      for (unsigned j = 0; j < n; ++j) {
+        auto it = std::make_shared<Transfer>();
+        it->is_send = half == 1;
+        it->peer = static_cast<int>(j);
+        it->tag = static_cast<std::int64_t>(s);
+        it->data = half == 1 ? bytes(x) : bytes(got[j]);
+        it->count = count;
+        it->bytes = 4 * count;
+        it->dtype = static_cast<std::uint8_t>(Dtype::int32);
+        all.push_back(c.transfers->start(std::move(it), true));
+      }
+    }
+    std::shuffle(all.begin(), all.end(), std::mt19937_64(s * 64 + me));
+    for (const TransferPtr& one : all) {
+      check(c.transfers->wait(one, now_ns() + kPatience, nullptr) == Status::ok, "a message");
+    }
+    for (unsigned j = 0; j < n; ++j) check(got[j] == made(s, j, count), "a message's content");
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const unsigned ranks = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 8;
+  const double seconds = argc > 2 ? std::atof(argv[2]) : 60.0;
+  std::vector<Group> groups(3);
+  for (unsigned r = 0; r < ranks; ++r) {
+    groups[0].members.push_back(r);
+    if (r % 2 == 0) groups[1].members.insert(groups[1].members.begin(), r);
+    if (r < 3) groups[2].members.push_back(r);
+  }
+  for (Group& group : groups) {
+    const int fd = create_segment(static_cast<std::uint32_t>(group.members.size()), 16384, 8192);
+    group.segment = std::make_shared<Segment>(fd);
+    close(fd);
+  }
+  std::vector<std::uint64_t> steps(ranks);
+  std::vector<std::thread> threads;
+  for (unsigned r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      Rank rank;
+      for (const Group& group : groups) {
+        const auto place = std::find(group.members.begin(), group.members.end(), r);
+        const auto index = static_cast<unsigned>(place - group.members.begin());
+        rank.communicators.push_back(
+            place == group.members.end()
+                ? nullptr
+                : std::make_unique<Communicator>(group.segment, index, std::vector<int>{}, true));
+      }
+      const Nanoseconds end = deadline_after(seconds);
+      bool goes_on = true;
+      for (std::uint64_t s = 1; goes_on; ++s) {
+        std::mt19937_64 draw(s);
+        const std::size_t g = draw() % groups.size();
+        if (rank.communicators[g] != nullptr) rank.step(s, g, *rank.communicators[g]);
+        if (s % 16 == 0) {  // rank 0's clock counts
+          std::int32_t more = now_ns() < end;
+          Job it = job(Verb::broadcast, 1, 0);
+          it.out = reinterpret_cast<std::uint8_t*>(&more);
+          Failure failure;
+          check(rank.communicators[0]->progress->run(it, nullptr, failure) == Status::ok, "the end");
+          goes_on = more != 0;
+        }
+        steps[r] = s;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // Helpers end by themselves; give them the moment that a process would not.
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  std::printf("%u ranks, %llu steps, no fault\n", ranks, static_cast<unsigned long long>(steps[0]));
+  return 0;
+}

@@ -1,0 +1,527 @@
+#include "transfers.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "kernels.h"
+
+namespace meshdist {
+namespace {
+
+void copy(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes, bool past_cache) {
+  if (past_cache && bytes >= 4096) {
+    kernels().stream(to, from, bytes);
+  } else if (bytes != 0) {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+}  // namespace
+
+// A message of up to an eighth of the ring goes at once: it costs one copy more than needed only
+// where no receive waits for it. Pieces of a quarter keep both ends of a ring busy.
+Transfers::Transfers(std::shared_ptr<Endpoint> endpoint)
+    : end_(std::move(endpoint)),
+      ring_bytes_(end_->segment.geometry().ring_bytes),
+      message_limit_(std::min<std::uint64_t>(16 * 1024, ring_bytes_ / 8)),
+      piece_limit_(std::min<std::uint64_t>(64 * 1024, ring_bytes_ / 4 - sizeof(Packet))),
+      peers_(end_->size) {}
+
+TransferPtr Transfers::start(TransferPtr transfer, bool in_background) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (end_->is_over()) {
+    transfer->status = end_->over_status();
+    transfer->is_done.store(true);
+    return transfer;
+  }
+  ++pending_;
+  const bool to_self = transfer->peer == static_cast<int>(end_->rank);
+  if (!transfer->is_send) {
+    post(transfer);
+  } else if (to_self) {
+    send_to_self(transfer);
+  } else {
+    peers_[transfer->peer].unannounced.push_back(transfer);
+    push(transfer->peer);
+  }
+  if (in_background && !transfer->is_done.load()) {
+    if (!has_helper_) {
+      has_helper_ = true;
+      // The thread owns what it works on, so that nobody ever has to wait for its end.
+      std::thread([self = shared_from_this()] { self->help(); }).detach();
+    }
+    lock.unlock();
+    idle_.notify_all();
+  }
+  return transfer;
+}
+
+bool Transfers::test(const TransferPtr& transfer) {
+  if (transfer->is_done.load(std::memory_order_acquire)) return true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  advance();
+  if (!transfer->is_done.load() && end_->is_over()) give_up(transfer, end_->over_status());
+  return transfer->is_done.load();
+}
+
+Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
+                       Interruption interruption) {
+  if (transfer->is_done.load(std::memory_order_acquire)) return transfer->status;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++foreground_;
+  }
+  const auto done = [&] { return transfer->is_done.load(std::memory_order_acquire); };
+  const auto ready = [&] {
+    if (mutex_.try_lock()) {
+      advance();
+      mutex_.unlock();
+    }
+    return done();
+  };
+  // Before sleeping nobody else may be relied on to look: lock.
+  const auto settled = [&] {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool moved = advance();
+    return moved || done();
+  };
+  const auto is_over = [&] { return end_->is_over(); };
+  while (!look(end_->patience, ready, is_over)) {
+    Status status = Status::ok;
+    const Nanoseconds left = deadline == kForever ? kForever : deadline - now_ns();
+    if (left <= 0) {
+      status = Status::timeout;
+    } else if (interruption != nullptr && interruption()) {
+      status = Status::interrupted;
+    } else if (is_hopeless(*transfer)) {
+      status = Status::died;
+    }
+    if (status != Status::ok) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      advance();  // what a member wrote before its end still counts
+      give_up(transfer, status);
+      break;
+    }
+    doze(end_->me().seats[kForTransfers], kAnyone, std::min(left, kSlice), settled, is_over);
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  --foreground_;
+  if (!done()) give_up(transfer, end_->over_status());
+  const bool rest = pending_ > 0 && foreground_ == 0 && has_helper_;
+  lock.unlock();
+  if (rest) idle_.notify_all();
+  return transfer->status;
+}
+
+void Transfers::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  give_up_all(Status::closed);
+  idle_.notify_all();
+}
+
+void Transfers::help() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are the program's, not ours
+  const auto is_over = [&] { return end_->is_over(); };
+  const auto settled = [&] {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return advance() || pending_ == 0 || foreground_ > 0;
+  };
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      idle_.wait(lock, [&] { return is_over() || (pending_ > 0 && foreground_ == 0); });
+      if (is_over()) {
+        give_up_all(end_->over_status());
+        return;
+      }
+      for (const TransferPtr& transfer : all_pending()) {
+        if (is_hopeless(*transfer)) {
+          advance();
+          give_up(transfer, Status::died);
+        }
+      }
+    }
+    doze(end_->me().seats[kForTransfers], kAnyone, kSlice, settled, is_over);
+  }
+}
+
+// Whether nobody is left who could do the other half.
+bool Transfers::is_hopeless(const Transfer& transfer) const {
+  if (transfer.peer == static_cast<int>(end_->rank)) return false;
+  if (transfer.peer >= 0) return end_->is_gone(transfer.peer);
+  if (transfer.source >= 0) return end_->is_gone(transfer.source);
+  if (end_->size == 1) return false;
+  for (unsigned j = 0; j < end_->size; ++j) {
+    if (j != end_->rank && !end_->is_gone(j)) return false;
+  }
+  return true;
+}
+
+std::vector<TransferPtr> Transfers::all_pending() const {
+  std::vector<TransferPtr> all(posted_.begin(), posted_.end());
+  for (const Peer& peer : peers_) {
+    all.insert(all.end(), peer.unannounced.begin(), peer.unannounced.end());
+    for (const auto& one : peer.streaming) all.push_back(one.second);
+    for (const auto& one : peer.offered) all.push_back(one.second);
+    for (const auto& one : peer.arriving) {
+      if (one.second.receive != nullptr) all.push_back(one.second.receive);
+    }
+    for (const Early& early : peer.early) {
+      if (early.own != nullptr) all.push_back(early.own);
+    }
+  }
+  return all;
+}
+
+void Transfers::give_up_all(Status status) {
+  for (const TransferPtr& transfer : all_pending()) give_up(transfer, status);
+}
+
+void Transfers::complete(const TransferPtr& transfer, Status status) {
+  if (transfer->is_done.load()) return;
+  transfer->status = status;
+  transfer->is_done.store(true, std::memory_order_seq_cst);
+  --pending_;
+  Seat& seat = end_->me().seats[kForTransfers];  // other threads of this member
+  if (seat.sleepers.load(std::memory_order_seq_cst) != 0) ring(seat);
+}
+
+void Transfers::give_up(const TransferPtr& transfer, Status status) {
+  if (transfer->is_done.load()) return;
+  if (!transfer->is_send) {
+    posted_.remove(transfer);
+    for (Peer& peer : peers_) {
+      for (auto& one : peer.arriving) {
+        if (one.second.receive == transfer) one.second.receive = nullptr;
+      }
+    }
+  } else {
+    Peer& peer = peers_[transfer->peer];
+    peer.unannounced.erase(
+        std::remove(peer.unannounced.begin(), peer.unannounced.end(), transfer),
+        peer.unannounced.end());
+    // What the receiver knows of already is taken back at once: this member may not look again.
+    const auto take_back = [&](auto& sends) {
+      for (auto one = sends.begin(); one != sends.end();) {
+        if (one->second != transfer) {
+          ++one;
+          continue;
+        }
+        Packet cancel{};
+        cancel.kind = Kind::cancel;
+        cancel.id = one->first;
+        peer.replies.push_back(cancel);
+        one = sends.erase(one);
+      }
+    };
+    take_back(peer.offered);
+    take_back(peer.streaming);
+    peer.early.remove_if([&](const Early& early) { return early.own == transfer; });
+    if (transfer->peer != static_cast<int>(end_->rank)) push(transfer->peer);
+  }
+  complete(transfer, status);
+}
+
+// ---- matching
+
+bool Transfers::fits(const TransferPtr& receive, unsigned from, const Packet& packet) {
+  receive->source = static_cast<int>(from);
+  receive->other_dtype = packet.dtype;
+  receive->other_count = packet.count;
+  return receive->dtype == packet.dtype && receive->count == packet.count &&
+         receive->bytes == packet.bytes;
+}
+
+TransferPtr Transfers::match(unsigned from, std::int64_t tag) {
+  for (auto one = posted_.begin(); one != posted_.end(); ++one) {
+    const Transfer& receive = **one;
+    if (receive.tag == tag && (receive.peer < 0 || receive.peer == static_cast<int>(from))) {
+      TransferPtr found = *one;
+      posted_.erase(one);
+      return found;
+    }
+  }
+  return nullptr;
+}
+
+void Transfers::deliver(const TransferPtr& receive, const Packet& packet,
+                        const std::uint8_t* payload) {
+  if (packet.bytes != 0) std::memcpy(receive->data, payload, packet.bytes);
+  complete(receive, Status::ok);
+}
+
+void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& packet) {
+  Packet reply{};
+  reply.id = packet.id;
+  if (fits(receive, from, packet)) {
+    reply.kind = Kind::accept;
+    peers_[from].arriving[packet.id] = Arriving{receive, packet.bytes};
+  } else {
+    reply.kind = Kind::refuse;
+    reply.dtype = receive->dtype;
+    reply.count = receive->count;
+    complete(receive, Status::mismatch);
+  }
+  peers_[from].replies.push_back(reply);
+  push(from);
+}
+
+void Transfers::post(const TransferPtr& receive) {
+  // First take what has arrived, so that messages keep their order.
+  for (unsigned j = 0; j < end_->size; ++j) {
+    if (j != end_->rank && (receive->peer < 0 || receive->peer == static_cast<int>(j))) drain(j);
+  }
+  Peer* best = nullptr;
+  std::list<Early>::iterator found;
+  unsigned from = 0;
+  for (unsigned j = 0; j < end_->size; ++j) {
+    if (receive->peer >= 0 && receive->peer != static_cast<int>(j)) continue;
+    for (auto one = peers_[j].early.begin(); one != peers_[j].early.end(); ++one) {
+      if (one->packet.tag != receive->tag) continue;
+      if (best == nullptr || one->order < found->order) {
+        best = &peers_[j];
+        found = one;
+        from = j;
+      }
+      break;
+    }
+  }
+  if (best == nullptr) {
+    posted_.push_back(receive);
+    return;
+  }
+  Early early = std::move(*found);
+  best->early.erase(found);
+  if (early.own != nullptr) {
+    const Status status = fits(receive, from, early.packet) ? Status::ok : Status::mismatch;
+    if (status == Status::ok && receive->bytes != 0) {
+      std::memcpy(receive->data, early.own->data, receive->bytes);
+    }
+    early.own->other_dtype = receive->dtype;
+    early.own->other_count = receive->count;
+    complete(early.own, status);
+    complete(receive, status);
+  } else if (early.packet.kind == Kind::offer) {
+    accept(receive, from, early.packet);
+  } else if (early.packet.kind == Kind::cancel) {
+    receive->source = static_cast<int>(from);
+    complete(receive, Status::cancelled);
+  } else if (fits(receive, from, early.packet)) {
+    deliver(receive, early.packet, early.payload.data());
+  } else {
+    complete(receive, Status::mismatch);
+  }
+}
+
+void Transfers::send_to_self(const TransferPtr& send) {
+  Packet packet{};
+  packet.tag = send->tag;
+  packet.bytes = send->bytes;
+  packet.count = send->count;
+  packet.dtype = send->dtype;
+  const TransferPtr receive = match(end_->rank, send->tag);
+  if (receive == nullptr) {
+    peers_[end_->rank].early.push_back(Early{packet, next_order_++, {}, send});
+    return;
+  }
+  const Status status = fits(receive, end_->rank, packet) ? Status::ok : Status::mismatch;
+  if (status == Status::ok && send->bytes != 0) {
+    std::memcpy(receive->data, send->data, send->bytes);
+  }
+  send->other_dtype = receive->dtype;
+  send->other_count = receive->count;
+  complete(receive, status);
+  complete(send, status);
+}
+
+// ---- the rings
+
+bool Transfers::advance() {
+  bool moved = false;
+  for (unsigned j = 0; j < end_->size; ++j) {
+    if (j == end_->rank) continue;
+    moved |= drain(j);
+    moved |= push(j);
+  }
+  return moved;
+}
+
+bool Transfers::drain(unsigned peer) {
+  Channel& channel = end_->segment.channel(peer, end_->rank);
+  const std::uint8_t* ring = end_->segment.ring(peer, end_->rank);
+  std::uint64_t at = channel.read.load(std::memory_order_relaxed);
+  bool moved = false;
+  while (at < channel.written.load(std::memory_order_seq_cst)) {
+    const std::uint8_t* where = ring + at % ring_bytes_;
+    Packet packet;
+    std::memcpy(&packet, where, sizeof packet);
+    if (packet.kind != Kind::pad) take(peer, packet, where + sizeof packet);
+    at += sizeof packet + round_up(packet.payload, sizeof packet);
+    channel.read.store(at, std::memory_order_seq_cst);
+    ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
+                    static_cast<std::int32_t>(end_->rank));
+    moved = true;
+  }
+  return moved;
+}
+
+void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* payload) {
+  Peer& peer = peers_[from];
+  switch (packet.kind) {
+    case Kind::message: {
+      const TransferPtr receive = match(from, packet.tag);
+      if (receive == nullptr) {
+        peer.early.push_back(Early{
+            packet, next_order_++, std::vector<std::uint8_t>(payload, payload + packet.payload), {}});
+      } else if (fits(receive, from, packet)) {
+        deliver(receive, packet, payload);
+      } else {
+        complete(receive, Status::mismatch);
+      }
+      break;
+    }
+    case Kind::offer: {
+      const TransferPtr receive = match(from, packet.tag);
+      if (receive == nullptr) {
+        peer.early.push_back(Early{packet, next_order_++, {}, nullptr});
+      } else {
+        accept(receive, from, packet);
+      }
+      break;
+    }
+    case Kind::accept: {
+      const auto offered = peer.offered.find(packet.id);
+      if (offered != peer.offered.end()) {  // else it was taken back meanwhile
+        peer.streaming.emplace_back(packet.id, offered->second);
+        peer.offered.erase(offered);
+      }
+      break;
+    }
+    case Kind::refuse: {
+      const auto offered = peer.offered.find(packet.id);
+      if (offered == peer.offered.end()) break;
+      offered->second->other_dtype = packet.dtype;
+      offered->second->other_count = packet.count;
+      complete(offered->second, Status::mismatch);
+      peer.offered.erase(packet.id);
+      break;
+    }
+    case Kind::data: {
+      const auto arriving = peer.arriving.find(packet.id);
+      if (arriving == peer.arriving.end()) break;
+      const TransferPtr& receive = arriving->second.receive;
+      if (receive != nullptr) {
+        copy(receive->data + packet.offset, payload, packet.payload,
+             receive->bytes > tuning.stream_out_bytes);
+        receive->moved += packet.payload;
+      }
+      arriving->second.left -= packet.payload;
+      if (arriving->second.left == 0) {
+        if (receive != nullptr) complete(receive, Status::ok);
+        peer.arriving.erase(packet.id);
+      }
+      break;
+    }
+    case Kind::cancel: {
+      const auto arriving = peer.arriving.find(packet.id);
+      if (arriving == peer.arriving.end()) {
+        for (Early& early : peer.early) {
+          if (early.packet.kind == Kind::offer && early.packet.id == packet.id) {
+            early.packet.kind = Kind::cancel;  // whoever asks for it learns so
+          }
+        }
+        break;
+      }
+      if (arriving->second.receive != nullptr) {
+        complete(arriving->second.receive, Status::cancelled);
+      }
+      peer.arriving.erase(arriving);
+      break;
+    }
+    case Kind::pad:
+      break;
+  }
+}
+
+// Write a packet and its payload where there is room for it in one piece.
+bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* payload) {
+  Channel& channel = end_->segment.channel(end_->rank, peer);
+  std::uint8_t* ring = end_->segment.ring(end_->rank, peer);
+  std::uint64_t at = channel.written.load(std::memory_order_relaxed);
+  const std::uint64_t used = at - channel.read.load(std::memory_order_seq_cst);
+  const std::uint64_t need = sizeof packet + round_up(packet.payload, sizeof packet);
+  const std::uint64_t to_end = ring_bytes_ - at % ring_bytes_;
+  const std::uint64_t pad = need <= to_end ? 0 : to_end;
+  if (ring_bytes_ - used < pad + need) return false;
+  if (pad != 0) {
+    Packet filler{};
+    filler.kind = Kind::pad;
+    filler.payload = static_cast<std::uint32_t>(pad - sizeof filler);
+    std::memcpy(ring + at % ring_bytes_, &filler, sizeof filler);
+    at += pad;
+  }
+  std::uint8_t* where = ring + at % ring_bytes_;
+  std::memcpy(where, &packet, sizeof packet);
+  copy(where + sizeof packet, payload, packet.payload,
+       packet.kind == Kind::data && end_->streams_into_slots.load(std::memory_order_relaxed));
+  channel.written.store(at + need, std::memory_order_seq_cst);
+  ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
+                  static_cast<std::int32_t>(end_->rank));
+  return true;
+}
+
+bool Transfers::push(unsigned to) {
+  Peer& peer = peers_[to];
+  bool moved = false;
+  while (!peer.replies.empty()) {
+    if (!put(to, peer.replies.front(), nullptr)) return moved;
+    peer.replies.pop_front();
+    moved = true;
+  }
+  while (!peer.unannounced.empty()) {
+    const TransferPtr send = peer.unannounced.front();
+    Packet packet{};
+    packet.tag = send->tag;
+    packet.id = next_id_;
+    packet.bytes = send->bytes;
+    packet.count = send->count;
+    packet.dtype = send->dtype;
+    const bool at_once = send->bytes <= message_limit_;
+    packet.kind = at_once ? Kind::message : Kind::offer;
+    packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;
+    if (!put(to, packet, send->data)) return moved;
+    ++next_id_;
+    moved = true;
+    peer.unannounced.pop_front();
+    if (at_once) {
+      complete(send, Status::ok);
+    } else {
+      peer.offered[packet.id] = send;
+    }
+  }
+  while (!peer.streaming.empty()) {
+    const auto [id, send] = peer.streaming.front();
+    Packet packet{};
+    packet.kind = Kind::data;
+    packet.id = id;
+    packet.offset = send->moved;
+    packet.payload =
+        static_cast<std::uint32_t>(std::min<std::uint64_t>(piece_limit_, send->bytes - send->moved));
+    if (!put(to, packet, send->data + send->moved)) return moved;
+    moved = true;
+    send->moved += packet.payload;
+    if (send->moved == send->bytes) {
+      peer.streaming.pop_front();
+      complete(send, Status::ok);
+    }
+  }
+  return moved;
+}
+
+}  // namespace meshdist

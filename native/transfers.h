@@ -1,0 +1,130 @@
+// Messages between two members, by (peer, tag).
+//
+// Each ordered pair of members has a ring of packets. A small message is one packet; a large one
+// is offered, accepted by the receiver once it has a matching receive, and then follows in pieces.
+// So a ring never holds data that nobody has asked for, whoever drains it can always drain it to
+// the end, and no message waits behind another. Whichever thread waits advances all transfers of
+// its member; a helper thread does while transfers are in flight and nobody waits.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "endpoint.h"
+#include "tuning.h"
+
+namespace meshdist {
+
+// One message under way, at one of its ends.
+struct Transfer {
+  bool is_send = false;
+  int peer = -1;  // -1: a receive from anyone
+  std::int64_t tag = 0;
+  std::uint8_t* data = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t count = 0;
+  std::uint8_t dtype = 0;
+  std::uint64_t moved = 0;
+  int source = -1;  // where a receive came from
+  Status status = Status::ok;
+  std::uint8_t other_dtype = 0;  // of the message that did not fit
+  std::uint64_t other_count = 0;
+  std::atomic<bool> is_done{false};
+};
+using TransferPtr = std::shared_ptr<Transfer>;
+
+class Transfers : public std::enable_shared_from_this<Transfers> {
+ public:
+  explicit Transfers(std::shared_ptr<Endpoint> endpoint);
+
+  // Begin; what can be done at once is. Where `in_background`, the helper goes on with the rest.
+  TransferPtr start(TransferPtr transfer, bool in_background);
+
+  // Wait until it is done; on timeout, interruption or death it is given up and its memory is not
+  // touched again.
+  Status wait(const TransferPtr& transfer, Nanoseconds deadline, Interruption interruption);
+
+  // Whether it is done, after a look at what has arrived.
+  bool test(const TransferPtr& transfer);
+
+  // Give up all that is under way, and let the helper go.
+  void close();
+
+  Tuning tuning;
+
+ private:
+  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, refuse, data, cancel };
+  struct alignas(kCacheLine) Packet {
+    Kind kind;
+    std::uint32_t payload;  // bytes that follow
+    std::int64_t tag;
+    std::uint64_t id;
+    std::uint64_t bytes;
+    std::uint64_t count;
+    std::uint64_t offset;
+    std::uint8_t dtype;
+  };
+  static_assert(sizeof(Packet) == kCacheLine, "packets lie on cache lines");
+
+  // A message that came, or was offered, before there was a receive for it.
+  struct Early {
+    Packet packet;
+    std::uint64_t order;
+    std::vector<std::uint8_t> payload;
+    TransferPtr own;  // the send, where a member sends to itself
+  };
+  struct Arriving {
+    TransferPtr receive;  // null once given up: the rest is dropped
+    std::uint64_t left;
+  };
+  struct Peer {
+    std::deque<TransferPtr> unannounced;
+    std::deque<std::pair<std::uint64_t, TransferPtr>> streaming;
+    std::unordered_map<std::uint64_t, TransferPtr> offered;
+    std::unordered_map<std::uint64_t, Arriving> arriving;
+    std::deque<Packet> replies;
+    std::list<Early> early;
+  };
+
+  bool advance();
+  bool drain(unsigned peer);
+  bool push(unsigned peer);
+  void take(unsigned peer, const Packet& packet, const std::uint8_t* payload);
+  bool put(unsigned peer, const Packet& packet, const std::uint8_t* payload);
+  void send_to_self(const TransferPtr& send);
+  void post(const TransferPtr& receive);
+  TransferPtr match(unsigned from, std::int64_t tag);
+  bool fits(const TransferPtr& receive, unsigned from, const Packet& packet);
+  void accept(const TransferPtr& receive, unsigned from, const Packet& packet);
+  void deliver(const TransferPtr& receive, const Packet& packet, const std::uint8_t* payload);
+  void complete(const TransferPtr& transfer, Status status);
+  void give_up(const TransferPtr& transfer, Status status);
+  void give_up_all(Status status);
+  bool is_hopeless(const Transfer& transfer) const;
+  void help();
+  std::vector<TransferPtr> all_pending() const;
+
+  const std::shared_ptr<Endpoint> end_;
+  const std::uint64_t ring_bytes_;
+  const std::uint64_t message_limit_;
+  const std::uint64_t piece_limit_;
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;
+  std::vector<Peer> peers_;
+  std::list<TransferPtr> posted_;
+  std::uint64_t next_id_ = 1;
+  std::uint64_t next_order_ = 0;
+  int pending_ = 0;
+  int foreground_ = 0;
+  bool has_helper_ = false;
+};
+
+}  // namespace meshdist

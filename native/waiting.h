@@ -1,0 +1,113 @@
+// How a thread waits for another process: a short spin, then a sleep on a futex, with an eye on
+// the clock, on the communicator's end, and on whether whoever it waits for still lives.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+#include <vector>
+
+#include "layout.h"
+
+namespace meshdist {
+
+using Nanoseconds = std::int64_t;
+
+inline Nanoseconds now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * Nanoseconds{1000000000} + t.tv_nsec;
+}
+
+// Asked now and then by a thread of the program that waits: whether it is told to stop (Ctrl-C).
+using Interruption = bool (*)();
+
+constexpr Nanoseconds kForever = INT64_MAX;
+
+inline Nanoseconds deadline_after(double seconds) {
+  if (!(seconds >= 0) || seconds > 1e9) return kForever;
+  return now_ns() + static_cast<Nanoseconds>(seconds * 1e9);
+}
+
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // yield does nothing on most cores
+#endif
+}
+
+void yield_core();
+
+// Sleep while `word` holds `expected`, for at most `limit`.
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, Nanoseconds limit);
+void futex_wake_all(std::atomic<std::uint32_t>& word);
+
+// Wake the threads that sleep on `seat`, whatever they wait for.
+inline void ring(Seat& seat) {
+  seat.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(seat.doorbell);
+}
+
+// Wake them if they wait for `who`. Call it after the change was stored sequentially consistent:
+// a sleeper counts itself first and looks at the change then, so one of the two sees the other.
+inline void ring_if_awaited(Seat& seat, std::int32_t who) {
+  if (seat.sleepers.load(std::memory_order_seq_cst) == 0) return;
+  const std::int32_t awaited = seat.awaited.load(std::memory_order_seq_cst);
+  if (awaited == who || awaited == kAnyone) ring(seat);
+}
+
+// How long to look before sleeping.
+struct Patience {
+  Nanoseconds spin;   // on the core: pays when whoever is awaited runs on another one
+  Nanoseconds yield;  // giving the core away each time: pays when it shares this one
+
+  // Measured on 2 cores: a sleep and its wake-up cost 5 to 30 us, so spinning for about that long
+  // costs at most twice the best. With more ranks than cores the one awaited may need this very
+  // core: a pause would only hold it up, while a yield hands over in 1 to 2 us.
+  static Patience usual() { return {50'000, 0}; }
+  static Patience crowded() { return {0, 100'000}; }
+};
+
+// Wakes this often to look whether those awaited still live, and at the clock.
+constexpr Nanoseconds kSlice = 100'000'000;
+
+// Whether the process behind a pidfd has ended.
+bool has_exited(int pidfd);
+
+// Look until `ready()`, at first without sleeping. `is_over()` is looked at now and then.
+// Returns whether it was ready or over; afterwards the caller sleeps.
+template <class Ready, class IsOver>
+bool look(const Patience& patience, Ready ready, IsOver is_over) {
+  if (ready()) return true;
+  if (patience.spin > 0) {
+    const Nanoseconds end = now_ns() + patience.spin;
+    do {
+      for (int i = 0; i < 64; ++i) {
+        pause_core();
+        if (ready()) return true;
+      }
+      if (is_over()) return true;
+    } while (now_ns() < end);
+  }
+  if (patience.yield > 0) {
+    const Nanoseconds end = now_ns() + patience.yield;
+    do {
+      yield_core();
+      if (ready() || is_over()) return true;
+    } while (now_ns() < end);
+  }
+  return false;
+}
+
+// Sleep once on `seat` until `who` rings, or `limit` has passed, unless `ready()` or `is_over()`.
+template <class Ready, class IsOver>
+void doze(Seat& seat, std::int32_t who, Nanoseconds limit, Ready ready, IsOver is_over) {
+  const std::uint32_t heard = seat.doorbell.load(std::memory_order_seq_cst);
+  seat.awaited.store(who, std::memory_order_seq_cst);
+  seat.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (!ready() && !is_over()) futex_wait(seat.doorbell, heard, limit);
+  seat.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+}  // namespace meshdist

@@ -1,0 +1,294 @@
+"""Every verb of the core against NumPy on whole arrays, over sizes that cross its thresholds."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshdist.wires import native
+from tests.native.ranks import OK, run_ranks
+
+DTYPES, OPS = native.DTYPES, native.OPS
+SIZES = [1, 2, 3, 5]
+# Inline in a cache line; one slot; just over; several rounds, so that slots are used again.
+COUNTS = [0, 1, 4, 5, 1000, 32 * 1024 + 1, 5 * 32 * 1024 + 7]
+TIMEOUT = 20.0
+
+
+def values(seed: object, count: int, dtype: str) -> torch.Tensor:
+    """Small whole numbers, whose sums and products are exact in every dtype."""
+    generator = np.random.default_rng(zlib.crc32(repr(seed).encode()))
+    whole = torch.from_numpy(generator.integers(0, 3, count))
+    return whole.to(getattr(torch, dtype))
+
+
+def call(method: Any, *args: Any) -> None:
+    status = method(*args, TIMEOUT)
+    assert status == OK, status
+
+
+def all_reduce_cases(c: Any) -> None:
+    n, me = c.size, c.rank
+    for dtype in DTYPES:
+        torch_dtype = getattr(torch, dtype)
+        for op in OPS:
+            if not native.can_reduce(DTYPES[dtype], OPS[op]):
+                continue
+            for count in (1, 7, 5000):
+                parts = [values((j, count, dtype, op), count, dtype) for j in range(n)]
+                x = parts[me].clone()
+                call(c.all_reduce, x.data_ptr(), count, DTYPES[dtype], OPS[op], 2.0)
+                expected = oracle(parts, op, torch_dtype)
+                assert torch.equal(x.view(torch.uint8), expected.view(torch.uint8)), (dtype, op)
+
+
+def oracle(parts: list[torch.Tensor], op: str, dtype: torch.dtype) -> torch.Tensor:
+    """Reduce in float64 / complex128 / int64 / bool; the values keep that exact."""
+    if dtype is torch.bool:
+        arrays = [part.numpy() for part in parts]
+        name = {"SUM": "or", "MAX": "or", "BOR": "or", "BXOR": "xor"}.get(op, "and")
+        return torch.from_numpy(getattr(np, f"logical_{name}").reduce(arrays))
+    if dtype.is_complex:
+        wide = torch.complex128
+    else:
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+    arrays = [part.to(wide).numpy() for part in parts]
+    total = {
+        "SUM": np.add.reduce,
+        "AVG": lambda a: (np.add.reduce(a).view(np.float64) / len(a)).view(a[0].dtype),
+        "PRODUCT": np.multiply.reduce,
+        "MIN": np.minimum.reduce,
+        "MAX": np.maximum.reduce,
+        "BAND": np.bitwise_and.reduce,
+        "BOR": np.bitwise_or.reduce,
+        "BXOR": np.bitwise_xor.reduce,
+        "PREMUL_SUM": lambda a: np.add.reduce([2.0 * one for one in a]),
+    }[op](arrays)
+    return torch.from_numpy(np.ascontiguousarray(total)).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_of_every_dtype_and_op(size: int) -> None:
+    run_ranks(size, all_reduce_cases)
+
+
+def verb_cases(c: Any) -> list[bytes]:
+    n, me = c.size, c.rank
+    f32, total, i64 = DTYPES["float32"], OPS["SUM"], DTYPES["int64"]
+    digests = []
+    for count in COUNTS:
+        parts = [values((j, count), count, "float32") for j in range(n)]
+        whole = sum(parts, torch.zeros(count))
+        for root in {0, n - 1}:
+            x = parts[me].clone()
+            call(c.broadcast, x.data_ptr(), count, f32, root)
+            assert torch.equal(x, parts[root])
+            x = parts[me].clone()
+            call(c.reduce, x.data_ptr(), count, f32, total, root, 1.0)
+            assert torch.equal(x, whole if me == root else parts[me])
+            outs = [torch.zeros(count) for _ in range(n)] if me == root else []
+            call(c.gather, [o.data_ptr() for o in outs], parts[me].data_ptr(), count, f32, root)
+            assert all(torch.equal(o, p) for o, p in zip(outs, parts, strict=False))
+            out = torch.zeros(count)
+            ins = [p.data_ptr() for p in parts] if me == root else []
+            call(c.scatter, out.data_ptr(), ins, count, f32, root)
+            assert torch.equal(out, parts[me])
+        x = parts[me].clone()
+        call(c.all_reduce, x.data_ptr(), count, f32, total, 1.0)
+        assert torch.equal(x, whole)
+        out = torch.zeros(n * count)
+        call(c.all_gather, out.data_ptr(), parts[me].data_ptr(), count, f32)
+        assert torch.equal(out, torch.cat(parts))
+        blocks = [values((j, count, "blocks"), n * count, "int64") for j in range(n)]
+        own = torch.zeros(count, dtype=torch.int64)
+        call(c.reduce_scatter, own.data_ptr(), blocks[me].data_ptr(), count, i64, total, 1.0)
+        assert torch.equal(own, sum(b[me * count :][:count] for b in blocks))
+        out = torch.zeros(n * count, dtype=torch.int64)
+        call(c.all_to_all, out.data_ptr(), blocks[me].data_ptr(), count, i64)
+        assert torch.equal(out, torch.cat([b[me * count :][:count] for b in blocks]))
+        call(c.barrier)
+        noise = torch.from_numpy(np.random.default_rng([count, me]).normal(size=count))
+        call(c.all_reduce, noise.data_ptr(), count, DTYPES["float64"], total, 1.0)
+        digests.append(noise.numpy().tobytes())
+    return digests
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_verbs_of_equal_parts(size: int) -> None:
+    first, *others = run_ranks(size, verb_cases)
+    assert all(other == first for other in others)  # the same bits on every rank
+    assert run_ranks(size, verb_cases)[0] == first  # and in every run
+
+
+def size_matrix(n: int, seed: int) -> np.ndarray[Any, Any]:
+    generator = np.random.default_rng([n, seed])
+    return generator.choice([0, 1, 3, 777, 40_000, 100_001], size=(n, n))
+
+
+def ragged_cases(c: Any) -> None:
+    n, me = c.size, c.rank
+    i32, total = DTYPES["int32"], OPS["SUM"]
+    for seed in range(6):
+        sizes = size_matrix(n, seed).tolist()
+        sent = [[values((i, j, seed), sizes[i][j], "int32") for j in range(n)] for i in range(n)]
+        outs = [torch.zeros(sizes[j][me], dtype=torch.int32) for j in range(n)]
+        call(
+            c.all_to_all_v,
+            [o.data_ptr() for o in outs],
+            [o.numel() for o in outs],
+            [x.data_ptr() for x in sent[me]],
+            sizes[me],
+            i32,
+        )
+        assert all(torch.equal(outs[j], sent[j][me]) for j in range(n))
+        lengths = sizes[0]
+        mine = [values((i, seed), lengths[i], "int32") for i in range(n)]
+        outs = [torch.zeros(length, dtype=torch.int32) for length in lengths]
+        pointers = [o.data_ptr() for o in outs]
+        call(c.all_gather_v, pointers, lengths, mine[me].data_ptr(), lengths[me], i32)
+        assert all(torch.equal(o, x) for o, x in zip(outs, mine, strict=True))
+        root = seed % n
+        is_root = me == root
+        for o in outs:
+            o.zero_()
+        there, counts = (pointers, lengths) if is_root else ([], [])
+        call(c.gather_v, there, counts, mine[me].data_ptr(), lengths[me], i32, root)
+        if is_root:
+            assert all(torch.equal(o, x) for o, x in zip(outs, mine, strict=True))
+        out = torch.zeros(lengths[me], dtype=torch.int32)
+        there = [x.data_ptr() for x in mine] if is_root else []
+        call(c.scatter_v, out.data_ptr(), lengths[me], there, counts, i32, root)
+        assert torch.equal(out, mine[me])
+        cut = [
+            [values((i, j, seed, "rs"), lengths[j], "int32") for j in range(n)] for i in range(n)
+        ]
+        there = [x.data_ptr() for x in cut[me]]
+        out.zero_()
+        call(c.reduce_scatter_v, out.data_ptr(), lengths[me], there, lengths, i32, total, 1.0)
+        assert torch.equal(out, sum(cut[i][me] for i in range(n)))
+        tensors = [values((me, j, seed, "list"), lengths[j], "int32") for j in range(n)]
+        expected = [
+            sum(values((i, j, seed, "list"), lengths[j], "int32") for i in range(n))
+            for j in range(n)
+        ]
+        there = [x.data_ptr() for x in tensors]
+        call(c.all_reduce_list, there, lengths, i32, total, 1.0)
+        assert all(torch.equal(x, e) for x, e in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_verbs_of_unequal_parts(size: int) -> None:
+    run_ranks(size, ragged_cases)
+
+
+def tuned_cases(c: Any) -> None:
+    for name, value in (
+        ("streams_into_slots", 1),
+        ("stream_out_bytes", 0),
+        ("whole_reduce_bytes", 0),
+        ("chunk_bytes", 8192),
+    ):
+        c.set_tuning(name, value)
+        verb_cases(c)
+    ragged_cases(c)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_results_do_not_depend_on_stores_and_thresholds(size: int) -> None:
+    run_ranks(size, tuned_cases)
+
+
+def unaligned_cases(c: Any) -> None:
+    count = 70_001
+    raw = (ctypes.c_char * (4 * count + 64))()
+    base = ctypes.addressof(raw)
+    for shift in (4, 12, 20):
+        x = np.frombuffer(raw, np.float32, count, shift)
+        x[:] = np.arange(count) % 7 + c.rank
+        call(c.all_reduce, base + shift, count, DTYPES["float32"], OPS["SUM"], 1.0)
+        assert (x == sum(np.arange(count) % 7 + j for j in range(c.size))).all()
+        call(c.broadcast, base + shift, count, DTYPES["float32"], 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_addresses_need_no_alignment_beyond_the_dtypes(size: int) -> None:
+    run_ranks(size, unaligned_cases)
+
+
+def rounding_cases(c: Any) -> dict[str, bytes]:
+    results = {}
+    for dtype in ("float16", "bfloat16"):
+        torch_dtype = getattr(torch, dtype)
+        bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+        all_values = bits.view(torch_dtype)
+        x = all_values.roll(c.rank * 12345).clone()
+        parts = [all_values.roll(j * 12345) for j in range(c.size)]
+        for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+            y = x.clone()
+            call(c.all_reduce, y.data_ptr(), y.numel(), DTYPES[dtype], OPS[op], 1.0)
+            wide = parts[0].float()
+            for part in parts[1:]:
+                other = part.float()
+                wide = {
+                    "SUM": torch.add,
+                    "AVG": torch.add,
+                    "PRODUCT": torch.mul,
+                    "MIN": torch.minimum,
+                    "MAX": torch.maximum,
+                }[op](wide, other)
+            expected = (wide / c.size if op == "AVG" else wide).to(torch_dtype)
+            assert torch.equal(y.isnan(), expected.isnan()), (dtype, op)
+            kept = ~expected.isnan()
+            assert torch.equal(y[kept], expected[kept]), (dtype, op)
+            results[dtype + op] = y.view(torch.uint8).numpy().tobytes()
+    return results
+
+
+@pytest.mark.parametrize("vectors", ["baseline", "avx2", None])
+@pytest.mark.parametrize("size", [2, 3])
+def test_16_bit_floats_of_every_value_round_once(
+    size: int, vectors: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if vectors is not None:
+        monkeypatch.setenv("MESHDIST_SHM_VECTORS", vectors)
+    first, *others = run_ranks(size, rounding_cases)
+    assert all(other == first for other in others)
+
+
+def nan_cases(c: Any) -> None:
+    for op in ("MIN", "MAX"):
+        for dtype in ("float32", "float64"):
+            x = torch.tensor([1.0, float("nan"), 3.0, float("inf")], dtype=getattr(torch, dtype))
+            if c.rank == 1:
+                x = torch.tensor([float("nan"), 1.0, 2.0, -1.0], dtype=x.dtype)
+            call(c.all_reduce, x.data_ptr(), 4, DTYPES[dtype], OPS[op], 1.0)
+            assert x.isnan().tolist() == [True, True, False, False]
+
+
+def test_a_nan_on_either_side_wins() -> None:
+    run_ranks(2, nan_cases)
+
+
+def async_cases(c: Any) -> None:
+    tensors = [torch.full((1 + 9999 * (i % 5),), float(i + c.rank)) for i in range(40)]
+    tickets = [
+        c.all_reduce_async(x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"], 1.0, TIMEOUT)
+        for x in tensors
+    ]
+    last = torch.ones(3)
+    call(c.all_reduce, last.data_ptr(), 3, DTYPES["float32"], OPS["SUM"], 1.0)  # behind them all
+    for i, (x, ticket) in enumerate(zip(tensors, tickets, strict=True)):
+        assert ticket.is_done()
+        assert ticket.wait(TIMEOUT) == OK
+        assert (x == sum(i + j for j in range(c.size))).all()
+    assert (last == c.size).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_collectives_in_flight_run_in_order(size: int) -> None:
+    run_ranks(size, async_cases)

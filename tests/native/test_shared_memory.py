@@ -1,0 +1,95 @@
+"""Buffers that lie in memory of the whole group: read where they are, with the same results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from meshdist.wires import native
+from tests.native.ranks import OK, run_ranks
+
+F32, SUM, AVG = native.DTYPES["float32"], native.OPS["SUM"], native.OPS["AVG"]
+TIMEOUT = 20.0
+COUNT = 300_000
+
+
+def shared(c: Any, fd: int) -> torch.Tensor:
+    """My part of the group's memory, as float32."""
+    memory = native.Memory(fd)
+    c.add_memory(memory)
+    whole = torch.from_numpy(memory.array()).view(torch.float32)
+    assert whole.data_ptr() == memory.address
+    return whole.view(c.size, -1)[c.rank]
+
+
+def made(j: int, count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) % 100 + j
+
+
+def run_shared(size: int, body: Callable[..., Any]) -> None:
+    fd = native.create_memory(size * COUNT * 4)
+    try:
+        run_ranks(size, lambda c: body(c, shared(c, fd)))
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("who", ["all", "some", "none"])
+def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str) -> None:
+    def body(c: Any, mine: torch.Tensor) -> None:
+        n, me = c.size, c.rank
+        is_shared = who == "all" or (who == "some" and me == 0)
+        for count in (10, 60_000, 99_999):
+            parts = [made(j, n * count if count < 99_999 else count) for j in range(n)]
+
+            m = parts[me].numel()
+            own = mine[:m] if is_shared else torch.empty(m)
+            fresh = partial(own.copy_, parts[me])
+            x = fresh()
+            assert c.all_reduce(x.data_ptr(), m, F32, SUM, 1.0, TIMEOUT) == OK
+            assert torch.equal(x, sum(parts))
+            x = fresh()
+            assert c.all_reduce(x.data_ptr(), m, F32, AVG, 1.0, TIMEOUT) == OK
+            assert torch.equal(x, sum(parts) / n)
+            x = fresh()
+            assert c.broadcast(x.data_ptr(), m, F32, 0, TIMEOUT) == OK
+            assert torch.equal(x, parts[0])
+            x = fresh()
+            assert c.reduce(x.data_ptr(), m, F32, SUM, 1, 1.0, TIMEOUT) == OK
+            assert torch.equal(x, sum(parts) if me == 1 else parts[me])
+            x, out = fresh(), torch.empty(n * m)
+            assert c.all_gather(out.data_ptr(), x.data_ptr(), m, F32, TIMEOUT) == OK
+            assert torch.equal(out, torch.cat(parts))
+            outs = [torch.empty(m) for _ in range(n)] if me == 1 else []
+            there = [o.data_ptr() for o in outs]
+            assert c.gather(there, x.data_ptr(), m, F32, 1, TIMEOUT) == OK
+            assert all(torch.equal(o, q) for o, q in zip(outs, parts, strict=False))
+            if count < 99_999:
+                block = slice(me * count, (me + 1) * count)
+                out = torch.empty(count)
+                assert (
+                    c.reduce_scatter(out.data_ptr(), x.data_ptr(), count, F32, SUM, 1.0, TIMEOUT)
+                    == OK
+                )
+                assert torch.equal(out, sum(q[block] for q in parts))
+                out = torch.empty(m)
+                assert c.all_to_all(out.data_ptr(), x.data_ptr(), count, F32, TIMEOUT) == OK
+                assert torch.equal(out, torch.cat([q[block] for q in parts]))
+
+    run_shared(size, body)
+
+
+def test_memory_outlives_the_communicator() -> None:
+    def body(c: Any, mine: torch.Tensor) -> None:
+        mine.fill_(c.rank)
+        c.close()
+        del c
+        assert mine.eq(mine[0]).all()
+
+    run_shared(2, body)

@@ -1,0 +1,92 @@
+"""Operations that one thread does in order."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+
+from meshdist.wires.background import InOrder, Job
+
+
+@pytest.fixture
+def queue() -> InOrder:
+    return InOrder(lambda: None)
+
+
+def test_operations_are_done_in_order_by_one_thread_that_is_not_the_callers(queue: InOrder) -> None:
+    seen: list[tuple[int, int]] = []
+    jobs = [
+        queue.start(lambda k=k: seen.append((k, threading.get_ident())))  # type: ignore[misc]
+        for k in range(20)
+    ]
+    assert jobs[-1].is_over(5.0)
+    assert all(job.is_over() and job.failure is None for job in jobs)
+    assert [k for k, _ in seen] == list(range(20))
+    assert {thread for _, thread in seen} != {threading.get_ident()}
+    assert len({thread for _, thread in seen}) == 1
+    queue.end()
+
+
+def test_it_is_idle_before_and_after_but_not_during(queue: InOrder) -> None:
+    gate = threading.Event()
+    assert queue.is_idle
+    job = queue.start(lambda: gate.wait(5.0) and None)  # type: ignore[func-returns-value]
+    assert not queue.is_idle and not job.is_over(0.01)
+    gate.set()
+    assert job.is_over(5.0) and queue.is_idle
+    queue.end()
+
+
+def test_a_failure_is_kept_and_later_operations_are_done(queue: InOrder) -> None:
+    def fail() -> None:
+        raise KeyError("no such thing")
+
+    first, second = queue.start(fail), queue.start(lambda: None)
+    assert first.is_over(5.0) and isinstance(first.failure, KeyError)
+    assert second.is_over(5.0) and second.failure is None
+    queue.end()
+
+
+def test_nothing_is_kept_of_what_is_done() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    gone = weakref.ref(thing)
+    job = Job(lambda thing=thing: None)  # type: ignore[misc]
+    job.run()
+    del thing
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_end_releases_a_thread_that_waits() -> None:
+    gate = threading.Event()
+    queue = InOrder(gate.set)
+    job = queue.start(lambda: gate.wait(30.0) and None)  # type: ignore[func-returns-value]
+    begin = time.monotonic()
+    queue.end()
+    assert job.is_over() and 0.9 < time.monotonic() - begin < 3.0
+    queue.end()  # a second end does nothing
+    again = queue.start(lambda: None)  # and a new operation begins anew
+    assert again.is_over(5.0)
+    queue.end()
+
+
+def test_a_process_ends_while_an_operation_waits() -> None:
+    program = """
+import threading
+from meshdist.wires.background import InOrder
+gate = threading.Event()
+queue = InOrder(gate.set)
+queue.start(lambda: gate.wait(60.0))
+"""
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    assert time.monotonic() - begin < 45
