@@ -378,6 +378,7 @@ NB_MODULE(native, m) {
   m.def("can_reduce", [](unsigned dtype, unsigned op) {
     return dtype < kNumDtypes && op < kNumOps && kernels().reduce[dtype][op] != nullptr;
   });
+  m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
   m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a);
   m.def("segment_bytes", [](std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
     return plan_geometry(size, slot_bytes, ring_bytes).total_bytes;

@@ -69,7 +69,7 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
   const Patience brief{end_->is_crowded ? 0 : 5'000, 0};
   bool is_late = false;
   while (!look(brief, done, never)) {
-    const Nanoseconds left = deadline == kForever ? kForever : deadline - now_ns();
+    const Nanoseconds left = left_until(deadline);
     if (left <= 0) {
       end_->end(Status::timeout, -1, ticket->job.call.header.sequence);
       is_late = true;

@@ -16,7 +16,7 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) 
       end_.end(Status::died, culprit_, call.header.sequence);
       return Status::died;
     }
-    const Nanoseconds left = call.deadline == kForever ? kForever : call.deadline - now_ns();
+    const Nanoseconds left = left_until(call.deadline);
     if (left <= 0) {
       end_.end(Status::timeout, -1, call.header.sequence);
       return Status::timeout;

@@ -92,7 +92,7 @@ Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
   const auto is_over = [&] { return end_->is_over(); };
   while (!look(end_->patience, ready, is_over)) {
     Status status = Status::ok;
-    const Nanoseconds left = deadline == kForever ? kForever : deadline - now_ns();
+    const Nanoseconds left = left_until(deadline);
     if (left <= 0) {
       status = Status::timeout;
     } else if (interruption != nullptr && interruption()) {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 __all__ = ["Clock", "clock"]
 
@@ -23,6 +23,13 @@ class Clock:
         self._stoppers: set[Hashable] = set()
         # Since when it stands, if it does, and how long it had stood before; replaced as one.
         self._state: tuple[float | None, float] = (None, 0.0)
+        self._followers: list[Callable[[bool], None]] = []
+
+    def follow(self, tell: Callable[[bool], None]) -> None:
+        """Call ``tell`` now, and at every change, with whether the clock stands."""
+        with self._changing:
+            self._followers.append(tell)
+            tell(self.stands())
 
     def now(self) -> float:
         """The time, in seconds since some moment."""
@@ -40,6 +47,7 @@ class Clock:
             stands_since, stood = self._state
             if stands_since is None:
                 self._state = (time.monotonic(), stood)
+                self._tell(True)
 
     def go(self, who: Hashable) -> None:
         """Let it go, as far as ``who`` is concerned, who need not have stopped it."""
@@ -48,6 +56,11 @@ class Clock:
             stands_since, stood = self._state
             if stands_since is not None and not self._stoppers:
                 self._state = (None, stood + time.monotonic() - stands_since)
+                self._tell(False)
+
+    def _tell(self, stands: bool) -> None:
+        for tell in self._followers:
+            tell(stands)
 
     def release(self) -> None:
         """Forget who has stopped it, in a forked child: nobody there would let it go."""

@@ -25,6 +25,9 @@ VECTORS: str
 """The vector width that was chosen for this processor."""
 
 def can_reduce(dtype: int, op: int, /) -> bool: ...
+def let_timeouts_stand(stand: bool) -> None:
+    """Whether the time that timeouts count stands still, in this process."""
+
 def create_segment(size: int, slot_bytes: int, ring_bytes: int) -> int:
     """A sealed memfd for ``size`` members, reserved; OSError where there is no memory."""
 

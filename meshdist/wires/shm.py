@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore
 
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, op_name
+from ..runtime.clock import clock
 from ..runtime.hosts import num_cores
 from . import fallbacks
 from .base import (
@@ -44,6 +45,7 @@ __all__ = ["ShmCommunicator", "ShmWire"]
 _core: Any = None
 with suppress(ImportError):  # it is built on Linux, where there is a compiler
     _core = import_module(".native", __package__)
+    clock.follow(_core.let_timeouts_stand)
 
 _KIB = 1024
 # Per member there are four slots, and per pair of members two rings. With two members larger ones
