@@ -21,7 +21,9 @@ from .base import REDUCING_VERBS, Wire, find_wire, wire_names
 # The wires, each of which registers itself.
 from .c10d import C10dWire as C10dWire
 from .gloo import GlooWire as GlooWire
+from .hierarchical import HierarchicalWire as HierarchicalWire
 from .registered import adopt_torch_backends
+from .shm import ShmWire as ShmWire
 from .simulated import SimulatedWire as SimulatedWire
 
 __all__ = [
@@ -263,7 +265,7 @@ def table_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
 
 
 _BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
-_OWN = ("gloo", "nccl", "simulated", "ucc", "xccl")
+_OWN = ("gloo", "hierarchical", "nccl", "shm", "simulated", "ucc", "xccl")
 """The wires of this package, whether or not this machine has them."""
 
 
