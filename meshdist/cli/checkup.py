@@ -45,7 +45,13 @@ print(MPI.Get_library_version().strip(chr(0)).splitlines()[0])
 """
 
 # Why a wire may be missing, and what mends it.
+_NO_CORE = (
+    "its native core was not built: that takes Linux and a C++ compiler",
+    "on Linux, install a C++ compiler and then meshdist anew",
+)
 _MISSING = {
+    "shm": _NO_CORE,
+    "hierarchical": _NO_CORE,
     "ucc": (
         "this torch was built without UCC",
         "build torch with UCC; Gloo and NCCL serve the same devices",

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 __all__ = ["InOrder", "Job"]
 
@@ -54,6 +54,7 @@ class InOrder:
         self._thread: threading.Thread | None = None
         self._last: Job | None = None
         self._at_exit = _end_at_exit(WeakMethod(self.end))
+        finalize(self, self._queue.put, None).atexit = False  # nobody starts anything any more
 
     @property
     def is_idle(self) -> bool:

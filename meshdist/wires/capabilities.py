@@ -17,11 +17,13 @@ import torch
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
 from .base import REDUCING_VERBS, Wire, find_wire, wire_names
-from .gloo import GlooWire as GlooWire
 
 # The wires, each of which registers itself.
+from .gloo import GlooWire as GlooWire
+from .hierarchical import HierarchicalWire as HierarchicalWire
 from .nccl import C10dWire as C10dWire
 from .registered import adopt_torch_backends
+from .shm import ShmWire as ShmWire
 from .simulated import SimulatedWire as SimulatedWire
 
 __all__ = [
@@ -263,7 +265,7 @@ def table_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
 
 
 _BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
-_OWN = ("gloo", "nccl", "simulated", "ucc", "xccl")
+_OWN = ("gloo", "hierarchical", "nccl", "shm", "simulated", "ucc", "xccl")
 """The wires of this package, whether or not this machine has them."""
 
 

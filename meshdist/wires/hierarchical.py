@@ -75,7 +75,7 @@ class _Levels:
         self.across = across
         self.over_all = over_all
         self.is_aborted = False
-        self.is_broken = False
+        self.failure = ""
         self.queue = InOrder(self.release)
 
     def release(self) -> None:
@@ -95,18 +95,20 @@ class _Levels:
         self, act: Callable[[Stages], None], timeout: timedelta, number: int | None
     ) -> None:
         """Do a collective, the caller's call ``number``; where it fails, free those who wait."""
-        if self.is_broken or self.is_aborted:
-            raise WireAborted("a collective of this communicator has failed before")
+        if self.is_aborted:
+            raise WireAborted("aborted before")
+        if self.failure:
+            raise WireFailure(f"a collective failed before: {self.failure}")
         try:
             with torch.inference_mode():  # it may be a parameter, or an inference tensor
                 act(Stages(self.places, self.inside, self.across, timeout))
         except (WireTimeout, MembersDisagree) as failure:  # the others learn it by themselves
-            self.is_broken = True
+            self.failure = str(failure)
             if isinstance(failure, MembersDisagree):
                 failure.number = number
             raise
         except WireFailure as failure:
-            self.is_broken = True
+            self.failure = str(failure)
             self.release()
             if self.is_aborted:
                 raise WireAborted(str(failure)) from None

@@ -105,6 +105,8 @@ class ShmCommunicator(Communicator):
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         """Everything is native but what the core cannot reduce."""
+        if _core is None:
+            return ""
         if verb in _REDUCING and _codes(dtype, op) is None:
             return "built"
         return super().support(verb, device_type, dtype, op)

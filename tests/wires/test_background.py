@@ -79,6 +79,16 @@ def test_the_end_releases_a_thread_that_waits() -> None:
     queue.end()
 
 
+def test_the_thread_ends_with_whoever_could_start_something() -> None:
+    queue = InOrder(lambda: None)
+    found: list[threading.Thread] = []
+    assert queue.start(lambda: found.append(threading.current_thread())).is_over(5.0)
+    del queue
+    gc.collect()
+    found[0].join(5.0)
+    assert not found[0].is_alive()
+
+
 def test_a_process_ends_while_an_operation_waits() -> None:
     program = """
 import threading

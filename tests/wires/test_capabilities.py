@@ -171,7 +171,7 @@ def test_every_verb_of_the_front_door_is_in_the_table() -> None:
         if inspect.isfunction(thing := getattr(md, name)) and hasattr(thing, "_torchdynamo_disable")
     }
     assert len(marked) > 20
-    assert marked == set(PUBLIC_VERBS)
+    assert marked - {"shared_empty"} == set(PUBLIC_VERBS)  # it makes a tensor and moves nothing
 
 
 def test_what_the_table_is_made_of() -> None:
