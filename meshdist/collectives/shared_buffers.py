@@ -11,12 +11,10 @@ from ..errors import ArgumentError, KindError
 from ..mesh.failures import call_disagreement
 from ..mesh.groups import resolve_group
 from ..wires.base import WireFailure
-from .instruments import verb
 
 __all__ = ["shared_empty"]
 
 
-@verb
 def shared_empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> torch.Tensor:
