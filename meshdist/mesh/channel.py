@@ -163,6 +163,7 @@ class Channel:
             AgreementError: the counterpart has another dtype or number of elements, or one is
                 of objects and the other of a tensor.
         """
+        self.communicator.caller = verb
         self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
