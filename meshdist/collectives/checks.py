@@ -90,19 +90,28 @@ def check_reducible(
 
 
 def check_alike(
-    output: torch.Tensor, tensor: torch.Tensor, verb: str, names: tuple[str, str]
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: ProcessGroup,
+    verb: str,
+    names: tuple[str, str],
 ) -> None:
     """Raise unless both tensors have one dtype and one device."""
     if output.dtype != tensor.dtype:
         raise DtypeError(
             f"{verb} has arguments of different dtypes",
+            where=_here(group),
             expected="one dtype",
             found=f"{names[0]} {dtype_name(output.dtype)}, {names[1]} {dtype_name(tensor.dtype)}",
+            fix=f"give {names[0]} the dtype of {names[1]}, {tensor.dtype}",
         )
     if output.device != tensor.device:
         raise ArgumentError(
             f"{verb} has arguments on different devices",
+            where=_here(group),
+            expected="one device",
             found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
+            fix=f"give {names[0]} the device of {names[1]}, {str(tensor.device)!r}",
         )
 
 
@@ -121,7 +130,7 @@ def check_blocks(
     if whole.shape not in (stacked, joined, flat):
         raise ShapeError(
             f"{verb}: {names[0]} does not hold one {names[1]} per member",
-            where=f"rank {group.world.rank}, {group.name} of {size} ranks",
+            where=_here(group),
             expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
             found=f"{names[0]} {shape_text(whole.shape)}, {names[1]} {shape_text(block.shape)}",
         )
@@ -133,7 +142,8 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
     They are one where ``x`` is contiguous; else the verb copies back what it wrote.
     """
     is_plain = type(x) is _Tensor and x.layout is _STRIDED and not x.requires_grad
-    if is_plain and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.dtype in QUANTIZED):
+    is_plain = is_plain and x.is_contiguous() and not x.is_nested
+    if is_plain and not (x.is_conj() or x.is_neg() or x.dtype in QUANTIZED):
         return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
     if writable:
@@ -180,17 +190,40 @@ def note_write(tensor: torch.Tensor) -> None:
     increment_version((tensor,))  # torch.autograd.graph's takes twice as long
 
 
-def check_list(given: Any, argument: str, verb: str, length: int | None = None) -> Sequence[Any]:
-    """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one)."""
+def check_list(
+    given: Any,
+    argument: str,
+    group: ProcessGroup,
+    verb: str,
+    length: int | None = None,
+    *,
+    role: str = "",
+) -> Sequence[Any]:
+    """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one).
+
+    Args:
+        given: what the caller gave.
+        argument: what it is called.
+        group, verb: where it was given.
+        length: how many entries it has.
+        role: of this rank, where the list belongs to the source or destination alone.
+    """
+    each = ", one entry per member" if length == group.size() else ""
     if given is None:
+        name = "src" if role == "source" else "dst"
         raise ArgumentError(
-            f"{verb} needs {argument} on this rank",
-            expected="a list or tuple, one entry per member" if length else "a list or tuple",
+            f"{verb} needs {argument} on this rank{f', the {role}' if role else ''}",
+            where=_here(group),
+            expected=f"a list or tuple{each}",
+            fix=f"pass {argument} here, or name another {role} as {name}"
+            if role
+            else f"pass {argument}",
         )
     if not isinstance(given, (list, tuple)):
         raise KindError(
             f"{verb}: {argument} must be a list",
-            expected="a list or tuple, one entry per member" if length else "a list or tuple",
+            where=_here(group),
+            expected=f"a list or tuple{each}",
             found=type(given).__name__,
             fix=f"pass a list, for example list({argument}.unbind())"
             if isinstance(given, torch.Tensor)
@@ -198,8 +231,14 @@ def check_list(given: Any, argument: str, verb: str, length: int | None = None) 
         )
     if len(given) != length if length is not None else not given:
         raise ArgumentError(
-            f"{verb}: {argument} has {len(given)} entries",
-            expected="at least one" if length is None else f"{length}",
+            f"{verb}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
+            where=_here(group),
+            expected="at least one" if length is None else f"{length}{each}",
+            fix="pass at least one entry"
+            if length is None
+            else f"pass one entry for each of {ranks_text(group.ranks)}"
+            if each
+            else f"pass a list of {length}",
         )
     return given
 
@@ -212,7 +251,7 @@ def check_no_list(
         return
     raise ArgumentError(
         f"{verb}: {argument} is given on a rank that is not the {role}",
-        where=f"rank {group.world.rank}, {group.name}",
+        where=_here(group),
         expected=f"None or [] on all ranks but rank {group.ranks[root]}, the {role}",
         found=f"a {type(given).__name__}",
         fix=f"pass {argument} on the {role} alone",
@@ -220,14 +259,25 @@ def check_no_list(
 
 
 def check_same_size(
-    tensor: torch.Tensor, other: torch.Tensor, verb: str, names: tuple[str, str]
+    tensor: torch.Tensor,
+    other: torch.Tensor,
+    group: ProcessGroup,
+    verb: str,
+    names: tuple[str, str],
 ) -> None:
     """Raise unless both have as many elements."""
     if tensor.numel() != other.numel():
         raise ShapeError(
             f"{verb}: {names[0]} and {names[1]} have different numbers of elements",
+            where=_here(group),
             found=f"{names[0]} {shape_text(tensor.shape)}, {names[1]} {shape_text(other.shape)}",
+            fix=f"give {names[0]} {other.numel()} elements, as {names[1]} has",
         )
+
+
+def _here(group: ProcessGroup) -> str:
+    """This rank and the group, for messages."""
+    return f"rank {group.world.rank}, {group.name}"
 
 
 def member_of(group: ProcessGroup, place: int, role: str) -> int:

@@ -1,4 +1,4 @@
-"""torch's collectives on several tensors at once, as if one after the other.
+"""torch's collectives on several tensors at once.
 
 Arguments, errors and results follow the rules told in ``verbs``.
 """
@@ -27,11 +27,11 @@ __all__ = ["all_gather_coalesced", "all_reduce_coalesced"]
 def all_reduce_coalesced(
     tensors: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
-    """Every member's tensors become the reductions of all, as if one after the other.
+    """Each of every member's tensors becomes the reduction of all members' in its place.
 
     Args:
         tensors: arrays of any shapes, equal in number, sizes and dtypes on all members; written
-            in place.
+            in place. They must not overlap in memory, nor may one be listed twice.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: that of one ``all_reduce`` of all of them together, where the wire can join them.
@@ -53,7 +53,7 @@ def all_reduce_coalesced(
     kind, factor = split_premul(op)
     written: list[Written] = [
         (one, *dense(one, "tensors", name, writable=True))
-        for one in check_list(tensors, "tensors", name)
+        for one in check_list(tensors, "tensors", target, name)
     ]
     buffers = [buffer for _, _, buffer in written]
     for buffer in buffers:
@@ -107,17 +107,19 @@ def all_gather_coalesced(
     name = "all_gather_coalesced"
     inputs = [
         dense(one, "input_tensor_list", name, writable=False)[1]
-        for one in check_list(input_tensor_list, "input_tensor_list", name)
+        for one in check_list(input_tensor_list, "input_tensor_list", target, name)
     ]
     written: list[Written] = []
     names = ("output_tensor_lists", "input_tensor_list")
-    for outputs in check_list(output_tensor_lists, names[0], name, target.size()):
+    for outputs in check_list(output_tensor_lists, names[0], target, name, target.size()):
         for one, source in zip(
-            check_list(outputs, names[0], name, len(inputs)), inputs, strict=True
+            check_list(outputs, "an entry of output_tensor_lists", target, name, len(inputs)),
+            inputs,
+            strict=True,
         ):
             data, buffer = dense(one, names[0], name, writable=True)
-            check_alike(buffer, source, name, names)
-            check_same_size(buffer, source, name, names)
+            check_alike(buffer, source, target, name, names)
+            check_same_size(buffer, source, target, name, names)
             written.append((one, data, buffer))
     for source in inputs:
         _check_device(source, inputs[0], name, "input_tensor_list")

@@ -77,7 +77,9 @@ def all_gather(
     _, block = dense(tensor, "tensor", "all_gather", writable=False)
     written = _written(tensor_list, "tensor_list", "all_gather", target, block, "tensor")
     outputs = [buffer for _, _, buffer in written]
-    check_same_size(outputs[target.rank()], block, "all_gather", ("my tensor_list", "tensor"))
+    check_same_size(
+        outputs[target.rank()], block, target, "all_gather", ("my tensor_list", "tensor")
+    )
     channel = target.channel(block.device.type)
     sent = [block.numel()] * target.size()
     channel.enter("all_gather", block, sent=sent, taken=[output.numel() for output in outputs])
@@ -130,9 +132,11 @@ def gather(
     _, block = dense(tensor, "tensor", "gather", writable=False)
     written: list[Written] = []
     if root == target.rank():
-        written = _written(gather_list, "gather_list", "gather", target, block, "tensor")
+        written = _written(
+            gather_list, "gather_list", "gather", target, block, "tensor", "destination"
+        )
         for _, _, output in written:
-            check_same_size(output, block, "gather", ("gather_list", "tensor"))
+            check_same_size(output, block, target, "gather", ("gather_list", "tensor"))
     else:
         check_no_list(gather_list, "gather_list", "gather", "destination", target, root)
     channel = target.channel(block.device.type)
@@ -186,9 +190,9 @@ def scatter(
     data, buffer = dense(tensor, "tensor", "scatter", writable=True)
     inputs: list[torch.Tensor] = []
     if root == target.rank():
-        inputs = _read(scatter_list, "scatter_list", "scatter", target, buffer, "tensor")
+        inputs = _read(scatter_list, "scatter_list", "scatter", target, buffer, "tensor", "source")
         for part in inputs:
-            check_same_size(part, buffer, "scatter", ("scatter_list", "tensor"))
+            check_same_size(part, buffer, target, "scatter", ("scatter_list", "tensor"))
         inputs = [apart(part, buffer) for part in inputs]
     else:
         check_no_list(scatter_list, "scatter_list", "scatter", "source", target, root)
@@ -239,7 +243,9 @@ def reduce_scatter(
     kind, factor = split_premul(op)
     check_reducible(kind, buffer, "reduce_scatter", factor)
     inputs = _read(input_list, "input_list", "reduce_scatter", target, buffer, "output")
-    check_same_size(inputs[target.rank()], buffer, "reduce_scatter", ("my input_list", "output"))
+    check_same_size(
+        inputs[target.rank()], buffer, target, "reduce_scatter", ("my input_list", "output")
+    )
     channel = target.channel(buffer.device.type)
     channel.enter("reduce_scatter", inputs, stated(kind, factor))
     if factor is not None:
@@ -286,7 +292,7 @@ def all_to_all(
     """
     target = resolve_group(group)
     name = "all_to_all"
-    first = check_list(input_tensor_list, "input_tensor_list", name, target.size())[0]
+    first = check_list(input_tensor_list, "input_tensor_list", target, name, target.size())[0]
     _, like = dense(first, "input_tensor_list", name, writable=False)
     inputs = _read(input_tensor_list, "input_tensor_list", name, target, like, "input_tensor_list")
     written = _written(
@@ -294,7 +300,7 @@ def all_to_all(
     )
     outputs = [buffer for _, _, buffer in written]
     me = target.rank()
-    check_same_size(outputs[me], inputs[me], name, ("my output", "my input for myself"))
+    check_same_size(outputs[me], inputs[me], target, name, ("my output", "my input for myself"))
     channel = target.channel(like.device.type)
     sent = [part.numel() for part in inputs]
     channel.enter(name, like, sent=sent, taken=[output.numel() for output in outputs])
@@ -346,7 +352,7 @@ def all_to_all_single(
     name = "all_to_all_single"
     data, buffer = dense(output, "output", name, writable=True)
     _, source = dense(input, "input", name, writable=False)
-    check_alike(buffer, source, name, ("output", "input"))
+    check_alike(buffer, source, target, name, ("output", "input"))
     taken = _sizes(buffer, output_split_sizes, "output", name, target)
     sent = _sizes(source, input_split_sizes, "input", name, target)
     if buffer.shape[1:].numel() != source.shape[1:].numel():
@@ -383,12 +389,13 @@ def _written(
     target: ProcessGroup,
     like: torch.Tensor,
     likes_name: str,
+    role: str = "",
 ) -> list[Written]:
     """The arrays of a list that a verb writes, one per member."""
     written: list[Written] = []
-    for one in check_list(given, argument, name, target.size()):
+    for one in check_list(given, argument, target, name, target.size(), role=role):
         data, buffer = dense(one, argument, name, writable=True)
-        check_alike(buffer, like, name, (argument, likes_name))
+        check_alike(buffer, like, target, name, (argument, likes_name))
         written.append((one, data, buffer))
     return written
 
@@ -400,12 +407,13 @@ def _read(
     target: ProcessGroup,
     like: torch.Tensor,
     likes_name: str,
+    role: str = "",
 ) -> list[torch.Tensor]:
     """The tensors of a list that a verb reads, one per member."""
     parts = []
-    for one in check_list(given, argument, name, target.size()):
+    for one in check_list(given, argument, target, name, target.size(), role=role):
         _, part = dense(one, argument, name, writable=False)
-        check_alike(part, like, name, (argument, likes_name))
+        check_alike(part, like, target, name, (argument, likes_name))
         parts.append(part)
     return parts
 

@@ -68,7 +68,7 @@ def broadcast_multigpu(
     name = "broadcast_multigpu"
     target = resolve_group(group)
     root = get_peer(target, src, None, name, "src")
-    written = _written(tensor_list, "tensor_list", name)
+    written = _written(tensor_list, "tensor_list", target, name)
     place = _place(src_tensor, "src_tensor", name, written)
     buffers = [buffer for _, _, buffer in written]
     channel = _enter(name, target, buffers, None, root)
@@ -112,7 +112,7 @@ def all_reduce_multigpu(
     """
     name = "all_reduce_multigpu"
     target = resolve_group(group)
-    written = _written(tensor_list, "tensor_list", name)
+    written = _written(tensor_list, "tensor_list", target, name)
     buffers = [buffer for _, _, buffer in written]
     channel, kind, total = _enter_reducing(name, target, buffers, op)
 
@@ -158,10 +158,10 @@ def reduce_multigpu(
     target = resolve_group(group)
     root = get_peer(target, dst, None, name, "dst")
     is_root = root == target.rank()
-    written = _written(tensor_list, "tensor_list", name, is_read=True)
+    written = _written(tensor_list, "tensor_list", target, name, is_read=True)
     place = _place(dst_tensor, "dst_tensor", name, written)
     if is_root:
-        (written[place],) = _written([tensor_list[place]], "tensor_list", name)
+        (written[place],) = _written([tensor_list[place]], "tensor_list", target, name)
     buffers = [buffer for _, _, buffer in written]
     channel, kind, total = _enter_reducing(name, target, buffers, op, root)
 
@@ -204,13 +204,15 @@ def all_gather_multigpu(
     """
     name = "all_gather_multigpu"
     target = resolve_group(group)
-    sources = _written(input_tensor_list, "input_tensor_list", name, is_read=True)
+    sources = _written(input_tensor_list, "input_tensor_list", target, name, is_read=True)
     buffers = [buffer for _, _, buffer in sources]
     count = len(buffers) * target.size()
     written: list[Written] = []
-    for outputs in check_list(output_tensor_lists, "output_tensor_lists", name, len(buffers)):
-        check_list(outputs, "an entry of output_tensor_lists", name, count)
-        written += _written(outputs, "output_tensor_lists", name, like=buffers[0])
+    for outputs in check_list(
+        output_tensor_lists, "output_tensor_lists", target, name, len(buffers)
+    ):
+        check_list(outputs, "an entry of output_tensor_lists", target, name, count)
+        written += _written(outputs, "output_tensor_lists", target, name, like=buffers[0])
     channel = _enter(name, target, buffers)
     first = buffers[0]
     packed = torch.cat([buffer.view(-1).to(first.device) for buffer in buffers])
@@ -287,6 +289,7 @@ def _check_lengths(
 def _written(
     given: Any,
     argument: str,
+    target: ProcessGroup,
     name: str,
     *,
     is_read: bool = False,
@@ -295,7 +298,7 @@ def _written(
     """The arrays of a list, once they are known to be alike, and like ``like``."""
     written: list[Written] = [
         (one, *dense(one, argument, name, writable=not is_read))
-        for one in check_list(given, argument, name)
+        for one in check_list(given, argument, target, name)
     ]
     first = written[0][2] if like is None else like
     for _, _, buffer in written:

@@ -68,7 +68,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     """
     name = "all_gather_object"
     target = resolve_group(group)
-    slots = _slots(object_list, "object_list", name, target.size())
+    slots = _slots(object_list, "object_list", target, name, target.size())
     rounds = _Rounds(name, target)
     parcel = Parcel([obj], ["obj"])
     sizes = rounds.agree(parcel)
@@ -113,7 +113,7 @@ def gather_object(
     root = get_root(target, dst, group_dst, name, "dst")
     is_root = root == target.rank()
     if is_root:
-        slots = _slots(object_gather_list, argument, name, target.size())
+        slots = _slots(object_gather_list, argument, target, name, target.size(), "destination")
     else:
         check_no_list(object_gather_list, argument, name, "destination", target, root)
     rounds = _Rounds(name, target, root=root)
@@ -207,10 +207,10 @@ def scatter_object_list(
     target = resolve_group(group)
     size = target.size()
     root = get_root(target, src, group_src, name, "src")
-    slots = _slots(scatter_object_output_list, "scatter_object_output_list", name)
+    slots = _slots(scatter_object_output_list, "scatter_object_output_list", target, name)
     parcels = []
     if root == target.rank():
-        objects = check_list(scatter_object_input_list, argument, name, size)
+        objects = check_list(scatter_object_input_list, argument, target, name, size, role="source")
         entries = _entries(argument, objects)
         parcels = [Parcel([x], [entry]) for x, entry in zip(objects, entries, strict=True)]
     rounds = _Rounds(name, target, root=root)
@@ -485,9 +485,16 @@ def _given(given: Any, argument: str, verb: str, *, is_written: bool) -> Sequenc
     )
 
 
-def _slots(given: Any, argument: str, verb: str, length: int | None = None) -> list[Any]:
+def _slots(
+    given: Any,
+    argument: str,
+    target: ProcessGroup,
+    verb: str,
+    length: int | None = None,
+    role: str = "",
+) -> list[Any]:
     """Return ``given`` if it is a list of ``length`` entries (None: at least one) to replace."""
-    check_list(given, argument, verb, length)
+    check_list(given, argument, target, verb, length, role=role)
     _given(given, argument, verb, is_written=True)
     return given  # type: ignore[no-any-return]
 

@@ -171,6 +171,7 @@ class Message:
         "data",
         "device_type",
         "is_send",
+        "number",
         "peer",
         "pending",
         "tag",
@@ -181,6 +182,7 @@ class Message:
 
     communicator: Communicator
     pending: Pending
+    number: int
 
     def __init__(
         self,
@@ -217,6 +219,7 @@ class Message:
         communicator = self.communicator = channel.waiting if waits else channel.communicator
         buffer, peer, tag = self.buffer, self.peer, self.tag
         channel.enter_message(self.verb, buffer, peer, tag, is_send=self.is_send)
+        self.number = channel.recorder.num_notes
         try:
             if self.is_send:
                 assert peer is not None  # who receives is always named
@@ -247,7 +250,15 @@ class Message:
         if not self.is_send and self._is_apart:
             self._forbid_gradient()
             settle = self._bring_home
-        return self.target.work(self.channel, self.pending, [self.tensor], settle, is_transfer=True)
+        return self.target.work(
+            self.channel,
+            self.pending,
+            [self.tensor],
+            settle,
+            verb=self.verb,
+            number=self.number,
+            is_transfer=True,
+        )
 
     @property
     def _is_apart(self) -> bool:

@@ -58,7 +58,9 @@ def run(
             forbid_gradient(data, verb)
     if async_op:
         originals = [original for original, _, _ in written]
-        return channel.group.work(channel, pending, originals, partial(bring_home, written))
+        return channel.group.work(
+            channel, pending, originals, partial(bring_home, written), verb=verb
+        )
     bring_home(written)
     return None
 

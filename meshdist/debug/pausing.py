@@ -27,6 +27,7 @@ __all__: list[str] = []  # the name breakpoint would shadow the builtin
 
 _PAUSE_S = 0.02
 _ENTERED, _LEFT, _QUIT = "breakpoint/entered", "breakpoint/left", "breakpoint/quit"
+_UNOPENED = "breakpoint/unopened"
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
@@ -55,8 +56,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     Raises:
         KindError, ArgumentError: no such rank, a wrong ``skip`` or ``timeout_s``.
         CollectiveTimeoutError: on the others, when they have waited for ``timeout_s``.
-        AbortedError: on the others, after ``quit``.
-        WorldError: there is no terminal.
+        AbortedError: on the others, after ``quit``, or where ``rank`` could not open a debugger.
+        WorldError: on ``rank``, where there is no terminal.
     """
     world = get_usable_world()
     _check(world, rank, skip)
@@ -73,8 +74,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     try:
         debugger = _Debugger(world, limit)
         debugger.stop_at(frame, f"rank {rank} of {world.size} is here; type continue to let go\n")
-    except BaseException:
-        post.set_quit(number)
+    except BaseException as error:
+        post.note(_UNOPENED if isinstance(error, WorldError) else _QUIT, number)
         raise
     finally:
         post.add(_LEFT)
@@ -120,9 +121,9 @@ def _count(world: World, what: Any) -> int:
 
 
 class _Post:
-    """What the ranks tell each other: how many breakpoints were entered, left, and quit.
+    """What the ranks tell each other: how many breakpoints were entered and left, which ended it.
 
-    All ranks stop at one breakpoint after the other, so that three numbers are enough. Simulated
+    All ranks stop at one breakpoint after the other, so that four numbers are enough. Simulated
     ranks, who wait by handing the turn on, keep them in the table that they share.
     """
 
@@ -148,9 +149,9 @@ class _Post:
         self._table[key] = self._table.get(key, 0) + amount
         return self._table[key]
 
-    def set_quit(self, number: int) -> None:
+    def note(self, key: str, number: int) -> None:
         """Note that the program shall end at breakpoint ``number``."""
-        self.add(_QUIT, number - self.add(_QUIT, 0))
+        self.add(key, number - self.add(key, 0))
 
 
 @dataclass
@@ -182,11 +183,20 @@ def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
                 raise _expired(world, post, rank, number, limit)
             time.sleep(_PAUSE_S)
             check_store_served(world)
+    where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
     if post.add(_QUIT, 0) == number:
         raise AbortedError(
             f"the debugger on rank {rank} was quit",
-            where=f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}",
+            where=where,
             fix="leave it with continue to let the program go on",
+        )
+    if post.add(_UNOPENED, 0) == number:
+        raise AbortedError(
+            f"rank {rank} could not open a debugger",
+            where=where,
+            found=f"rank {rank} has no terminal, and no standard input",
+            fix="start the program from a terminal, or give it commands: "
+            "meshdist run ... < commands",
         )
 
 

@@ -167,9 +167,10 @@ class Channel:
             AgreementError: the counterpart has another dtype or number of elements, or one is
                 of objects and the other of a tensor.
         """
-        recorder = self.recorder
-        number_here = recorder.note_message(self.group.name, verb, tensor, peer, tag)
-        self.communicator.number = number_here
+        communicator = self.communicator
+        number_here = self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        communicator.caller = verb
+        communicator.number = number_here
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
         if self.aborts and self.opened.label in self.aborts:

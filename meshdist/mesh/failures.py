@@ -37,15 +37,23 @@ _SILENT = "gives no answer: it has ended or is stopped"
 _STORE_LOST = "the store is lost: the rank that served it has ended"
 
 
-def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> MeshdistError:
+def explain(
+    group: ProcessGroup, failure: WireFailure, channel: Channel, number: int | None = None
+) -> MeshdistError:
     """Turn a wire's failure into the error that tells who, where and why.
 
     The first rank that fails leaves its reason in the store; later ones quote it.
+
+    Args:
+        group: whose call failed.
+        failure: how.
+        channel: on which.
+        number: under which its recorder noted the call; None means the last one.
     """
     if isinstance(failure, MembersDisagree):
         return _as_the_wire_found(group, failure, channel)
     registry = get_registry(group.world)
-    call = channel.recorder.describe()
+    call = channel.recorder.describe(number)
     where = f"rank {group.world.rank}, {call_text(call)}"
     text = str(failure)
     if isinstance(failure, MemberLost):
@@ -53,9 +61,13 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
     try:
         check_store_served(group.world)
         abort = registry.find_abort(channel.opened.label)
+        silent = ""
+        if abort is None and not isinstance(failure, (WireTimeout, WireAborted, MemberLost)):
+            # Asked first: a time-out closes connections, and its own rank is to tell of it first.
+            silent = silent_members(group)
         first = _quote_first_failure(group, channel, call, text)
     except RuntimeError:
-        abort, first = None, _STORE_LOST
+        abort, silent, first = None, "", _STORE_LOST
     if abort is not None and abort.get("disagreement"):
         return _disagreement_error(where, abort["disagreement"])
     if abort is not None or isinstance(failure, WireAborted):
@@ -73,20 +85,17 @@ def explain(group: ProcessGroup, failure: WireFailure, channel: Channel) -> Mesh
         return CollectiveTimeoutError(
             f"{call['verb']} on {group.name} was not finished within {limit.total_seconds():g} s",
             where=where,
-            expected=f"the same call on {ranks_text(group.ranks)}",
+            expected=call["waits_for"] or f"the same call on {ranks_text(group.ranks)}",
             found="\n".join(filter(None, (report, first))) or text,
-            fix="look at the ranks that did not come to this call; the group is broken now"
-            if channel.recorder.is_collective
-            else "a message meets a receive of its tag, dtype and number of elements alone; "
-            "the group is broken now",
+            fix="a message meets a receive of its tag, dtype and number of elements alone; "
+            "the group is broken now"
+            if call["waits_for"]
+            else "look at the ranks that did not come to this call; the group is broken now",
         )
-    told = text
-    if not isinstance(failure, MemberLost):
-        told = "\n".join(filter(None, (text, silent_members(group))))
     return BackendError(
         f"{call['verb']} on {group.name} failed on wire {channel.wire.name!r}",
         where=where,
-        found="\n".join(filter(None, (told, first))),
+        found="\n".join(filter(None, (text, silent, first))),
         fix="look at the rank that ended or failed first; the group is broken now",
     )
 
@@ -128,7 +137,7 @@ def message_disagreement(
     about = {"label": channel.opened.label, "message": message, "asked": group.ranks[peer]}
     summary = "a message does not fit the tensor that receives it"
     where = f"{group.name}, tag {tag}"
-    expected = "equal dtype and number of elements on both sides"
+    expected = "equal dtype and number of elements on both sides, and objects met by objects"
     fix = (
         "receive into a tensor like the one that is sent, or give messages of different kinds "
         "different tags; the group is broken now"
@@ -252,7 +261,7 @@ def _report(group: ProcessGroup, channel: Channel, mine: dict[str, Any]) -> str:
         arrived = bool(here) and here[-1]["sequence"] >= mine["sequence"]
         state = f"{'arrived' if arrived else 'did not arrive'}; "
         last = f"last {call_text(calls[-1])}" if calls else "has called no verb"
-        lines.append(f"rank {rank}: {state if channel.recorder.is_collective else ''}{last}")
+        lines.append(f"rank {rank}: {'' if mine['waits_for'] else state}{last}")
     return "\n".join(lines)
 
 

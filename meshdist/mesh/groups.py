@@ -223,7 +223,7 @@ class ProcessGroup:
             pending = channel.communicator.all_reduce(tensor, kind, channel.timeout)
         except WireFailure as failure:
             raise self.explain(failure, channel) from None
-        return self.work(channel, pending, [tensor])
+        return self.work(channel, pending, [tensor], verb="allreduce")
 
     def work(
         self,
@@ -232,16 +232,31 @@ class ProcessGroup:
         tensors: list[Any],
         settle: Any = None,
         *,
+        verb: str,
+        number: int | None = None,
         is_transfer: bool = False,
     ) -> Work:
-        """Wrap a started operation of ``channel`` for a caller who waits later."""
+        """Wrap a started operation of ``channel`` for a caller who waits later.
+
+        Args:
+            channel: on which it was started.
+            pending: the operation.
+            tensors: what holds its result.
+            settle: brings the result home.
+            verb: its public name.
+            number: under which it was noted; None means last.
+            is_transfer: whether it is a send or a receive.
+        """
+        noted = channel.recorder.num_notes if number is None else number
         return Work(
             channel.communicator,
             pending,
             channel.timeout,
-            lambda failure: self.explain(failure, channel),
+            lambda failure: explain(self, failure, channel, noted),
             lambda: tensors,
             settle,
+            verb=verb,
+            group=self.name,
             is_transfer=is_transfer,
         )
 
@@ -392,7 +407,14 @@ def resolve_group(group: object) -> ProcessGroup:
         f"{group!r} is not a group",
         expected="a ProcessGroup, a mesh such as mesh['tp'], or None for the world",
         found=type(group).__name__,
+        fix=f"name the axis on its mesh: group=mesh[{group!r}]"
+        if isinstance(group, str) or _is_names(group)
+        else None,
     )
+
+
+def _is_names(given: object) -> bool:
+    return isinstance(given, (tuple, list)) and all(isinstance(one, str) for one in given)
 
 
 class _MemberKinds(type):

@@ -18,8 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, BinaryIO, TextIO
 
+from ..error_text import ranks_text
+from .causes import TRACEBACK, Failure, find_cause
 from .guard import Family
 from .placing import LaunchError, rank_environment, reserve_port
 from .watching import GRACE_S, Ending, Guard, Watch
@@ -33,6 +36,10 @@ _KEPT_BYTES = 32 * 1024
 _DRAIN_S = 0.5
 # How long a line may wait for its end; unnoticed by a human who reads a prompt.
 _LINE_S = 0.05
+# How long ranks may end by themselves once one has failed: the others then tell what they saw, and
+# the cause may be among those that take longer to end. Then how long after SIGTERM.
+_ENDING_S = 2.0
+_STOPPING_S = 2.0
 
 
 # -- what the ranks write -----------------------------------------------------------------------
@@ -44,6 +51,10 @@ class _Stream:
     """Shows what one rank writes into a pipe, and keeps the end of it.
 
     Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
+
+    Attributes:
+        has_ended: whether the rank, and all that inherited the pipe, have closed it.
+        reported_at: when the last traceback began to come; None where none has come.
     """
 
     def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
@@ -55,6 +66,7 @@ class _Stream:
         self._latest = 0.0
         self._is_whole = True
         self.has_ended = False
+        self.reported_at: float | None = None
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
@@ -74,6 +86,8 @@ class _Stream:
         lines = _LINE.findall(data)
         self._partial = data[sum(map(len, lines)) :]
         self._latest = time.monotonic()
+        if any(TRACEBACK in line for line in lines):
+            self.reported_at = self._latest
         if lines:
             _show(self._screen, b"".join(self._prefix + line for line in lines))
         return True
@@ -240,9 +254,11 @@ def run_processes(
 ) -> int:
     """Run command as nprocs ranks on this host, and return when all have ended.
 
-    When a rank fails, the others are stopped within five seconds and the end of its stderr is shown
-    once more, last. Whatever the ranks have started ends with them. Standard output of the ranks
-    goes where the caller's goes, standard input too; stderr is shown as it comes.
+    When a rank fails, the others are stopped within five seconds; in the first two they may end by
+    themselves. The end of stderr of the rank that failed first, which may be one whose process took
+    longer to end, is shown once more, last. Whatever the ranks have started ends with them.
+    Standard output of the ranks goes where the caller's goes, standard input too; stderr is shown
+    as it comes.
 
     Args:
         command: program and arguments; or a function that gives them for a local rank.
@@ -306,6 +322,7 @@ class _Job:
         self._family = Family(self.mark)
         self._errors: dict[int, _Stream] = {}
         self._streams: list[_Stream] = []
+        self._ended: list[tuple[Ending, float]] = []
         self._signals = _Signals(self._watch)
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(self._watch.close)
@@ -360,25 +377,37 @@ class _Job:
         return stream
 
     def finish(self) -> int:
-        """Wait until the ranks have ended, stop all at the first failure; return the exit code."""
-        watch = self._watch
-        while watch.running and watch.failed is None and self._signals.received is None:
-            watch.step(_LINE_S if any(s.is_holding() for s in self._streams) else None)
-            for stream in self._streams:
-                stream.show_late_part()
-        failed, received = watch.failed, self._signals.received
-        others = len(watch.running)
-        if failed is None and received == signal.SIGINT:
+        """Wait until the ranks have ended, stop all after the first failure; return the code."""
+        watch, signals = self._watch, self._signals
+        while watch.running and watch.failed is None and signals.received is None:
+            self._step()
+        received = signals.received
+        if watch.failed is not None:
+            end = time.monotonic() + _ENDING_S
+            while watch.running and signals.received is None and time.monotonic() < end:
+                self._step(end - time.monotonic())
+            stopped = len(watch.running)
+            watch.stop(((signal.SIGTERM, _STOPPING_S),), self._family)
+            self._drain()
+            return self._report(stopped)
+        if received == signal.SIGINT:
             watch.stop(_ON_INTERRUPT, self._family)
-        elif failed is None and received is not None:
+        elif received is not None:
             watch.stop(((received, GRACE_S),), self._family)
         else:
             watch.stop(family=self._family)
         self._drain()
-        if failed is not None:
-            self._report(failed, others)
-            return failed.exit_code
         return 0 if received is None else 128 + received
+
+    def _step(self, timeout_s: float | None = None) -> None:
+        """Wait until something happens, and note who ended when."""
+        if any(stream.is_holding() for stream in self._streams):
+            timeout_s = _LINE_S if timeout_s is None else min(timeout_s, _LINE_S)
+        ended = self._watch.step(timeout_s)
+        now = time.monotonic()
+        self._ended += [(ending, now) for ending in ended]
+        for stream in self._streams:
+            stream.show_late_part()
 
     def _drain(self) -> None:
         # A process that left the family may hold a pipe open: it is not waited for.
@@ -388,15 +417,33 @@ class _Job:
         for stream in self._streams:
             stream.flush()
 
-    def _report(self, failed: Ending, others: int) -> None:
-        tail = self._errors[failed.rank].tail()
-        summary = f"meshdist: rank {failed.rank} (pid {failed.pid}) {failed}"
-        if others:
-            summary += f"; stopped {others} other rank(s) of this host"
+    def _report(self, stopped: int) -> int:
+        """Show once more what the rank that failed first wrote; return its exit code."""
+        failures = [self._failure(*ended) for ended in self._ended if ended[0].code != 0]
+        cause = find_cause(failures)
+        endings = [ending for ending, _ in self._ended]
+        before = sorted(e.rank for e in takewhile(lambda e: e.code == 0, endings))
+        after = sorted(other.ending.rank for other in failures if other is not cause)
+        ending, tail = cause.ending, cause.text
+        summary = f"meshdist: rank {ending.rank} (pid {ending.pid}) {ending}"
+        if after:
+            summary += f"; {ranks_text(after)} failed after it"
+        if before:
+            summary += f"; {ranks_text(before)} had ended before, with exit code 0"
+        if stopped:
+            summary += f"; stopped {stopped} other rank(s) of this host"
         summary += ". The end of its stderr:" if tail.strip() else ". It wrote nothing to stderr."
         _show(sys.stderr, f"{summary}\n".encode() + tail)
         if tail and not tail.endswith(b"\n"):
             _show(sys.stderr, b"\n")
+        return ending.exit_code
+
+    def _failure(self, ending: Ending, at: float) -> Failure:
+        stream = self._errors[ending.rank]
+        # What ends with a signal has raised nothing; an older traceback was caught.
+        if ending.code > 0 and stream.reported_at is not None:
+            at = min(at, stream.reported_at)
+        return Failure(ending, at, stream.tail())
 
     def close(self) -> None:
         """Leave nothing behind, whatever happened."""

@@ -53,15 +53,15 @@ class Recorder:
 
     Attributes:
         moment: when it was called last, in terms of all recorders of the process; 0 for never.
+        num_notes: how many calls were noted; the last one bears this number.
     """
 
     __slots__ = (
         "_keeps_stacks",
         "_notes",
         "_num_messages",
-        "_num_notes",
-        "is_collective",
         "moment",
+        "num_notes",
         "ranks",
         "sequence",
     )
@@ -71,9 +71,8 @@ class Recorder:
         self.ranks = ranks
         self.sequence = 0
         self.moment = 0
-        self.is_collective = True
+        self.num_notes = 0
         self._notes: list[tuple[Any, ...]] = [()] * NUM_NOTES
-        self._num_notes = 0
         self._num_messages: dict[tuple[bool, int | None, int], int] = {}
 
     def note(
@@ -98,7 +97,6 @@ class Recorder:
         Returns:
             What is kept of ``tensor``.
         """
-        self.is_collective = True
         self.sequence += 1
         return self._keep(group, verb, tensor, (op, root, sizes))
 
@@ -109,7 +107,6 @@ class Recorder:
 
         The number counts those of one direction, peer and tag; the sequence is of collectives.
         """
-        self.is_collective = False
         kind = ("send" in verb, peer, tag)
         number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
         self._keep(group, verb, tensor, (*kind, number))
@@ -136,7 +133,7 @@ class Recorder:
             data = tuple([(part.shape, part.dtype) for part in tensor])
         elif tensor is not None:
             data = (tensor.shape, tensor.dtype)
-        self._notes[self._num_notes % NUM_NOTES] = (
+        self._notes[self.num_notes % NUM_NOTES] = (
             self.sequence,
             group,
             verb,
@@ -146,14 +143,21 @@ class Recorder:
             frame.f_lasti,
             _stack_above(frame) if self._keeps_stacks else [],
         )
-        self._num_notes += 1
+        self.num_notes += 1
         return data
 
-    def describe(self) -> dict[str, Any]:
-        """What was called last, as plain values: sequence, group, verb, argument, where."""
-        if not self._num_notes:
-            return {"sequence": 0, "group": "", "verb": "", "argument": "", "where": ""}
-        return self._described(self._notes[(self._num_notes - 1) % NUM_NOTES])
+    def describe(self, number: int | None = None) -> dict[str, Any]:
+        """The call noted under ``number``, or the last one where it is no longer remembered.
+
+        As plain values: sequence, group, verb, argument, where; and for a send or receive what it
+        waits for.
+        """
+        if not self.num_notes:
+            empty = dict.fromkeys(("group", "verb", "argument", "where", "waits_for"), "")
+            return {"sequence": 0, **empty}
+        if number is None or number <= self.num_notes - NUM_NOTES:
+            number = self.num_notes
+        return self._described(self._notes[(number - 1) % NUM_NOTES])
 
     def find_call(self, sequence: int) -> dict[str, Any] | None:
         """The collective numbered ``sequence``, if it was called and is remembered."""
@@ -174,6 +178,7 @@ class Recorder:
     def _described(self, note: tuple[Any, ...]) -> dict[str, Any]:
         sequence, group, verb, data, more, code, instruction, stack = note
         told = [] if data is None else [_data_text(data)]
+        waits_for = ""
         if len(more) == 3:
             op, root, sizes = more
             if op is not None:
@@ -184,8 +189,15 @@ class Recorder:
                 told.append(f"sending {list(sizes[0])}, taking {list(sizes[1])} elements")
         else:
             is_send, peer, tag, _ = more
-            way = "to" if is_send else "from"
-            told.append(f"{way} {'any rank' if peer is None else self._rank_text(peer)}")
+            whom = "any rank" if peer is None else self._rank_text(peer)
+            if "object" in verb:
+                answer = "recv_object_list" if is_send else "send_object_list"
+                waits_for = f"{whom} in {answer}, with this rank as its peer"
+            elif is_send:
+                waits_for = f"{whom} to receive {told[0]} from this rank under tag {tag}"
+            else:
+                waits_for = f"{whom} to send {told[0]} to this rank under tag {tag}"
+            told.append(f"{'to' if is_send else 'from'} {whom}")
             if tag:
                 told.append(f"tag {tag}")
         return {
@@ -194,6 +206,7 @@ class Recorder:
             "verb": verb,
             "argument": ", ".join(told),
             "where": "\n  called at ".join([_where(code, instruction), *stack]),
+            "waits_for": waits_for,
         }
 
     def _rank_text(self, member: int) -> str:
@@ -234,7 +247,7 @@ def _where(code: Any, instruction: int) -> str:
 
 def call_text(call: dict[str, Any]) -> str:
     """One call as a recorder describes it, as text for messages."""
-    return (
-        f"call {call['sequence']} on {call['group']}: "
-        f"{call['verb']}({call['argument']}) at {call['where']}"
-    )
+    told = f"{call['verb']}({call['argument']})"
+    if call["waits_for"]:  # messages are not counted: their two ends need not agree on a number
+        return f"{told} on {call['group']} at {call['where']}"
+    return f"call {call['sequence']} on {call['group']}: {told} at {call['where']}"

@@ -11,6 +11,7 @@ has one, and else are built from those (``fallbacks``).
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -360,6 +361,10 @@ class Wire(ABC):
     def is_available(self) -> bool:
         """Whether this machine can use the wire now."""
 
+    def why_unavailable(self) -> tuple[str, str]:
+        """Why this machine cannot use the wire, and what mends it."""
+        return f"the wire {self.name!r} says so", "ask whoever registered it"
+
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:
         """Open a communicator, together with all other members; raises WireFailure."""
@@ -385,13 +390,30 @@ def find_wire(name: str) -> Wire | None:
 
 def get_wire(name: str) -> Wire:
     """Return the wire called ``name``; raises BackendError, listing what there is."""
+    name = name.lower()
     wire = find_wire(name)
-    if wire is None or not wire.is_available():
-        known = ", ".join(n for n in wire_names() if _wires[n].is_available())
-        state = "is not registered" if wire is None else "is not available on this machine"
+    if wire is not None and wire.is_available():
+        return wire
+    known = [known for known in wire_names() if _wires[known].is_available()]
+    expected = f"one of: {', '.join(known)}"
+    if wire is not None:
+        found, fix = wire.why_unavailable()
         raise BackendError(
-            f"backend {name.lower()!r} {state}",
-            expected=f"one of: {known}",
-            fix="name one of these, or None for the default of each device type",
+            f"backend {name!r} is not available on this machine",
+            expected=expected,
+            found=found,
+            fix=f"{fix}; or name another, or None for the default of each device type",
         )
-    return wire
+    if name == "mpi":
+        raise BackendError(
+            "backend 'mpi' is not registered: there is no wire of this name",
+            expected=expected,
+            fix="init_process_group('gloo') under mpiexec: it starts the ranks, Gloo carries",
+        )
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    raise BackendError(
+        f"backend {name!r} is not registered",
+        expected=expected,
+        fix=f"{meant}name one of these, or None for the default of each device type",
+    )

@@ -7,7 +7,7 @@ It is asked of the code (``Wire.support``), never written by hand. ``meshdist do
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -209,10 +209,16 @@ def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(words)
 
 
-def overview_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
+def overview_grid(
+    wires: Sequence[Wire], device_types: Collection[str] | None = None
+) -> list[tuple[str, ...]]:
     """A row for each verb, a column for each wire; the first row is the head.
 
     PREMUL_SUM, which is built for every wire, does not count.
+
+    Args:
+        wires: which.
+        device_types: which of those that they serve; by default all.
     """
     columns: list[tuple[str, list[str]]] = []
     for wire in wires:
@@ -221,7 +227,7 @@ def overview_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
                 _summary(_states(wire, verb, way, device_type))
                 for verb, way in PUBLIC_VERBS.items()
             )
-            for device_type in _in_order(wire.device_types)
+            for device_type in _in_order(wire.device_types, device_types)
         }
         for devices, cells in _joined(of_devices):
             columns.append((f"{wire.name}: {', '.join(devices)}", list(cells)))
@@ -233,10 +239,16 @@ def overview_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
     return [head, *((", ".join(verbs), *cells) for verbs, cells in _joined(rows))]
 
 
-def table_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
+def table_grid(
+    wires: Sequence[Wire], device_types: Collection[str] | None = None
+) -> list[tuple[str, ...]]:
     """The whole table, with equal rows joined; the first row is the head.
 
     Wire, devices and verbs stand in the first row that they hold for.
+
+    Args:
+        wires: which.
+        device_types: which of those that they serve; by default all.
     """
     grid: list[tuple[str, ...]] = [
         ("wire", "devices", "verbs", "op", "native", "built", "refused"),
@@ -249,7 +261,7 @@ def table_grid(wires: Sequence[Wire]) -> list[tuple[str, ...]]:
                     ("" if op is None else op_name(op), states)
                     for op, states in _states(wire, verb, way, device_type)
                 )
-                for device_type in _in_order(wire.device_types)
+                for device_type in _in_order(wire.device_types, device_types)
             }
             for devices, profile in _joined(of_devices):
                 places[verb, tuple(devices)] = profile
@@ -315,9 +327,9 @@ def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
     return [(keys, value) for value, keys in keys_of.items()]
 
 
-def _in_order(device_types: Iterable[str]) -> list[str]:
+def _in_order(device_types: Iterable[str], wanted: Collection[str] | None = None) -> list[str]:
     usual = ("cpu", "cuda")
-    there = set(device_types)
+    there = {one for one in device_types if wanted is None or one in wanted}
     return [one for one in usual if one in there] + sorted(there.difference(usual))
 
 

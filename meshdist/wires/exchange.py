@@ -21,6 +21,8 @@ from .turns import Site, call_site, show_site
 
 __all__ = ["Call", "Exchange", "Message", "Receive", "Sent", "Step"]
 
+_BROKEN = "; the group is broken now"
+
 
 class Step:
     """A started operation of one member."""
@@ -66,7 +68,7 @@ class Call(Step):
         calls = exchange.rounds[self.number]
         missing = [rank for m, rank in enumerate(exchange.ranks) if m not in calls]
         return (
-            f"{self.header.show(exchange.ranks)} for {ranks_text(missing)}; collective "
+            f"{self.header.show(exchange.ranks)} for {ranks_text(missing)}; call "
             f"{self.number} over {exchange.title}, called at {show_site(self.site)}"
         )
 
@@ -86,8 +88,10 @@ class Receive(Step):
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
+        verb: str = "",
     ) -> None:
         super().__init__(exchange, member)
+        self.verb = verb or "recv"
         self.tensor: torch.Tensor | None = tensor
         self.peer = peer
         self.tag = tag
@@ -97,37 +101,46 @@ class Receive(Step):
         """Whether a message of ``source`` under ``tag`` is meant."""
         return self.tag == tag and (self.peer is None or self.peer == source)
 
-    def accept(self, source: int, data: torch.Tensor, site: Site) -> None:
-        """Take a message; one that does not fit is an error of this receive."""
-        tensor = self.tensor
+    def accept(self, message: Message) -> None:
+        """Take a message; one that does not fit is an error of the whole group."""
+        tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
-        self.source = source
-        failure: Exception | None = None
-        if data.dtype is not tensor.dtype or data.numel() != tensor.numel():
-            ranks = self.exchange.ranks
-            sent = data_text(data.numel(), [data.dtype])
-            wanted = data_text(tensor.numel(), [tensor.dtype])
-            failure = AgreementError(
-                "a message does not fit the tensor that receives it",
-                where=f"tag {self.tag} over {self.exchange.title}",
-                expected="equal dtype and number of elements on both sides",
-                found=f"rank {ranks[source]}: send of {sent} at {show_site(site)}\n"
-                f"rank {ranks[self.member]}: recv of {wanted} at {show_site(self.site)}",
-                fix="receive into a tensor like the one that is sent, or give messages of "
-                "different kinds different tags",
-            )
-        else:
-            failure = _attempt(lambda: write(tensor, data))
+        self.source = message.source
+        is_alike = data.dtype is tensor.dtype and data.numel() == tensor.numel()
+        if is_alike and _is_of_objects(message.verb) == _is_of_objects(self.verb):
+            self.settle(_attempt(lambda: write(tensor, data)))
+            return
+        ranks = self.exchange.ranks
+        wanted = data_text(tensor.numel(), [tensor.dtype])
+        is_mine = message.source == self.member
+        failure = AgreementError(
+            "a message does not fit the tensor that receives it",
+            where=f"tag {self.tag} over {self.exchange.title}",
+            expected="equal dtype and number of elements on both sides, and objects met by objects",
+            found=f"rank {ranks[message.source]}: {message.describe()}\n"
+            f"rank {ranks[self.member]}: {self.verb} of {wanted} at {show_site(self.site)}",
+            fix="receive into a tensor like the one that is sent, or give messages of "
+            f"different kinds different tags{'' if is_mine else _BROKEN}",
+        )
         self.settle(failure)
+        if not is_mine:  # no other member has a part in what a rank sends to itself
+            self.exchange.fail(failure)
 
     def describe(self) -> str:
         """The receive in words."""
         ranks = self.exchange.ranks
         source = "any rank" if self.peer is None else f"rank {ranks[self.peer]}"
-        return (
-            f"recv from {source}, tag {self.tag}, over {self.exchange.title}, "
+        told = [
+            f"{self.verb} from {source}, tag {self.tag}, over {self.exchange.title}, "
             f"called at {show_site(self.site)}"
-        )
+        ]
+        told += [
+            f"  rank {ranks[message.source]} sent {message.describe_data()} under tag "
+            f"{message.tag} at {show_site(message.site)}, which nobody has received"
+            for message in self.exchange.messages[self.member]
+            if self.peer is None or self.peer == message.source
+        ]
+        return "\n".join(told)
 
     def settle(self, failure: Exception | None = None) -> None:
         """The message is there, or the receive has failed; forget its tensor."""
@@ -147,6 +160,15 @@ class Message:
     tag: int
     data: torch.Tensor
     site: Site
+    verb: str = "send"
+
+    def describe(self) -> str:
+        """The send in words."""
+        return f"{self.verb} of {self.describe_data()} at {show_site(self.site)}"
+
+    def describe_data(self) -> str:
+        """What was sent: ``4 float32``."""
+        return data_text(self.data.numel(), [self.data.dtype])
 
 
 class Exchange:
@@ -172,16 +194,11 @@ class Exchange:
         """Add a member's call to its round; the last one moves the data."""
         calls = self.rounds.setdefault(call.number, {})
         calls[call.member] = call
-        first = next(iter(calls.values()))
-        if first.failure is not None:
-            call.settle(first.failure)
-        elif (failure := self._find_disagreement(call, first, calls)) is not None:
-            self.failure = failure
-            for each in calls.values():
-                each.settle(failure)
+        failure = self._find_disagreement(call, next(iter(calls.values())), calls)
+        if failure is not None:
+            self.fail(failure)
         elif len(calls) == self.size:
             self._perform([calls[member] for member in range(self.size)])
-        if len(calls) == self.size:
             del self.rounds[call.number]
 
     def _perform(self, calls: Sequence[Call]) -> None:
@@ -204,8 +221,8 @@ class Exchange:
             return self._disagreement(
                 calls,
                 expected="the same verb, dtype, number of elements, op and root on every member",
-                fix="make every member call the same verbs in the same order, on fitting tensors; "
-                "the group is broken now",
+                fix="make every member call the same verbs in the same order, on fitting "
+                f"tensors{_BROKEN}",
             )
         headers = {member: each.header for member, each in calls.items()}
         mismatch = find_mismatch(call.member, call.header, headers, self.ranks)
@@ -216,7 +233,7 @@ class Exchange:
             mismatch,
             expected="what a member sends to another is what that one takes from it",
             fix="give each output as many elements as its source sends; where a member cannot "
-            "know them, exchange the sizes first; the group is broken now",
+            f"know them, exchange the sizes first{_BROKEN}",
         )
 
     def _disagreement(
@@ -244,7 +261,7 @@ class Exchange:
         for place, receive in enumerate(waiting):
             if receive.takes(message.source, message.tag):
                 del waiting[place]
-                receive.accept(message.source, message.data, message.site)
+                receive.accept(message)
                 return
         message.data = message.data.clone()
         synchronize(message.data)
@@ -256,21 +273,33 @@ class Exchange:
         for place, message in enumerate(kept):
             if receive.takes(message.source, message.tag):
                 del kept[place]
-                receive.accept(message.source, message.data, message.site)
+                receive.accept(message)
                 return
         self.receives[receive.member].append(receive)
+
+    def fail(self, failure: AgreementError) -> None:
+        """Members disagree: fail everything that is not done, and all that follows."""
+        self.failure = failure
+        self._end(failure)
 
     def abort(self) -> None:
         """Fail everything that is not done, and all that follows."""
         self.is_aborted = True
+        self._end(WireAborted("the communicator was aborted"))
+
+    def _end(self, failure: Exception) -> None:
         pending: list[Step] = [call for calls in self.rounds.values() for call in calls.values()]
         pending.extend(receive for waiting in self.receives for receive in waiting)
         for step in pending:
             if not step.is_settled:
-                step.settle(WireAborted("the communicator was aborted"))
+                step.settle(failure)
         self.rounds.clear()
         self.messages = [[] for _ in self.ranks]
         self.receives = [[] for _ in self.ranks]
+
+
+def _is_of_objects(verb: str) -> bool:
+    return "object" in verb
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:

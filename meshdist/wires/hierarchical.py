@@ -313,6 +313,11 @@ class HierarchicalWire(Wire):
         wire = find_wire("shm")
         return wire is not None and wire.is_available()
 
+    def why_unavailable(self) -> tuple[str, str]:
+        """Why shared memory is not, and what mends it."""
+        shm = find_wire("shm")
+        return super().why_unavailable() if shm is None else shm.why_unavailable()
+
     def open(self, opening: Opening) -> Communicator:
         """Open all levels; a group on one host gets shared memory's communicator.
 

@@ -30,7 +30,15 @@ class UccCommunicator(C10dCommunicator):
 
 
 class C10dWire(Wire):
-    """A wire over one of torch's process-group classes, where this torch has it."""
+    """A wire over one of torch's process-group classes, where this torch has it.
+
+    Args:
+        name: the wire's name.
+        class_name: the name of torch's class.
+        device_types: the device types it serves.
+        communicator_kind: the class of its connections.
+        build: which build of torch has the class.
+    """
 
     def __init__(
         self,
@@ -38,13 +46,22 @@ class C10dWire(Wire):
         class_name: str,
         device_types: frozenset[str],
         communicator_kind: type[C10dCommunicator],
+        *,
+        build: str,
     ) -> None:
         self.name = name
         self.device_types = device_types
         self.communicator_kind = communicator_kind
         self._class_name = class_name
+        self._build = build
 
     def is_available(self) -> bool:
+        return self._is_built()
+
+    def why_unavailable(self) -> tuple[str, str]:
+        return f"torch {torch.__version__} was built without {self.name.upper()}", self._build
+
+    def _is_built(self) -> bool:
         return hasattr(torch_distributed, self._class_name)
 
     def open(self, opening: Opening) -> Communicator:
@@ -66,10 +83,24 @@ class NcclWire(C10dWire):
     default_timeout = timedelta(minutes=10)
 
     def __init__(self) -> None:
-        super().__init__("nccl", "ProcessGroupNCCL", frozenset({"cuda"}), NcclCommunicator)
+        super().__init__(
+            "nccl",
+            "ProcessGroupNCCL",
+            frozenset({"cuda"}),
+            NcclCommunicator,
+            build="install a build of torch for CUDA, see https://pytorch.org",
+        )
 
     def is_available(self) -> bool:
-        return super().is_available() and torch.cuda.is_available()
+        return self._is_built() and torch.cuda.is_available()
+
+    def why_unavailable(self) -> tuple[str, str]:
+        if not self._is_built():
+            return super().why_unavailable()
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None:
+            return f"CUDA_VISIBLE_DEVICES={hidden} shows no GPU", "unset CUDA_VISIBLE_DEVICES"
+        return "torch sees no GPU", "nvidia-smi tells whether the driver sees one"
 
     def _make_group(self, opening: Opening) -> Any:
         kind = torch_distributed.ProcessGroupNCCL
@@ -84,5 +115,21 @@ class NcclWire(C10dWire):
 
 
 register_wire(NcclWire())
-register_wire(C10dWire("ucc", "ProcessGroupUCC", frozenset({"cpu", "cuda"}), UccCommunicator))
-register_wire(C10dWire("xccl", "ProcessGroupXCCL", frozenset({"xpu"}), NcclCommunicator))
+register_wire(
+    C10dWire(
+        "ucc",
+        "ProcessGroupUCC",
+        frozenset({"cpu", "cuda"}),
+        UccCommunicator,
+        build="build torch with UCC; Gloo and NCCL serve the same devices",
+    )
+)
+register_wire(
+    C10dWire(
+        "xccl",
+        "ProcessGroupXCCL",
+        frozenset({"xpu"}),
+        NcclCommunicator,
+        build="install torch's build for XPU, see https://pytorch.org",
+    )
+)

@@ -385,6 +385,13 @@ class ShmWire(Wire):
         """Whether its native core was built."""
         return _core is not None
 
+    def why_unavailable(self) -> tuple[str, str]:
+        """Why this machine cannot use the wire, and what mends it."""
+        return (
+            "its native core was not built: that takes Linux and a C++ compiler",
+            "on Linux, install a C++ compiler and then meshdist anew",
+        )
+
     def open(self, opening: Opening) -> Communicator:
         """Open the group's memory; raises WireRefused on every member where one cannot."""
         if not opening.is_one_host:

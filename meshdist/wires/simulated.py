@@ -178,7 +178,8 @@ class SimulatedCommunicator(Communicator):
         self._check_usable()
         synchronize(tensor)
         sent = Sent(self._exchange, self.rank)
-        self._exchange.send(Message(self.rank, tag, tensor.detach(), sent.site), peer)
+        verb = self.caller or "send"
+        self._exchange.send(Message(self.rank, tag, tensor.detach(), sent.site, verb), peer)
         sent.settle()
         return sent
 
@@ -186,7 +187,7 @@ class SimulatedCommunicator(Communicator):
         """Start receiving from member ``peer``, or from any: the message that was sent first."""
         self._check_usable()
         synchronize(tensor)
-        receive = Receive(self._exchange, self.rank, tensor, peer, tag)
+        receive = Receive(self._exchange, self.rank, tensor, peer, tag, self.caller)
         self._exchange.receive(receive)
         return receive
 

@@ -35,6 +35,7 @@ class Work:
         explain: makes the error to raise of a wire's failure.
         result: the tensors that hold the result.
         settle: brings the result home, once the wire is done.
+        verb, group: what messages call the verb, and its group.
         is_transfer: whether this is a send or a receive, which have no future.
     """
 
@@ -45,6 +46,7 @@ class Work:
         "_error",
         "_explain",
         "_future",
+        "_group",
         "_guard",
         "_is_transfer",
         "_ordered",
@@ -52,6 +54,7 @@ class Work:
         "_result",
         "_settle",
         "_timeout",
+        "_verb",
     )
 
     def __init__(
@@ -63,6 +66,8 @@ class Work:
         result: Callable[[], list[Any]],
         settle: Callable[[], None] | None = None,
         *,
+        verb: str = "verb",
+        group: str = "a group",
         is_transfer: bool = False,
     ) -> None:
         self._communicator = communicator
@@ -71,6 +76,8 @@ class Work:
         self._explain = explain
         self._result = result
         self._settle = settle
+        self._verb = verb
+        self._group = group
         self._is_transfer = is_transfer
         self._guard = threading.Lock()  # one thread at a time ends the verb
         self._done = False
@@ -78,6 +85,14 @@ class Work:
         self._future: _WorksFuture | None = None
         self._ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = []
         self._deadline = 0.0
+
+    def __repr__(self) -> str:
+        """Tells what is known, and neither asks the wire nor waits."""
+        state = "not known to be finished"
+        if self._done:
+            error = self._error
+            state = "finished" if error is None else f"failed with {type(error).__name__}"
+        return f"<Work: {self._verb} on {self._group}, {state}>"
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when the verb is done; zero means the group's timeout.

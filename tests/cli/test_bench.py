@@ -46,6 +46,7 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--verbs", "all_reduce,shout"], "'shout' is none of all_reduce, reduce, "),
+        (["--verbs", "allreduce"], "send_recv, barrier; did you mean 'all_reduce'?\n"),
         (["--sides", "torch/carrier"], "'torch/carrier' is none of meshdist/gloo, torch/gloo"),
         (["--sizes", "8,many"], "'many' is not a whole number from 1"),
         (["-n", "0"], "'0' is not a whole number from 1"),
@@ -57,6 +58,19 @@ def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixt
         bench.main(["collectives", *words])
     assert caught.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_what_to_measure_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main([])
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "meshdist bench: the following arguments are required: collectives"
+    assert rest[0] == "  expected: meshdist bench collectives [options]"
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a comma list of all_reduce, reduce, broadcast," in shown
 
 
 def test_a_side_whose_ranks_end_is_told_at_once() -> None:

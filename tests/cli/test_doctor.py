@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshdist.cli import doctor
-from meshdist.cli.checkup import LoopbackResult
+from meshdist.cli.checkup import LoopbackResult, find_device_types
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +85,19 @@ def test_without_checks(
     assert "native, in part built" in shown
 
 
+def test_only_device_types_that_are_here_are_shown(
+    untouched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    assert doctor.main(["--no-check", "--table"]) == 0
+    shown = capsys.readouterr().out
+    assert "  gloo       for cpu" in [line.rstrip() for line in shown.splitlines()]
+    assert "simulated on cpu:" in shown
+    assert "cpu, cuda" not in shown
+
+
 def test_a_terminal_gets_tables(
     untouched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +111,9 @@ def test_a_terminal_gets_tables(
 def test_the_whole_table(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--no-check", "--table"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "gloo on cpu, cuda: all_reduce, all_reduce_coalesced, reduce op native built" in shown
+    verbs = "all_reduce, all_reduce_coalesced, reduce op native built"
+    devices = [kind for kind in find_device_types() if kind in ("cpu", "cuda")]
+    assert f"gloo on {', '.join(devices)}: {verbs}" in shown
     assert "BAND, BOR, BXOR integers, unsigned, bool - floating, complex, float8" in shown
 
 

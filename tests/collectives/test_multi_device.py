@@ -214,8 +214,8 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
             "reduce_multigpu: there is no tensor number 2 in tensor_list",
             "broadcast_multigpu: src_tensor must be a whole number",
             "broadcast_multigpu: src=5 is not a member of the world",
-            "all_gather_multigpu: output_tensor_lists has 1 entries",
-            "all_gather_multigpu: an entry of output_tensor_lists has 1 entries",
+            "all_gather_multigpu: output_tensor_lists has 1 entry",
+            "all_gather_multigpu: an entry of output_tensor_lists has 1 entry",
             "all_gather_multigpu has tensors of different numbers of elements",
         ]
         assert found[2].endswith("found:    (2,) and, in tensor_list, (3,)")

@@ -327,16 +327,16 @@ def refused() -> list[str]:
 def test_wrong_arguments_are_refused_before_anything_is_sent(pool: Pool) -> None:
     expected = [
         "all_gather_object: object_list must be a list",
-        "all_gather_object: object_list has 1 entries",
+        "all_gather_object: object_list has 1 entry",
         "gather_object: object_gather_list is given on a rank that is not the destination",
-        "gather_object needs object_gather_list on this rank",
-        "gather_object: object_gather_list has 1 entries",
+        "gather_object needs object_gather_list on this rank, the destination",
+        "gather_object: object_gather_list has 1 entry",
         "gather_object has both dst and group_dst",
         "broadcast_object_list: object_list must be a list",
         "broadcast_object_list: object_list must be a list",
         "scatter_object_list: scatter_object_output_list has 0 entries",
-        "scatter_object_list: scatter_object_input_list has 1 entries",
-        "scatter_object_list needs scatter_object_input_list on this rank",
+        "scatter_object_list: scatter_object_input_list has 1 entry",
+        "scatter_object_list needs scatter_object_input_list on this rank, the source",
         "send_object_list needs dst or group_dst",
         "send_object_list between a rank and itself would wait for ever",
         "recv_object_list between a rank and itself would wait for ever",
@@ -370,17 +370,52 @@ def test_objects_pass_by_a_receive_that_waits(on_ranks) -> None:
     assert on_ranks(beside_a_receive_of_any_tag, 2) == [[77], ["for", 1]]
 
 
+def met_by_another_kind(sends_objects: bool) -> tuple[str, str]:
+    """The error of each side, and of its next verb, where one sends objects and one does not."""
+    group, rank = md.new_group(), md.get_rank()
+    numbers = torch.tensor([1, 2, 3])  # as many as go before a list of objects
+    calls = [
+        lambda: md.send_object_list([1], 1, group) if sends_objects else md.send(numbers, 1, group),
+        lambda: md.recv(numbers, 0, group) if sends_objects else md.recv_object_list([0], 0, group),
+    ]
+    told = []
+    for call in (calls[rank], lambda: md.all_reduce(numbers, group=group)):
+        try:
+            call()
+            told.append("")
+        except md.AgreementError as error:
+            told.append(str(error))
+    assert numbers.tolist() == [1, 2, 3]
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("sends_objects", [True, False])
+def test_objects_met_by_another_kind_of_message_are_told_on_both(on_ranks, sends_objects) -> None:
+    sent, taken = ("send_object_list", "recv") if sends_objects else ("send", "recv_object_list")
+    outcomes = on_ranks(met_by_another_kind, 2, sends_objects)
+    for rank, (first, again) in enumerate(outcomes):
+        for text in (first, again):
+            if not text:  # simulated sends are done at once
+                assert rank == 0 and not sends_objects and text is first
+                continue
+            assert text.startswith("a message does not fit the tensor that receives it\n")
+            assert (
+                "expected: equal dtype and number of elements on both sides, and objects " in text
+            )
+            assert f"found:    rank 0: {sent}" in text and f"rank 1: {taken}" in text
+
+
 def no_objects() -> str:
     if md.get_rank() == 0:
         md.send(torch.tensor([1, 2, 3]), 1)
         return ""
     with pytest.raises(md.BackendError) as caught:
-        md.recv_object_list([None], 0)
+        md.recv_object_list([None])
     return str(caught.value)
 
 
-def test_a_message_that_is_no_list_of_objects_is_told_apart(on_ranks) -> None:
-    assert on_ranks(no_objects, 2)[1] == (
+def test_no_list_of_objects_from_any_rank_is_told_by_the_receiver(pool: Pool) -> None:
+    assert pool.run(no_objects, 2)[1] == (
         "recv_object_list received what is no list of objects from rank 0\n"
         "  where:    rank 1, the world\n  fix:      let rank 0 call send_object_list"
     )
@@ -417,7 +452,8 @@ def test_a_receiver_that_does_not_come_is_told_with_the_verb(pool: Pool) -> None
 
     text = pool.run(program, 2)[0]
     assert text.startswith("send_object_list on group of ranks 0-1 was not finished within 1 s")
-    assert "send_object_list((3,) int64, to rank 1) at " in text
+    assert "rank 0, send_object_list((3,) int64, to rank 1) on group of ranks 0-1 at " in text
+    assert "expected: rank 1 in recv_object_list, with this rank as its peer\n" in text
 
 
 @pytest.mark.gpu

@@ -302,7 +302,14 @@ def test_without_a_terminal(pool: Pool) -> None:
     here, other = pool.run(program, 2)
     assert here.startswith("there is no terminal for a debugger\n")
     assert "give it commands: meshdist run ... < commands" in here
-    assert "the debugger on rank 0 was quit" in other
+    summary, where, *rest = other.splitlines()
+    assert summary == "rank 0 could not open a debugger"
+    assert where.startswith("  where:    rank 1, breakpoint(rank=0) at ")
+    assert rest == [
+        "  found:    rank 0 has no terminal, and no standard input",
+        "  fix:      start the program from a terminal, or give it commands: "
+        "meshdist run ... < commands",
+    ]
 
 
 # -- simulated ranks ----------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_deadlock_of_verbs() -> None:
         md.simulate(program, 3)
     line = program.__code__.co_firstlineno
     assert caught.value.found == (
-        f"ranks 0, 2: waits in barrier for rank 1; collective 1 over the world (ranks 0-2), "
+        f"ranks 0, 2: waits in barrier for rank 1; call 1 over the world (ranks 0-2), "
         f"called at {__file__}:{line + 4}\n"
         f"rank 1: waits in recv from rank 0, tag 0, over the world (ranks 0-2), "
         f"called at {__file__}:{line + 2}"

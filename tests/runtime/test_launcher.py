@@ -52,6 +52,52 @@ def test_the_first_failure_is_repeated_last(capfd: pytest.CaptureFixture[str]) -
     assert lines[2:] == ["I am unwell"]
 
 
+def test_the_cause_is_shown_though_its_process_ends_after_the_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import atexit, os, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '2': sys.exit(0)\n"
+        "if rank == '3': time.sleep(60)\n"
+        "time.sleep(0.3)\n"
+        "if rank == '1':\n"
+        "    atexit.register(time.sleep, 0.5)\n"
+        "    raise ValueError('I was first')\n"
+        "time.sleep(0.1)\n"
+        "print('Traceback (most recent call last):\\nRuntimeError: Connection closed by peer',\n"
+        "    file=sys.stderr)\n"
+        "sys.exit(7)\n"
+    )
+    assert run_processes([*PYTHON, code], 4) == 1
+    before, _, last = capfd.readouterr().err.partition("meshdist: ")
+    assert "I was first" in before and "Connection closed by peer" in before
+    header, *tail = last.splitlines()
+    assert header.startswith("rank 1 (pid ")
+    assert header.endswith(
+        ") failed with exit code 1; rank 0 failed after it; rank 2 had ended before, with exit "
+        "code 0; stopped 1 other rank(s) of this host. The end of its stderr:"
+    )
+    assert tail[-1] == "ValueError: I was first"
+
+
+def test_ranks_may_end_by_themselves_before_they_are_stopped(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import os, time\n"
+        "if os.environ['RANK'] == '0': 1 / 0\n"
+        "time.sleep(0.8)\n"
+        "raise RuntimeError('my own report')\n"
+    )
+    assert run_processes([*PYTHON, code], 2) == 1
+    before, _, last = capfd.readouterr().err.partition("meshdist: ")
+    assert before.splitlines()[-1] == "RuntimeError: my own report"
+    assert last.splitlines()[0].startswith("rank 0 ")
+    assert "; rank 1 failed after it. The end" in last
+    assert last.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
 def test_a_silent_failure_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_processes([*PYTHON, "import os; os.kill(os.getpid(), 11)"], 1) == 139
     (line,) = capfd.readouterr().err.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch.distributed import ReduceOp
 
@@ -43,6 +44,7 @@ def test_the_last_call_with_argument_and_place() -> None:
         "verb": "all_reduce",
         "argument": "(2, 3) float32",
         "where": f"{__file__}:{line} in test_the_last_call_with_argument_and_place",
+        "waits_for": "",
     }
 
 
@@ -88,10 +90,10 @@ def test_a_list_is_told_from_a_tensor() -> None:
 def test_only_collectives_count() -> None:
     recorder = Recorder()
     verb(recorder, "barrier", None)
-    assert recorder.is_collective
+    assert recorder.describe()["waits_for"] == ""
     message(recorder, "send", torch.ones(1), 1, 0)
-    assert not recorder.is_collective
     described = recorder.describe()
+    assert described["waits_for"] == "member 1 to receive (1,) float32 from this rank under tag 0"
     assert (described["sequence"], described["verb"]) == (1, "send")
     verb(recorder, "barrier", None)
     assert recorder.describe()["sequence"] == 2
@@ -133,8 +135,8 @@ def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
 
 
 def test_before_any_call() -> None:
-    nothing = {"sequence": 0, "group": "", "verb": "", "argument": "", "where": ""}
-    assert Recorder().describe() == nothing
+    texts = dict.fromkeys(("group", "verb", "argument", "where", "waits_for"), "")
+    assert Recorder().describe() == {"sequence": 0, **texts}
     assert Recorder().moment == 0
 
 
@@ -158,7 +160,56 @@ def test_it_keeps_no_tensor_alive() -> None:
 
 
 def test_calls_in_words() -> None:
-    call = {"sequence": 3, "group": "axis 'dp'", "verb": "send", "argument": "", "where": "a:1"}
-    assert call_text(call) == "call 3 on axis 'dp': send() at a:1"
-    call["argument"] = "(2,) float32, to rank 1"
-    assert call_text(call) == "call 3 on axis 'dp': send((2,) float32, to rank 1) at a:1"
+    call = {"sequence": 3, "group": "axis 'dp'", "verb": "barrier", "argument": "", "where": "a:1"}
+    assert call_text({**call, "waits_for": ""}) == "call 3 on axis 'dp': barrier() at a:1"
+    message = {**call, "verb": "send", "argument": "(2,) float32, to rank 1", "waits_for": "it"}
+    assert call_text(message) == "send((2,) float32, to rank 1) on axis 'dp' at a:1"
+
+
+def test_what_a_message_waits_for() -> None:
+    recorder = Recorder((4, 6))
+    x = torch.ones(2)
+    for name, peer, tag, expected in [
+        ("irecv", None, 7, "any rank to send (2,) float32 to this rank under tag 7"),
+        ("recv", 1, 0, "rank 6 to send (2,) float32 to this rank under tag 0"),
+        ("isend", 0, 3, "rank 4 to receive (2,) float32 from this rank under tag 3"),
+        ("send_object_list", 1, 0, "rank 6 in recv_object_list, with this rank as its peer"),
+        ("recv_object_list", 1, 9, "rank 6 in send_object_list, with this rank as its peer"),
+    ]:
+        message(recorder, name, x, peer, tag)
+        assert recorder.describe()["waits_for"] == expected
+
+
+def test_a_call_is_described_by_its_number_as_long_as_it_is_remembered() -> None:
+    recorder = Recorder()
+    verb(recorder, "all_reduce", torch.ones(2))
+    number = recorder.num_notes
+    message(recorder, "send", torch.ones(1), 1, 0)
+    assert recorder.describe()["verb"] == "send"
+    assert recorder.describe(number)["verb"] == "all_reduce"
+    for _ in range(NUM_NOTES - 2):
+        verb(recorder, "barrier", None)
+    assert recorder.describe(number)["verb"] == "all_reduce"
+    verb(recorder, "barrier", None)
+    assert recorder.describe(number)["verb"] == "barrier"  # the last one stands in
+
+
+def test_stacks_are_kept_where_the_environment_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def between(recorder: Recorder) -> None:
+        verb(recorder, "barrier", None)
+
+    for value, num_lines in (("0", 1), ("1", None)):
+        monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", value)
+        recorder = Recorder()
+        between(recorder)
+        lines = recorder.describe()["where"].splitlines()
+        assert lines[0].endswith(" in between")
+        if num_lines is not None:
+            assert len(lines) == num_lines
+        else:
+            assert lines[1].startswith(f"  called at {__file__}:")
+            assert lines[1].endswith(
+                f" in {test_stacks_are_kept_where_the_environment_asks_for_them.__name__}"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import meshdist as md
 import meshdist.wires.c10d
@@ -25,8 +26,68 @@ def test_an_unknown_wire_lists_those_there_are() -> None:
 def test_a_wire_that_this_machine_lacks() -> None:
     if get_wire("gloo") and find_wire("xccl").is_available():
         pytest.skip("this machine has XCCL")
-    with pytest.raises(md.BackendError, match="backend 'xccl' is not available on this machine"):
-        get_wire("xccl")
+    with pytest.raises(md.BackendError) as caught:
+        get_wire("XCCL")
+    assert caught.value.summary == "backend 'xccl' is not available on this machine"
+    assert "gloo" in caught.value.expected
+    assert caught.value.found == f"torch {torch.__version__} was built without XCCL"
+    assert caught.value.fix.startswith(
+        "install torch's build for XPU, see https://pytorch.org; or "
+    )
+
+
+def test_a_misspelt_wire() -> None:
+    with pytest.raises(md.BackendError) as caught:
+        get_wire("glo")
+    assert caught.value.fix.startswith("did you mean 'gloo'? name one of these, or None for the")
+    with pytest.raises(md.BackendError) as caught:
+        get_wire("pigeon")
+    assert caught.value.fix.startswith("name one of these")
+
+
+def test_there_is_no_wire_of_mpi() -> None:
+    with pytest.raises(md.BackendError) as caught:
+        get_wire("mpi")
+    assert caught.value.summary == "backend 'mpi' is not registered: there is no wire of this name"
+    assert caught.value.fix.startswith("init_process_group('gloo') under mpiexec")
+
+
+def test_a_wire_that_does_not_say_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo = find_wire("gloo")
+    monkeypatch.setattr(gloo, "is_available", lambda: False)
+    with pytest.raises(md.BackendError) as caught:
+        get_wire("gloo")
+    assert caught.value.found == "the wire 'gloo' says so"
+    assert caught.value.fix.startswith("ask whoever registered it; or name another")
+
+
+@pytest.mark.parametrize(
+    ("has_nccl", "visible", "found", "fix"),
+    [
+        (False, None, f"torch {torch.__version__} was built without NCCL", "install a build of"),
+        (True, None, "torch sees no GPU", "nvidia-smi tells whether the driver sees one; or"),
+        (True, "", "CUDA_VISIBLE_DEVICES= shows no GPU", "unset CUDA_VISIBLE_DEVICES; or name"),
+    ],
+)
+def test_why_there_is_no_nccl(
+    has_nccl: bool,
+    visible: str | None,
+    found: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if has_nccl:
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", object, raising=False)
+    else:
+        monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
+    with pytest.raises(md.BackendError) as caught:
+        get_wire("nccl")
+    assert caught.value.found == found
+    assert caught.value.fix.startswith(fix)
 
 
 def test_default_timeouts_are_torchs() -> None:

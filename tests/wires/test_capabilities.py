@@ -223,6 +223,8 @@ def test_the_overview() -> None:
     assert by_verb["all_reduce"] == ["native, in part built"] * 2 + ["native"]
     assert by_verb["isend"] == ["native", "built", "native"]
     assert by_verb["reduce_scatter"] == ["built", "built", "native"]
+    assert overview_grid([find_wire("gloo")], ["cuda", "xpu"])[0] == ("verb", "gloo: cuda")
+    assert {row[1] for row in table_grid([find_wire("gloo")], ["cpu"])[1:]} == {"cpu", ""}
 
 
 def test_the_whole_table_holds_every_cell() -> None:

@@ -98,30 +98,57 @@ def test_only_a_receive_has_a_source() -> None:
     simulate(program, 2)
 
 
-def test_a_message_that_does_not_fit_is_told_to_the_receiver() -> None:
-    def program() -> str:
+def test_a_message_that_does_not_fit_is_told_to_both() -> None:
+    def program() -> list[str]:
         group = open_group()
+        texts = []
+
+        def fail(start: Callable[[], Any]) -> None:
+            with pytest.raises(AgreementError) as caught:
+                group.finish(start(), T)
+            texts.append(re.sub(r"at \S+:\d+", "at LINE", str(caught.value)))
+
+        x = torch.full((2,), -1.0)
         if group.rank == 0:
             group.send(torch.zeros(3), 1, 4, T)
             group.send(torch.ones(2), 1, 4, T)
-            return ""
-        with pytest.raises(AgreementError) as caught:
-            group.finish(group.recv(torch.zeros(2, dtype=torch.int64), 0, 4, T), T)
-        x = torch.zeros(2)
-        group.finish(group.recv(x, 0, 4, T), T)
-        assert x.tolist() == [1.0, 1.0]
-        return str(caught.value)
+            fail(lambda: group.recv(x, 1, 0, T))  # waits already when the other one comes
+        else:
+            fail(lambda: group.recv(torch.zeros(2, dtype=torch.int64), 0, 4, T))
+            fail(lambda: group.recv(x, 0, 4, T))  # though a fitting message was sent
+        fail(lambda: group.send(x, 1 - group.rank, 0, T))
+        fail(lambda: group.all_reduce(x, ReduceOp.SUM, T))
+        assert x.tolist() == [-1.0, -1.0]
+        return texts
 
-    text = re.sub(r"at \S+:\d+", "at LINE", simulate(program, 2)[1])
+    first, second = simulate(program, 2)
+    assert (len(first), len(second)) == (3, 4)
+    text, *others = {*first, *second}
+    assert not others
     assert text == (
         "a message does not fit the tensor that receives it\n"
         "  where:    tag 4 over ranks 0-1\n"
-        "  expected: equal dtype and number of elements on both sides\n"
+        "  expected: equal dtype and number of elements on both sides, and objects met by objects\n"
         "  found:    rank 0: send of 3 float32 at LINE\n"
         "            rank 1: recv of 2 int64 at LINE\n"
         "  fix:      receive into a tensor like the one that is sent, or give messages of "
-        "different kinds different tags"
+        "different kinds different tags; the group is broken now"
     )
+
+
+def test_a_message_of_a_rank_to_itself_breaks_nobody() -> None:
+    def program() -> float:
+        group = open_group()
+        x = torch.ones(2)
+        if group.rank == 0:
+            group.send(torch.zeros(3), 0, 4, T)
+            with pytest.raises(AgreementError) as caught:
+                group.finish(group.recv(x, 0, 4, T), T)
+            assert "broken" not in str(caught.value)
+        group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)
+        return x.sum().item()
+
+    assert simulate(program, 2) == [4.0, 4.0]
 
 
 # ---- disagreement and deadlock -------------------------------------------------------------
@@ -139,15 +166,20 @@ def test_members_that_disagree_all_raise_the_same() -> None:
     def program() -> str:
         group = open_group()
         x = torch.ones(4)
-        if group.rank == 2:
-            pending = group.broadcast(x, 0, T)
-        else:
-            pending = group.all_reduce(x, ReduceOp.SUM, T)
+
+        def call() -> None:
+            if group.rank == 2:
+                group.finish(group.broadcast(x, 0, T), T)
+            else:
+                group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)
+
         with pytest.raises(AgreementError) as caught:
-            group.finish(pending, T)
+            call()
         assert x.tolist() == [1.0] * 4
-        group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)  # the next one counts alike
-        assert x.tolist() == [4.0] * 4
+        with pytest.raises(AgreementError) as again:
+            group.finish(group.all_reduce(x, ReduceOp.SUM, T), T)
+        assert x.tolist() == [1.0] * 4
+        assert str(again.value) == str(caught.value)
         return str(caught.value)
 
     texts = simulate(program, 4)
@@ -156,11 +188,32 @@ def test_members_that_disagree_all_raise_the_same() -> None:
         "the members of a group disagree about their call 1\n"
         "  where:    ranks 0-3; no data was moved\n"
         "  expected: the same verb, dtype, number of elements, op and root on every member\n"
-        f"  found:    ranks 0-1: all_reduce(SUM) of 4 float32 at {line_of(program, 6)}\n"
-        f"            rank 2: broadcast(from rank 0) of 4 float32 at {line_of(program, 4)}\n"
+        f"  found:    ranks 0-1: all_reduce(SUM) of 4 float32 at {line_of(program, 8)}\n"
+        f"            rank 2: broadcast(from rank 0) of 4 float32 at {line_of(program, 6)}\n"
         "            rank 3: not there yet\n"
-        "  fix:      make every member call the same verbs in the same order, on equal tensors"
+        "  fix:      make every member call the same verbs in the same order, on fitting "
+        "tensors; the group is broken now"
     )
+
+
+def test_what_waits_when_members_disagree_fails_with_them() -> None:
+    def program() -> str:
+        group = open_group()
+        x = torch.ones(2)
+        if group.rank == 2:
+            with pytest.raises(AgreementError) as caught:
+                group.finish(group.recv(x, 0, 0, T), T)
+            return str(caught.value)
+        early = group.barrier(T)  # rank 2 does not come to it any more
+        with pytest.raises(AgreementError) as caught:
+            group.finish(group.all_reduce(torch.ones(1 + group.rank), ReduceOp.SUM, T), T)
+        with pytest.raises(AgreementError):
+            group.finish(early, T)
+        return str(caught.value)
+
+    texts = simulate(program, 3)
+    assert texts == [texts[0]] * 3
+    assert texts[0].startswith("the members of a group disagree about their call 2\n")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +332,8 @@ def test_a_pair_that_disagrees_about_its_sizes_is_named(
         group = open_group()
         with pytest.raises(AgreementError) as caught:
             group.finish(call(group), T)
-        group.finish(group.barrier(T), T)  # the next one counts alike
+        with pytest.raises(AgreementError):
+            group.finish(group.barrier(T), T)
         return str(caught.value)
 
     texts = simulate(program, 3)
@@ -307,7 +361,7 @@ def test_sizes_that_disagree_as_a_whole() -> None:
         "  found:    rank 1 sends 2 to rank 0, which takes 3\n"
         f"            ranks 0-1: all_to_all of [2, 2] float32, taking [2, 3] at {line}\n"
         "  fix:      give each output as many elements as its source sends; where a member cannot "
-        "know them, exchange the sizes first"
+        "know them, exchange the sizes first; the group is broken now"
     )
 
 
@@ -334,7 +388,7 @@ def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
 
         found = simulate(program, 4)[0]
         assert f"waits in {text} for ranks " in found
-        assert "ranks 2-3; collective 2 over axis 'tp' (ranks 0-3), called at " in found
+        assert "ranks 2-3; call 2 over axis 'tp' (ranks 0-3), called at " in found
 
 
 def test_deadlock_tells_what_every_rank_waits_for() -> None:
@@ -365,7 +419,7 @@ def test_deadlock_tells_what_every_rank_waits_for() -> None:
         f"{line_of(program, 7)}\n"
         f"            rank 1: waits in store.get('p/never'), called at {line_of(program, 9)}\n"
         "            ranks 2, 4: waits in all_reduce(MAX) of 2 float32 for ranks 0-1, 3; "
-        f"collective 1 over ranks 0-4, called at {line_of(program, 11)}\n"
+        f"call 1 over ranks 0-4, called at {line_of(program, 11)}\n"
         "            rank 3: returned\n"
         "  fix:      make every member call the same verbs in the same order, give every receive "
         "its send, and set every key that a rank waits for"
@@ -388,7 +442,7 @@ def test_asking_in_vain_without_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DeadlockError) as caught:
         simulate(program, 2)
     rank_0, rank_1 = (caught.value.found or "").splitlines()
-    assert rank_0.startswith("rank 0: waits in barrier for rank 1; collective 1 over ranks 0-1")
+    assert rank_0.startswith("rank 0: waits in barrier for rank 1; call 1 over ranks 0-1")
     assert rank_1.startswith("rank 1: waits in store.check(['never']), called at ")
 
 
