@@ -95,6 +95,22 @@ def test_a_sparse_tensor_is_refused(layout: torch.layout) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    text = refusal(KindError, x)
+    assert text.startswith(
+        "all_reduce cannot take a nested tensor as tensor: its parts have sizes of their own\n"
+        "  where:    argument tensor of all_reduce: torch."
+    )
+    assert text.endswith(
+        "fix:      pass the dense parts, tensor.unbind(), one by one or to a verb on lists"
+    )
+    with pytest.raises(KindError, match="cannot take a nested tensor as tensor"):
+        md.simulate(lambda: md.all_reduce(x), 1)
+
+
 class Wrapped(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -405,6 +405,16 @@ REFUSED = [
         "cannot reduce complex64 with MAX",
     ),
     (lambda: md.all_reduce(X, group="tp"), TypeError, "'tp' is not a group"),
+    (
+        lambda: md.all_reduce(X, group="tp"),
+        TypeError,
+        "name the axis on its mesh: group=mesh['tp']",
+    ),
+    (
+        lambda: md.all_reduce(X, group=("dp", "tp")),
+        TypeError,
+        "name the axis on its mesh: group=mesh[('dp', 'tp')]",
+    ),
     (lambda: md.broadcast(X), ValueError, "broadcast needs src or group_src"),
     (lambda: md.broadcast(X, src=0, group_src=0), ValueError, "both src and group_src"),
     (lambda: md.broadcast(X, src=5), ValueError, "src=5 is not a member"),

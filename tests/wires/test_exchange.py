@@ -391,6 +391,27 @@ def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
         assert "ranks 2-3; call 2 over axis 'tp' (ranks 0-3), called at " in found
 
 
+def test_a_deadlock_tells_of_messages_that_nobody_received() -> None:
+    def program(source: int | None) -> str:
+        group = open_group()
+        if group.rank == 2:
+            with pytest.raises(DeadlockError) as caught:
+                group.finish(group.recv(torch.zeros(3), source, 2, T), T)
+            return caught.value.found or ""
+        group.send(torch.zeros(3 + group.rank), 2, 1, T)
+        return ""
+
+    for source, senders in ((0, [0]), (1, [1]), (None, [0, 1])):
+        told = simulate(program, 3, args=(source,))[2].splitlines()
+        line = line_of(program, 6)
+        assert told[1].startswith("rank 2: waits in recv from ")
+        assert told[2:] == [
+            f"  rank {sender} sent {3 + sender} float32 under tag 1 at {line}, which nobody has "
+            "received"
+            for sender in senders
+        ]
+
+
 def test_deadlock_tells_what_every_rank_waits_for() -> None:
     def program() -> str:
         group = open_group()

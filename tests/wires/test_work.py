@@ -75,6 +75,69 @@ def test_waiting_settles_once_and_zero_means_the_groups_timeout() -> None:
     assert work.is_completed() and work.is_success() and work.exception() is None
 
 
+def test_it_tells_verb_group_and_state_and_asks_nobody() -> None:
+    hand = Hand()
+    work = Work(
+        hand,
+        "verb",
+        timedelta(seconds=9),
+        explain,
+        list,
+        verb="all_reduce",
+        group="the world",
+    )
+    assert repr(work) == "<Work: all_reduce on the world, not known to be finished>"
+    assert hand.waited == []
+    work.wait()
+    assert repr(work) == "<Work: all_reduce on the world, finished>"
+    broken = work_of(broken_hand())
+    broken.is_completed()
+    assert repr(broken) == "<Work: verb on a group, failed with BackendError>"
+
+
+@pytest.mark.parametrize("wire", ["gloo", "simulated"])
+def test_each_verb_names_itself(wire: str, pool) -> None:
+    def program() -> list[str]:
+        x, peer = torch.ones(2), 1 - md.get_rank()
+        works = [
+            md.all_reduce(torch.ones(2), async_op=True),
+            md.all_gather([torch.ones(2), torch.ones(2)], x, async_op=True),
+            md.isend(x, peer),
+            md.irecv(torch.ones(2), peer),
+            *md.batch_isend_irecv(
+                [md.P2POp(md.isend, x, peer), md.P2POp(md.irecv, torch.ones(2), peer)]
+            ),
+            md.group.WORLD.allreduce([torch.ones(2)]),
+        ]
+        for work in works:
+            work.wait()
+        return [repr(work) for work in works]
+
+    verbs = ["all_reduce", "all_gather", "isend", "irecv", "isend", "irecv", "allreduce"]
+    expected = [f"<Work: {verb} on the world, finished>" for verb in verbs]
+    found = pool.run(program, 2) if wire == "gloo" else md.simulate(program, 2)
+    assert found == [expected] * 2
+
+
+def test_a_late_work_is_told_by_its_own_call_whatever_was_called_since(pool) -> None:
+    def program() -> str:
+        group, x = md.new_group(timeout=timedelta(seconds=1)), torch.ones(2)
+        work = md.irecv(x, 1 - md.get_rank(), group, tag=3)
+        md.all_reduce(torch.ones(1), group=group)
+        text = ""
+        if md.get_rank() == 0:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                work.wait()
+            text = str(caught.value)
+        md.barrier()  # nobody leaves while it may be asked
+        return text
+
+    text = pool.run(program, 2)[0]
+    assert text.startswith("irecv on group of ranks 0-1 was not finished within 1 s\n")
+    assert "where:    rank 0, irecv((2,) float32, from rank 1, tag 3) on group of ranks" in text
+    assert "expected: rank 1 to send (2,) float32 to this rank under tag 3\n" in text
+
+
 def test_a_given_timeout_goes_to_the_wire() -> None:
     hand = Hand()
     work_of(hand).wait(timedelta(seconds=2))

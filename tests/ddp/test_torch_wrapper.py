@@ -1,0 +1,39 @@
+"""torch's own wrapper over a world that ours has adopted, as docs/ddp.md shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(
+    r"<!-- not executed: [^>]*test_torch_wrapper.* -->\n```python\n(.*?)```", re.DOTALL
+)
+
+CHECKS = """
+model(torch.full((1, 2), 1.0 + md.get_rank())).sum().backward()
+assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+with model.no_sync():
+    model(torch.ones(1, 2)).sum().backward()
+assert model.module.weight.grad.tolist() == [[2.5, 2.5]]
+assert torch.distributed.get_rank() == md.get_rank()
+md.destroy_process_group()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_communication_hook_calls_our_verbs(tmp_path: Path) -> None:
+    (script,) = BLOCK.findall((ROOT / "docs/ddp.md").read_text(encoding="utf-8"))
+    path = tmp_path / "script.py"
+    path.write_text(script + CHECKS, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "meshdist", "run", "-n", "2", str(path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
