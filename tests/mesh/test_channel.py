@@ -627,9 +627,9 @@ def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -
                 f"{__file__}:{line + 1} in two_calls"
                 for rank in range(2)
             ),
-            "rank 0: call 1 on the world: send((3,) float32, to rank 1, tag 5) at "
+            "rank 0: send((3,) float32, to rank 1, tag 5) on the world at "
             f"{__file__}:{line + 3} in two_calls",
-            "rank 1: call 1 on the world: irecv((3,) float32, from rank 0, tag 5) at "
+            "rank 1: irecv((3,) float32, from rank 0, tag 5) on the world at "
             f"{__file__}:{line + 5} in two_calls",
         ]
     )
