@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from ..arrays import dtype_name
-from ..reduce_ops import ReduceKind, op_name
+from ..reduce_ops import ReduceKind, ReduceOp, op_name
 from ..runtime.hosts import num_cores
 from . import fallbacks
 from .base import (
@@ -45,6 +45,7 @@ _core: Any = None
 with suppress(ImportError):  # it is built on Linux, where there is a compiler
     _core = import_module(".native", __package__)
 
+_SUM = ReduceOp.SUM
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
 _ALIGNMENT = 4096
@@ -107,7 +108,7 @@ class ShmCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
-        codes = _codes(tensor.dtype, op)
+        codes = _sums[tensor.dtype] if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
             return fallbacks.all_reduce_by_gathering(self, tensor, op, timeout)
         arguments = (tensor.data_ptr(), tensor.numel(), *codes, 1.0)
@@ -242,8 +243,9 @@ class ShmCommunicator(Communicator):
         )
         (memory,) = made
         self._core.add_memory(memory)
-        whole = torch.from_numpy(memory.array())
-        return whole[self.rank * stride :][:num_bytes]
+        start = self.rank * stride
+        # Cut before torch sees it: the storage of the tensor is this member's part alone.
+        return torch.from_numpy(memory.array()[start : start + num_bytes])
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         arguments = (tensor.data_ptr(), *_amount(tensor), peer, tag)
@@ -431,6 +433,17 @@ def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
     if code is None or number is None or not _core.can_reduce(code, number):
         return None
     return code, number
+
+
+class _Sums(dict[torch.dtype, tuple[int, int] | None]):
+    """``_codes`` of SUM; hashing an op takes longer than to add a few numbers."""
+
+    def __missing__(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        self[dtype] = codes = _codes(dtype, _SUM)
+        return codes
+
+
+_sums = _Sums()
 
 
 @cache
