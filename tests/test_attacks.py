@@ -144,7 +144,7 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(tmp_path
     )
     assert done.stderr == ""
     assert "hung" not in done.stdout
-    assert done.stdout.count("BackendError: all_reduce on the world failed on wire 'gloo'") == 2
+    assert done.stdout.count("BackendError: all_reduce on the world failed on wire 'shm'") == 2
     assert done.stdout.count("the store is lost: the rank that served it has ended") == 2
     lost = "StoreError: the process that serves the store has ended\n  where:    rank {} of 3\n"
     for rank in (1, 2):

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from ..arrays import dtype_name
-from ..reduce_ops import ReduceKind, op_name
+from ..reduce_ops import ReduceKind, ReduceOp, op_name
 from ..runtime.clock import clock
 from ..runtime.hosts import num_cores
 from . import fallbacks
@@ -47,6 +47,7 @@ with suppress(ImportError):  # it is built on Linux, where there is a compiler
     _core = import_module(".native", __package__)
     clock.follow(_core.let_timeouts_stand)
 
+_SUM = ReduceOp.SUM
 _KIB = 1024
 # Per member there are four slots, and per pair of members two rings. With two members larger ones
 # measured faster (256 MiB all-reduces, and messages from 1 MiB); many members get smaller ones, so
@@ -112,7 +113,7 @@ class ShmCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
-        codes = _codes(tensor.dtype, op)
+        codes = _sums[tensor.dtype] if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
             return fallbacks.all_reduce_by_gathering(self, tensor, op, timeout)
         arguments = (tensor.data_ptr(), tensor.numel(), *codes, 1.0)
@@ -247,8 +248,9 @@ class ShmCommunicator(Communicator):
         )
         (memory,) = made
         self._core.add_memory(memory)
-        whole = torch.from_numpy(memory.array())
-        return whole[self.rank * stride :][:num_bytes]
+        start = self.rank * stride
+        # Cut before torch sees it: the storage of the tensor is this member's part alone.
+        return torch.from_numpy(memory.array()[start : start + num_bytes])
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         arguments = (tensor.data_ptr(), *_amount(tensor), peer, tag)
@@ -452,6 +454,17 @@ def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
     if code is None or number is None or not _core.can_reduce(code, number):
         return None
     return code, number
+
+
+class _Sums(dict[torch.dtype, tuple[int, int] | None]):
+    """``_codes`` of SUM; hashing an op takes longer than to add a few numbers."""
+
+    def __missing__(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        self[dtype] = codes = _codes(dtype, _SUM)
+        return codes
+
+
+_sums = _Sums()
 
 
 @cache

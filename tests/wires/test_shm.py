@@ -472,6 +472,25 @@ def test_an_abort_by_another_thread_frees_all_ranks(call: str, pool: Pool) -> No
         assert total == 3.0
 
 
+# -- tensors in shared memory ---------------------------------------------------------------------
+
+
+def test_a_shared_tensor_has_a_storage_of_its_own(pool: Pool) -> None:
+    def program() -> Any:
+        rank = md.get_rank()
+        group = md.new_group()
+        x = md.shared_empty((5, 3), group=group).fill_(rank)
+        md.barrier()
+        x.as_strided((15,), (1,), 0).add_(1.0)  # counts from the begin of the storage
+        md.barrier()
+        found = [x.storage_offset(), x.untyped_storage().nbytes(), x.min().item(), x.max().item()]
+        md.all_reduce(x, group=group)
+        group.close()
+        return [*found, x.min().item(), x.max().item()]
+
+    assert on(pool, program, 3) == [[0, 60, r + 1.0, r + 1.0, 6.0, 6.0] for r in range(3)]
+
+
 # -- processes ------------------------------------------------------------------------------------
 
 
