@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..error_text import grouped_text, ranks_text
@@ -53,16 +54,10 @@ def explain(
     registry = get_registry(group.world)
     call = channel.recorder.describe(number)
     where = f"rank {group.world.rank}, {call_text(call)}"
-    try:
+    abort = None
+    with suppress(RuntimeError):  # the store is lost, as is told below
         check_store_served(group.world)
         abort = registry.find_abort(channel.opened.label)
-        silent = ""
-        if abort is None and not isinstance(failure, (WireTimeout, WireAborted)):
-            # Asked first: a time-out closes connections, and its own rank is to tell of it first.
-            silent = silent_members(group)
-        first = _quote_first_failure(group, channel, call, str(failure))
-    except RuntimeError:
-        abort, silent, first = None, "", _STORE_LOST
     if abort is not None and abort.get("disagreement"):
         return _disagreement_error(where, abort["disagreement"])
     if abort is not None or isinstance(failure, WireAborted):
@@ -74,6 +69,13 @@ def explain(
             fix="make a new mesh on the ranks that are left",
         )
     registry.break_here(channel.opened, f"{call['verb']} failed before: {failure}")
+    # Asked before it says who was first: a time-out closes connections, and is to be told first.
+    silent = "" if isinstance(failure, WireTimeout) else silent_members(group)
+    try:
+        check_store_served(group.world)
+        first = _quote_first_failure(group, channel, call, str(failure))
+    except RuntimeError:
+        first = _STORE_LOST
     if isinstance(failure, WireTimeout):
         report = _report(group, channel, call)
         limit = failure.limit or channel.timeout
