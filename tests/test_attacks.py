@@ -245,6 +245,67 @@ def test_after_a_disagreement_a_new_mesh_works_and_the_old_one_stays_broken(pool
     assert pool.run(program, 3) == [[3.0, True, 3.0]] * 3
 
 
+def later_verbs_of_groups_that_disagreed(is_async: bool) -> list[str]:
+    """What is wrong, if anything, with later verbs on six groups, each after a disagreement."""
+    rank, wrong = md.get_rank(), []
+    for number in range(6):
+        group = md.new_group(timeout=SHORT)
+        try:
+            work = md.all_reduce(torch.ones(4 if rank else 6), group=group, async_op=is_async)
+        except md.AgreementError:
+            work = None
+        for _ in range(2):
+            x = torch.ones(1)
+            try:
+                md.all_reduce(x, group=group)
+                wrong.append(f"group {number}: went through with {x.item()}")
+            except md.AgreementError as error:
+                if "the members of a group disagree about their call 1\n" not in str(error):
+                    wrong.append(str(error))
+        if work is not None:
+            with pytest.raises(md.AgreementError):
+                work.wait()
+    x = torch.ones(1)
+    md.all_reduce(x)  # another group, which goes on
+    return [*wrong, *([] if x.item() == md.get_world_size() else ["the world is wrong"])]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("wire", ["gloo", "simulated"])
+def test_after_a_disagreement_no_verb_of_the_group_goes_through_on_any_member(
+    wire: str, is_async: bool, pool: Pool
+) -> None:
+    if wire == "gloo":
+        assert pool.run(later_verbs_of_groups_that_disagreed, 4, is_async) == [[]] * 4
+    else:
+        assert md.simulate(later_verbs_of_groups_that_disagreed, 4, args=(is_async,)) == [[]] * 4
+
+
+def test_the_stacks_of_both_sides_are_shown_where_the_environment_asks(pool: Pool) -> None:
+    def program() -> str:
+        def reduce_losses(size: int) -> None:
+            md.all_reduce(torch.ones(size))
+
+        def train() -> None:
+            reduce_losses(2 + md.get_rank())
+
+        with pytest.raises(md.AgreementError) as caught:
+            train()
+        return str(caught.value.found)
+
+    for value in ("1", "0"):
+        first, second = pool.run(program, 2, env={"TORCH_SHOW_CPP_STACKTRACES": value})
+        assert first == second
+        for rank in range(2):
+            _, _, told = first.partition(f"rank {rank}: all_reduce(({2 + rank},) float32, SUM) at ")
+            here, *above = told.splitlines()
+            assert here.endswith(" in reduce_losses")
+            if value == "1":
+                assert above[0].startswith("  called at ") and above[0].endswith(" in train")
+                assert above[1].startswith("  called at ") and above[1].endswith(" in program")
+        assert ("called at" in first) == (value == "1")
+
+
 def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(tmp_path: Path) -> None:
     done = run(
         tmp_path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..error_text import grouped_text, ranks_text
@@ -58,20 +59,17 @@ def explain(
     text = str(failure)
     if isinstance(failure, MemberLost):
         text = f"rank {group.ranks[failure.member]} {failure}"
-    try:
+    abort = None
+    with suppress(RuntimeError):  # the store is lost, as is told below
         check_store_served(group.world)
         abort = registry.find_abort(channel.opened.label)
-        silent = ""
-        if abort is None and not isinstance(failure, (WireTimeout, WireAborted, MemberLost)):
-            # Asked first: a time-out closes connections, and its own rank is to tell of it first.
-            silent = silent_members(group)
-        first = _quote_first_failure(group, channel, call, text)
-    except RuntimeError:
-        abort, silent, first = None, "", _STORE_LOST
     if abort is not None and abort.get("disagreement"):
         return _disagreement_error(where, abort["disagreement"])
     if abort is not None or isinstance(failure, WireAborted):
-        reason = f"rank {abort['rank']}: {abort['reason']}" if abort else first or text
+        if abort is None:
+            reason = _first_failure(group, channel, call, text) or text
+        else:
+            reason = f"rank {abort['rank']}: {abort['reason']}"
         return AbortedError(
             f"{call['verb']} on {group.name} was aborted",
             where=where,
@@ -79,6 +77,10 @@ def explain(
             fix="make a new mesh on the ranks that are left",
         )
     registry.break_here(channel.opened, f"{call['verb']} failed before: {text}")
+    # Asked before it says who was first: a time-out closes connections, and is to be told first.
+    is_known = isinstance(failure, (WireTimeout, MemberLost))
+    silent = "" if is_known else silent_members(group)
+    first = _first_failure(group, channel, call, text)
     if isinstance(failure, WireTimeout):
         report = _report(group, channel, call)
         limit = failure.limit or channel.timeout
@@ -263,6 +265,15 @@ def _report(group: ProcessGroup, channel: Channel, mine: dict[str, Any]) -> str:
         last = f"last {call_text(calls[-1])}" if calls else "has called no verb"
         lines.append(f"rank {rank}: {'' if mine['waits_for'] else state}{last}")
     return "\n".join(lines)
+
+
+def _first_failure(group: ProcessGroup, channel: Channel, call: dict[str, Any], text: str) -> str:
+    """What the first rank that failed on this communicator has told; "" where this one is it."""
+    try:
+        check_store_served(group.world)
+        return _quote_first_failure(group, channel, call, text)
+    except RuntimeError:
+        return _STORE_LOST
 
 
 def _quote_first_failure(

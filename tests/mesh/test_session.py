@@ -427,6 +427,46 @@ def test_a_forked_child_may_read_rank_and_size_and_nothing_else(pool: Pool) -> N
         assert lines == [f"{rank} of 2", refused, refused, refused, refused]
 
 
+def test_a_forked_child_that_ends_as_programs_do_ends(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, time
+            import torch
+            import meshdist as md
+
+            md.init_process_group()
+            md.all_reduce(torch.ones(1))
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)  # runs what stands to be done at the end
+            deadline = time.monotonic() + 20
+            ended, status = os.waitpid(child, os.WNOHANG)
+            while not ended and time.monotonic() < deadline:
+                time.sleep(0.05)
+                ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+            x = torch.ones(1)
+            md.all_reduce(x)  # of the parents, whose connections are whole
+            told = os.waitstatus_to_exitcode(status) if ended else "hangs"
+            os.write(1, f"the child: {told}; the sum: {x.item()}\\n".encode())
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "meshdist", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the child: 7; the sum: 2.0") == 2, done.stdout
+
+
 # -- simulated ranks ----------------------------------------------------------------------------
 
 
