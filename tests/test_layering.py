@@ -28,6 +28,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "runtime": (
             "timeouts",
+            "forks",
             "clock",
             "alarms",
             "environments",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..errors import (
     NotInGroupError,
 )
 from ..reduce_ops import ReduceOp, multiply, split_premul
+from ..runtime.forks import num_forks
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import (
     Communicator,
@@ -46,15 +46,6 @@ __all__ = [
 
 _log = logging.getLogger("meshdist.groups")
 _handle_numbers = itertools.count(1)
-_num_forks = 0
-
-
-def _count_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class ProcessGroup:
@@ -106,7 +97,7 @@ class ProcessGroup:
         self._timeout = timeout
         self._number = next(_handle_numbers)
         self._group_rank = ranks.index(world.rank)
-        self._num_forks = _num_forks
+        self._num_forks = num_forks()
         self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
@@ -185,7 +176,7 @@ class ProcessGroup:
 
     def channel(self, device_type: str) -> Channel:
         """Return the open way for ``device_type``, opened now if it was not yet."""
-        if self._num_forks == _num_forks:  # else a forked child, who may not; getpid is dear
+        if self._num_forks == num_forks():  # else a forked child, who may not
             channel = self._channels.get(device_type)
             if channel is not None:
                 return channel

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from functools import cache
 
 from .clock import clock
+from .forks import num_forks
 
 __all__ = ["Alarm"]
 
@@ -34,7 +34,7 @@ class Alarm:
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
         self._deadline = clock.now() + seconds
         self.ring = ring
-        self._bells = _bells_of(os.getpid())  # threads do not follow into a forked child
+        self._bells = _bells_of(num_forks())  # threads do not follow into a forked child
         self._bells.hang(self)
 
     def is_due(self) -> bool:
@@ -116,5 +116,5 @@ class _Bells:
 
 
 @cache
-def _bells_of(process_id: int) -> _Bells:
+def _bells_of(num_forks: int) -> _Bells:
     return _Bells()

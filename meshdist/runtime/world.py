@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
+from .forks import num_forks
 
 __all__ = [
     "World",
@@ -65,6 +66,7 @@ class World:
     chooses_wires: bool = False
     """Whether no wire was named, so that another one may serve where the best cannot."""
     process_id: int = field(default_factory=os.getpid)
+    _num_forks: int = field(default_factory=num_forks, repr=False)
     thread_id: int = field(default_factory=threading.get_ident)
     is_closed: bool = False
     rooms: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -84,7 +86,7 @@ class World:
 
     def check_usable(self) -> None:
         """Raise unless this process owns the world and it is still open."""
-        if self.process_id != os.getpid():
+        if self._num_forks != num_forks():
             raise WorldError(
                 "a forked child cannot communicate in its parent's world",
                 where=f"process {os.getpid()}, forked from rank {self.rank} "
