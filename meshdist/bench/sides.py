@@ -193,6 +193,7 @@ def _side_of(library: str, backend: str) -> Side:
 
 
 SIDES: dict[str, Callable[[], Side]] = {
+    "meshdist/shm": partial(_side_of, "meshdist", "shm"),
     "meshdist/gloo": partial(_side_of, "meshdist", "gloo"),
     "torch/gloo": partial(_side_of, "torch.distributed", "gloo"),
     "mpi": MpiSide,
