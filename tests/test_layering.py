@@ -54,6 +54,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "wires": (
             "pending",
+            "scratch",
             "reductions",
             "futures",
             "turns",

@@ -28,6 +28,7 @@ from ..runtime.clock import clock
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
 from .pending import Chain, Pending
+from .scratch import Scratch
 
 __all__ = [
     "Communicator",
@@ -147,6 +148,7 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         # The public verb that what is started next belongs to, and its number, for messages.
+        self.scratch = Scratch()
         self.caller = ""
         self.number = 0
 

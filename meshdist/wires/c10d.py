@@ -245,9 +245,12 @@ class C10dCommunicator(Communicator):
             options = _reduce_scatter_options(stand_in.op, self._bound(timeout))
             with suppress(_VerbLacking):
                 return self._start("reduce_scatter", [mine], [parts], options)
-        whole = torch.cat([part.view(-1) for part in inputs])
         sizes = [part.numel() for part in inputs]
-        return fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, timeout)
+        whole = self.scratch.take(sum(sizes), output)
+        with torch.inference_mode():
+            torch.cat([part.view(-1) for part in inputs], out=whole)
+        started = fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, timeout)
+        return Chain([started], lambda: self.scratch.give(whole))
 
     def all_to_all(
         self,

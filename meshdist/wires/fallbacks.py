@@ -14,7 +14,7 @@ import torch
 
 from ..reduce_ops import ReduceKind
 from .pending import Chain
-from .reductions import check_reducible, reduced
+from .reductions import check_reducible, reduce_into, reduced
 
 if TYPE_CHECKING:
     from .base import Communicator
@@ -147,9 +147,15 @@ def reduce_scatter_by_exchange(
     """
     check_reducible(wire.wire, op, tensor.dtype)
     count = output.numel()
-    mine = tensor.new_empty(wire.size * count)
+    mine = wire.scratch.take(wire.size * count, tensor)
     exchanged = wire.all_to_all_single(mine, tensor, [count] * wire.size, sizes, timeout)
-    return Chain([exchanged], lambda: _write(output, reduced(_blocks(mine, wire.size), op)))
+
+    def settle() -> None:
+        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+            reduce_into(output.view(-1), _blocks(mine, wire.size), op)
+        wire.scratch.give(mine)
+
+    return Chain([exchanged], settle)
 
 
 def all_to_all(

@@ -84,8 +84,13 @@ class GlooCommunicator(C10dCommunicator):
         self, tensor: torch.Tensor, op: ReduceKind, root: int, timeout: timedelta
     ) -> Pending:
         # Gloo leaves partial results on the other members.
-        target = tensor if self.rank == root else tensor.clone()
-        return super().reduce(target, op, root, timeout)
+        if self.rank == root:
+            return super().reduce(tensor, op, root, timeout)
+        target = self.scratch.take(tensor.numel(), tensor)
+        with torch.inference_mode():
+            target.copy_(tensor.view(-1))
+        started = super().reduce(target, op, root, timeout)
+        return Chain([started], lambda: self.scratch.give(target))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone

@@ -11,7 +11,7 @@ from ..arrays import dtype_name
 from ..errors import DtypeError
 from ..reduce_ops import SIGNED, ReduceKind, ReduceOp, find_refusal, op_name
 
-__all__ = ["check_reducible", "find_lack", "reduced"]
+__all__ = ["check_reducible", "find_lack", "reduce_into", "reduced"]
 
 _REDUCIBLE = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -21,6 +21,9 @@ _REDUCIBLE = frozenset(
     | {torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128}
 )
 """All but quantized numbers, and bits that share a byte: torch converts none of those."""
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes that are reduced in their own arithmetic."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -61,6 +64,19 @@ def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
             expected=lack,
             fix="use another reduction, or convert the tensor",
         )
+
+
+def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceKind) -> None:
+    """Reduce flat tensors, first to last, into ``output``, which none of them overlaps."""
+    dtype = output.dtype
+    if dtype in _EXACT and output.is_cpu:
+        output.copy_(parts[0])
+        for part in parts[1:]:
+            _IN_PLACE[op](output, part)
+        if op == ReduceOp.AVG:
+            output.div_(len(parts))
+    else:
+        output.copy_(reduced(parts, op))
 
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:

@@ -1,0 +1,38 @@
+"""Memory for the copies that some verbs need while they run."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Scratch"]
+
+_MOST_BYTES = 256 << 20
+
+
+class Scratch:
+    """CPU memory that is used again: fresh pages cost more than what is done with them.
+
+    The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs more.
+    A block that is never given back, since its verb failed, is the garbage collector's.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of ``count`` elements of ``like``'s dtype and device, of any values."""
+        if not like.is_cpu:
+            return like.new_empty(count)
+        num_bytes = count * like.element_size()
+        kept = self._kept
+        for place, block in enumerate(kept):
+            if block.numel() >= num_bytes:
+                del kept[place]
+                return block[:num_bytes].view(like.dtype)
+        return torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back what ``take`` gave; nobody may use it any more."""
+        if tensor.is_cpu and tensor.untyped_storage().nbytes() <= _MOST_BYTES:
+            block = torch.empty(0, dtype=torch.uint8)
+            self._kept = [block.set_(tensor.untyped_storage()), *self._kept[:1]]
