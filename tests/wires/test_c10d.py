@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceKind, ReduceOp
+from meshdist.wires import nccl as nccl  # registers its wires
 from meshdist.wires.base import Opening, WireFailure, find_wire
 from meshdist.wires.c10d import C10dCommunicator, is_timeout, plain_text
 from meshdist.wires.gloo import GlooCommunicator
