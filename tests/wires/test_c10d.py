@@ -11,10 +11,10 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceKind, ReduceOp
-from meshdist.wires import nccl as nccl  # registers its wires
 from meshdist.wires.base import Opening, WireFailure, find_wire
 from meshdist.wires.c10d import C10dCommunicator, is_timeout, plain_text
 from meshdist.wires.gloo import GlooCommunicator
+from meshdist.wires.nccl import NcclWire as NcclWire  # registers itself
 from tests.pool import Pool
 from tests.wires.verb_table import check_every_verb
 
