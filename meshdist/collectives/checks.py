@@ -124,10 +124,11 @@ def check_blocks(
 ) -> None:
     """Raise unless ``whole`` is one ``block`` per member: concatenated, stacked, or flat."""
     size = group.size()
+    if whole.dim() == 1 and whole.numel() == size * block.numel():
+        return  # the common case, decided fast
     stacked = (size, *block.shape)
     joined = (size * block.shape[0], *block.shape[1:]) if block.dim() else (size,)
-    flat = (size * block.numel(),)
-    if whole.shape not in (stacked, joined, flat):
+    if whole.shape not in (stacked, joined):
         raise ShapeError(
             f"{verb}: {names[0]} does not hold one {names[1]} per member",
             where=_here(group),

@@ -427,13 +427,11 @@ def _sizes(
 ) -> list[int]:
     """How many elements of ``tensor`` belong to each member."""
     size = target.size()
-    where = f"rank {target.world.rank}, {target.name} of {size} ranks"
-    shape = shape_text(tensor.shape)
     if tensor.dim() == 0:
         raise ShapeError(
             f"{name} cuts along dim 0, and {role} has none",
-            where=where,
-            found=f"{role} {shape}",
+            where=_where(target),
+            found=f"{role} {shape_text(tensor.shape)}",
             fix=f"pass {role}.view(1), or a tensor with a row per member",
         )
     num_rows = tensor.shape[0]
@@ -443,20 +441,24 @@ def _sizes(
         if num_rows % size:
             raise ShapeError(
                 f"{name} cannot cut {role} into {size} equal parts",
-                where=where,
+                where=_where(target),
                 expected=f"{role}.shape[0] a multiple of {size}",
-                found=f"{role} {shape}",
+                found=f"{role} {shape_text(tensor.shape)}",
                 fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
             )
         return [num_rows // size * row] * size
     if len(rows) != size or sum(rows) != num_rows or any(one < 0 for one in rows):
         raise ShapeError(
             f"{name}: {role}_split_sizes do not cut {role} into one part per member",
-            where=where,
+            where=_where(target),
             expected=f"{size} numbers, none negative, whose sum is {num_rows}",
-            found=f"{rows}, whose sum is {sum(rows)}; {role} {shape}",
+            found=f"{rows}, whose sum is {sum(rows)}; {role} {shape_text(tensor.shape)}",
         )
     return [one * row for one in rows]
+
+
+def _where(target: ProcessGroup) -> str:
+    return f"rank {target.world.rank}, {target.name} of {target.size()} ranks"
 
 
 def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:

@@ -44,6 +44,7 @@ def run(
     """
     for _, data, _ in written:
         note_write(data)
+    apart = [one for one in written if one[0] is not one[2]]  # the others have nothing to settle
     communicator = channel.communicator if async_op else channel.waiting
     limit = timeout or channel.timeout
     try:
@@ -53,15 +54,14 @@ def run(
     except WireFailure as failure:
         failure.limit = timeout
         raise channel.group.explain(failure, channel) from None
-    for _, data, _ in written:
+    for _, data, _ in apart:
         if is_overwriting_history(data):
             forbid_gradient(data, verb)
     if async_op:
         originals = [original for original, _, _ in written]
-        return channel.group.work(
-            channel, pending, originals, partial(bring_home, written), verb=verb
-        )
-    bring_home(written)
+        settle = partial(bring_home, apart) if apart else None
+        return channel.group.work(channel, pending, originals, settle, verb=verb)
+    bring_home(apart)
     return None
 
 

@@ -63,6 +63,8 @@ _MOVED = frozenset(
 )
 """The dtypes that all of these classes move as they are."""
 
+_NOT_MADE: tuple[timedelta | None, Any] = (None, None)
+
 _LACKING = re.compile(
     r"^(?:Backend .*|ProcessGroup\w+) does not support \w+|No backend type associated with"
 )
@@ -100,8 +102,7 @@ class C10dCommunicator(Communicator):
         self._aborted = False
         self._mailbox = Mailbox()
         self._batch: list[Transfer] | None = None
-        self._reduce_options: tuple[Any, Any, Any, AllreduceOptions]
-        self._reduce_options = (None, None, None, AllreduceOptions())
+        self._options: dict[Any, tuple[timedelta | None, Any]] = {}
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -116,16 +117,17 @@ class C10dCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, timeout: timedelta) -> Pending:
-        # Checked and made once for calls that repeat.
-        last_op, last_timeout, last_dtype, options = self._reduce_options
-        if last_op is not op or last_timeout is not timeout or last_dtype is not tensor.dtype:
-            stand_in = self._stand_in(op, tensor.dtype)
-            if stand_in is None or stand_in.dtype is not tensor.dtype:
+        dtype = tensor.dtype
+        key = AllreduceOptions, op, dtype
+        last_timeout, options = self._options.get(key, _NOT_MADE)
+        if last_timeout is not timeout:
+            stand_in = self._stand_in(op, dtype)
+            if stand_in is None or stand_in.dtype is not dtype:
                 return self._all_reduce_otherwise(tensor, op, stand_in, timeout)
             options = AllreduceOptions()
             options.reduceOp = stand_in.op  # type: ignore[assignment]
             options.timeout = self._bound(timeout)
-            self._reduce_options = (op, timeout, tensor.dtype, options)
+            self._options[key] = timeout, options
         try:
             return self._group.allreduce([tensor], options)
         except RuntimeError as error:
@@ -145,42 +147,36 @@ class C10dCommunicator(Communicator):
     ) -> Pending:
         stand_in = self._stand_in(op, tensor.dtype)
         if stand_in is not None and stand_in.is_view:
-            options = ReduceOptions()
-            options.rootRank = root
-            options.rootTensor = 0
-            options.reduceOp = stand_in.op  # type: ignore[assignment]
-            options.timeout = self._bound(timeout)
-            with suppress(_VerbLacking):
-                return self._start("reduce", [read_as(tensor, stand_in.dtype)], options)
+            options = self._made(ReduceOptions, timeout, root, stand_in.op)
+            started = self._try("reduce", [read_as(tensor, stand_in.dtype)], options)
+            if started is not None:
+                return started
         return super().reduce(tensor, op, root, timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
-        options = BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        options.timeout = self._bound(timeout)
+        options = self._made(BroadcastOptions, timeout, root)
         return self._start("broadcast", [_movable(tensor)], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self.all_reduce(_movable(output), ReduceOp.MAX, timeout)
-        options = AllgatherOptions()
-        options.timeout = self._bound(timeout)
-        with suppress(_VerbLacking):
-            return self._start("_allgather_base", _movable(output), _movable(tensor), options)
+        options = self._made(AllgatherOptions, timeout)
+        started = self._try("_allgather_base", _movable(output), _movable(tensor), options)
+        if started is not None:
+            return started
         blocks = fallbacks.parts(output, [tensor.numel()] * self.size)
         return self._start("allgather", [_all_movable(blocks)], [_movable(tensor)], options)
 
     def all_gather_list(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta
     ) -> Pending:
-        options = AllgatherOptions()
-        options.timeout = self._bound(timeout)
-        if self.gathers_uneven or all(out.numel() == tensor.numel() for out in outputs):
-            with suppress(_VerbLacking):
-                return self._start(
-                    "allgather", [_all_movable(outputs)], [_movable(tensor)], options
-                )
+        count = tensor.numel()
+        if self.gathers_uneven or all(out.numel() == count for out in outputs):
+            options = self._made(AllgatherOptions, timeout)
+            lists = [_all_movable(outputs)]
+            started = self._try("allgather", lists, [_movable(tensor)], options)
+            if started is not None:
+                return started
         return super().all_gather_list(outputs, tensor, timeout)
 
     def gather(
@@ -190,13 +186,10 @@ class C10dCommunicator(Communicator):
         root: int,
         timeout: timedelta,
     ) -> Pending:
-        options = GatherOptions()
-        options.rootRank = root
-        options.timeout = self._bound(timeout)
+        options = self._made(GatherOptions, timeout, root)
         lists = [_all_movable(outputs)] if self.rank == root else []
-        with suppress(_VerbLacking):
-            return self._start("gather", lists, [_movable(tensor)], options)
-        return super().gather(outputs, tensor, root, timeout)
+        started = self._try("gather", lists, [_movable(tensor)], options)
+        return super().gather(outputs, tensor, root, timeout) if started is None else started
 
     def scatter(
         self,
@@ -205,13 +198,10 @@ class C10dCommunicator(Communicator):
         root: int,
         timeout: timedelta,
     ) -> Pending:
-        options = ScatterOptions()
-        options.rootRank = root
-        options.timeout = self._bound(timeout)
+        options = self._made(ScatterOptions, timeout, root)
         lists = [_all_movable(inputs)] if self.rank == root else []
-        with suppress(_VerbLacking):
-            return self._start("scatter", [_movable(tensor)], lists, options)
-        return super().scatter(tensor, inputs, root, timeout)
+        started = self._try("scatter", [_movable(tensor)], lists, options)
+        return super().scatter(tensor, inputs, root, timeout) if started is None else started
 
     def reduce_scatter(
         self,
@@ -225,9 +215,10 @@ class C10dCommunicator(Communicator):
         stand_in = self._stand_in(op, tensor.dtype)
         if "reduce_scatter" not in self.lacking and stand_in is not None and stand_in.is_view:
             whole, mine = (read_as(x, stand_in.dtype) for x in (tensor, output))
-            options = _reduce_scatter_options(stand_in.op, self._bound(timeout))
-            with suppress(_VerbLacking):
-                return self._start("_reduce_scatter_base", mine, whole, options)
+            options = self._made(ReduceScatterOptions, timeout, op=stand_in.op)
+            started = self._try("_reduce_scatter_base", mine, whole, options)
+            if started is not None:
+                return started
         sizes = [output.numel()] * self.size
         return fallbacks.reduce_scatter_by_exchange(self, output, tensor, sizes, op, timeout)
 
@@ -242,9 +233,10 @@ class C10dCommunicator(Communicator):
         if "reduce_scatter_list" not in self.lacking and stand_in is not None and stand_in.is_view:
             parts = [read_as(part, stand_in.dtype) for part in inputs]
             mine = read_as(output, stand_in.dtype)
-            options = _reduce_scatter_options(stand_in.op, self._bound(timeout))
-            with suppress(_VerbLacking):
-                return self._start("reduce_scatter", [mine], [parts], options)
+            options = self._made(ReduceScatterOptions, timeout, op=stand_in.op)
+            started = self._try("reduce_scatter", [mine], [parts], options)
+            if started is not None:
+                return started
         sizes = [part.numel() for part in inputs]
         whole = self.scratch.take(sum(sizes), output)
         with torch.inference_mode():
@@ -258,14 +250,11 @@ class C10dCommunicator(Communicator):
         inputs: Sequence[torch.Tensor],
         timeout: timedelta,
     ) -> Pending:
+        some, data = _all_movable(outputs), _all_movable(inputs)
         if "all_to_all" in self.lacking:
-            some, data = _all_movable(outputs), _all_movable(inputs)
             return fallbacks.all_to_all_by_packing(self, some, data, timeout)
-        options = AllToAllOptions()
-        options.timeout = self._bound(timeout)
-        with suppress(_VerbLacking):
-            return self._start("alltoall", _all_movable(outputs), _all_movable(inputs), options)
-        return super().all_to_all(outputs, inputs, timeout)
+        started = self._try("alltoall", some, data, self._made(AllToAllOptions, timeout))
+        return super().all_to_all(outputs, inputs, timeout) if started is None else started
 
     def all_to_all_single(
         self,
@@ -275,19 +264,14 @@ class C10dCommunicator(Communicator):
         input_sizes: Sequence[int],
         timeout: timedelta,
     ) -> Pending:
-        options = AllToAllOptions()
-        options.timeout = self._bound(timeout)
         whole, data = _movable(output), _movable(tensor)
-        scale = 1 if data.dtype is tensor.dtype else tensor.dtype.itemsize
-        with suppress(_VerbLacking):
-            return self._start(
-                "alltoall_base",
-                whole,
-                data,
-                [size * scale for size in output_sizes],
-                [size * scale for size in input_sizes],
-                options,
-            )
+        takes, sends = output_sizes, input_sizes
+        if data.dtype is not tensor.dtype:
+            takes, sends = ([n * tensor.itemsize for n in sizes] for sizes in (takes, sends))
+        options = self._made(AllToAllOptions, timeout)
+        started = self._try("alltoall_base", whole, data, takes, sends, options)
+        if started is not None:
+            return started
         return super().all_to_all_single(output, tensor, output_sizes, input_sizes, timeout)
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
@@ -401,9 +385,33 @@ class C10dCommunicator(Communicator):
             views = tensors
             if stand_in.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, stand_in.dtype) for tensor in tensors]
-            with suppress(_VerbLacking):
-                return self._start("allreduce_coalesced", views, options)
+            started = self._try("allreduce_coalesced", views, options)
+            if started is not None:
+                return started
         return super().all_reduce_list(tensors, op, timeout)
+
+    def _made(
+        self, kind: Any, timeout: timedelta, root: int | None = None, op: ReduceKind | None = None
+    ) -> Any:
+        """Options of c10d's, made once for calls that repeat."""
+        key = kind, root, op
+        last_timeout, options = self._options.get(key, _NOT_MADE)
+        if last_timeout is not timeout:
+            options = kind()
+            options.timeout = self._bound(timeout)
+            if root is not None:
+                options.rootRank = root
+            if op is not None:
+                options.reduceOp = op
+            self._options[key] = timeout, options
+        return options
+
+    def _try(self, verb: str, *arguments: Any) -> Pending | None:
+        """Start it, as ``_start`` does; None where the class lacks it."""
+        try:
+            return self._start(verb, *arguments)
+        except _VerbLacking:
+            return None
 
     def _start(self, verb: str, *arguments: Any) -> Pending:
         """Call a method of c10d's, which starts it."""
@@ -461,10 +469,3 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [_movable(tensor) for tensor in tensors]
-
-
-def _reduce_scatter_options(op: ReduceKind, timeout: timedelta) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
-    options.timeout = timeout
-    return options

@@ -181,7 +181,8 @@ def _follow(
         connection.connect(f"\0{name}")
         if _peer_user(connection) != os.getuid():
             raise PermissionError(f"rank {ranks[0]} runs as another user")
-        _send(connection, rank, [own], deadline)
+        with suppress(ConnectionError):  # who is turned away at once still has an answer to read
+            _send(connection, rank, [own], deadline)
         answer, files = _receive(connection)
         if answer == _STRANGER:
             raise PermissionError(f"rank {ranks[0]} runs as another user")

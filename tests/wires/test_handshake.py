@@ -210,6 +210,20 @@ def test_a_member_of_another_user_is_a_refusal_for_all(
     all_tell(Circle(2).run(), WireRefused, f"rank {teller}: rank 10 runs as another user")
 
 
+def test_a_member_that_is_turned_away_before_it_speaks_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = handshake._send
+
+    def send_late(*args: Any) -> None:
+        time.sleep(0.2)
+        usual(*args)
+
+    monkeypatch.setattr(os, "getuid", only_on(0, os.getuid, lambda: 12345))
+    monkeypatch.setattr(handshake, "_send", only_on(1, usual, send_late))
+    all_tell(Circle(2).run(), WireRefused, "rank 11: rank 10 runs as another user")
+
+
 def test_a_stranger_is_turned_away_and_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     circle = Circle(2)
     peers: list[int] = []
