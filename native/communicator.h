@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "endpoint.h"
 #include "progress.h"
@@ -13,9 +12,9 @@ namespace meshdist {
 class Communicator {
  public:
   // Members in one process, as tests have them, may share their view of the segment.
-  Communicator(std::shared_ptr<const Segment> segment, unsigned rank, std::vector<int> pidfds,
+  Communicator(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes,
                bool is_crowded)
-      : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(pidfds), is_crowded)),
+      : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(processes), is_crowded)),
         progress(std::make_shared<Progress>(end)),
         transfers(std::make_shared<Transfers>(end)) {}
   ~Communicator() { close(); }
@@ -26,10 +25,10 @@ class Communicator {
   void abort() { end->end(Status::aborted, -1, end->me().report.begun.load()); }
 
   // End this member's part. What is in flight here ends as closed; native threads end by
-  // themselves, and the memory goes with the last of them.
-  void close() {
+  // themselves, and the memory goes with the last of them. `ends`: so does the process.
+  void close(bool ends = false) {
     if (end->is_closing()) return;
-    end->close();
+    end->close(ends);
     if (!end->is_forked()) {
       progress->close();
       transfers->close();

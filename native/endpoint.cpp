@@ -6,29 +6,37 @@
 #include <stdexcept>
 
 namespace meshdist {
+namespace {
 
-Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_,
-                   std::vector<int> pidfds, bool is_crowded_)
+constexpr std::uint32_t kClosed = 1, kEnding = 2;  // a member's `was_closed`
+
+}  // namespace
+
+Processes::~Processes() {
+  for (int pidfd : pidfds_) {
+    if (pidfd >= 0) ::close(pidfd);
+  }
+}
+
+bool Processes::has_exited(unsigned member) const {
+  return member < pidfds_.size() && meshdist::has_exited(pidfds_[member]);
+}
+
+Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Processes processes,
+                   bool is_crowded_)
     : segment(*segment_),
       rank(rank_),
       size(segment.geometry().size),
       patience(is_crowded_ ? Patience::crowded() : Patience::usual()),
       is_crowded(is_crowded_),
       owned_(std::move(segment_)),
-      pidfds_(std::move(pidfds)) {
+      processes_(std::move(processes)) {
   if (rank >= size) throw std::invalid_argument("rank lies outside the segment's members");
-  if (!pidfds_.empty() && pidfds_.size() != size) {
+  if (processes_.count() != 0 && processes_.count() != size) {
     throw std::invalid_argument("one pidfd per member is expected, or none at all");
   }
-  pidfds_.resize(size, -1);
   me().report.pid.store(static_cast<std::int32_t>(getpid()));
   me().report.is_open.store(1);
-}
-
-Endpoint::~Endpoint() {
-  for (int pidfd : pidfds_) {
-    if (pidfd >= 0) ::close(pidfd);
-  }
 }
 
 void Endpoint::wake_everyone() const {
@@ -53,18 +61,25 @@ bool Endpoint::is_forked() const {
   return me().report.pid.load() != static_cast<std::int32_t>(getpid());
 }
 
-void Endpoint::close() {
+void Endpoint::close(bool ends) {
   if (is_closing_.exchange(true)) return;
   if (!is_forked()) {
-    me().report.was_closed.store(1, std::memory_order_seq_cst);
+    me().report.was_closed.store(ends ? kEnding : kClosed, std::memory_order_seq_cst);
     me().report.is_open.store(0, std::memory_order_seq_cst);
     wake_everyone();
   }
 }
 
+bool Endpoint::has_closed(unsigned peer) const {
+  return segment.member(peer).report.was_closed.load(std::memory_order_seq_cst) != 0;
+}
+
 bool Endpoint::is_gone(unsigned peer) const {
-  return segment.member(peer).report.was_closed.load(std::memory_order_seq_cst) != 0 ||
-         has_exited(pidfds_[peer]);
+  return has_closed(peer) || processes_.has_exited(peer);
+}
+
+bool Endpoint::has_died(unsigned peer) const {
+  return processes_.has_exited(peer) && !has_closed(peer);
 }
 
 std::vector<Failure::Seen> Endpoint::seen() const {
@@ -78,8 +93,9 @@ std::vector<Failure::Seen> Endpoint::seen() const {
     for (int i = 0; i < 3; ++i) words[i] = report.words[i].load();
     std::memcpy(&one.header, words, sizeof one.header);
     one.is_open = report.is_open.load() != 0;
-    one.was_closed = report.was_closed.load() != 0;
-    one.has_exited = has_exited(pidfds_[j]);
+    const std::uint32_t closed = report.was_closed.load();
+    one.was_closed = closed != 0;
+    one.has_exited = closed == kEnding || processes_.has_exited(j);
     one.pid = report.pid.load();
   }
   return all;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "segment.h"
@@ -31,13 +32,26 @@ struct Failure {
   std::vector<Seen> members;
 };
 
+// Handles to the members' processes. The descriptors become its own, also where what it is made for
+// fails.
+class Processes {
+ public:
+  // One pidfd per member, -1 for this one and where there is none; or none at all.
+  explicit Processes(std::vector<int> pidfds) : pidfds_(std::move(pidfds)) {}
+  Processes(Processes&& other) noexcept : pidfds_(std::exchange(other.pidfds_, {})) {}
+  ~Processes();
+
+  std::size_t count() const { return pidfds_.size(); }
+  bool has_exited(unsigned member) const;
+
+ private:
+  std::vector<int> pidfds_;
+};
+
 class Endpoint {
  public:
-  // `pidfds` has one descriptor per member, -1 for this one and where there is none; they become
-  // the endpoint's.
-  Endpoint(std::shared_ptr<const Segment> segment, unsigned rank, std::vector<int> pidfds,
+  Endpoint(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes,
            bool is_crowded);
-  ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
@@ -69,19 +83,22 @@ class Endpoint {
   // Whether this is a forked child's copy, which must not touch the parent's state.
   bool is_forked() const;
 
-  // No more waiting on this member; the others go on until they need it.
-  void close();
+  // No more waiting on this member; the others go on until they need it. `ends` tells them that its
+  // process comes to its end.
+  void close(bool ends = false);
 
-  bool is_gone(unsigned peer) const;  // exited or closed: it will publish nothing more
+  bool is_gone(unsigned peer) const;   // exited or closed: it will publish nothing more
+  bool has_died(unsigned peer) const;  // exited before it had closed
 
   Failure failure(Status status, int culprit = -1, std::string text = "") const;
   std::vector<Failure::Seen> seen() const;
 
  private:
   void wake_everyone() const;
+  bool has_closed(unsigned peer) const;
 
   const std::shared_ptr<const Segment> owned_;
-  std::vector<int> pidfds_;
+  const Processes processes_;
   std::atomic<bool> is_closing_{false};
 };
 

@@ -131,8 +131,8 @@ struct PyMemory {
 
 class PyCommunicator : public Communicator {
  public:
-  PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded)
-      : Communicator(std::make_shared<Segment>(fd), rank, std::move(pidfds), is_crowded) {}
+  PyCommunicator(int fd, unsigned rank, Processes processes, bool is_crowded)
+      : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes), is_crowded) {}
 
   Job job(Verb verb, Count count, unsigned dtype, unsigned op, int root, double factor) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
@@ -401,8 +401,13 @@ NB_MODULE(native, m) {
       .def_prop_ro("source", [](const PyTransfer& self) { return self.transfer->source; });
 
   nb::class_<PyCommunicator> c(m, "Communicator");
-  c.def(nb::init<int, unsigned, std::vector<int>, bool>(), "fd"_a, "rank"_a, "pidfds"_a,
-        "is_crowded"_a);
+  c.def(
+      "__init__",
+      [](PyCommunicator* self, int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded) {
+        Processes processes(std::move(pidfds));
+        new (self) PyCommunicator(fd, rank, std::move(processes), is_crowded);
+      },
+      "fd"_a, "rank"_a, "pidfds"_a, "is_crowded"_a);
   c.def_prop_ro("rank", [](const PyCommunicator& self) { return self.end->rank; });
   c.def_prop_ro("size", [](const PyCommunicator& self) { return self.end->size; });
   bind_verb(c, "all_reduce", "all_reduce_async", &PyCommunicator::all_reduce);
@@ -448,7 +453,8 @@ NB_MODULE(native, m) {
     self.progress->add_memory(memory.memory);
   });
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
-  c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
+  c.def("close", &PyCommunicator::close, "ends"_a = false,
+        nb::call_guard<nb::gil_scoped_release>());
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;

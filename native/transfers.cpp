@@ -151,16 +151,20 @@ void Transfers::help() {
   }
 }
 
-// Whether nobody is left who could do the other half.
+// Whether nobody is left who could do the other half; or, for a receive from anyone, whether one
+// who might have has died.
 bool Transfers::is_hopeless(const Transfer& transfer) const {
   if (transfer.peer == static_cast<int>(end_->rank)) return false;
   if (transfer.peer >= 0) return end_->is_gone(transfer.peer);
   if (transfer.source >= 0) return end_->is_gone(transfer.source);
   if (end_->size == 1) return false;
+  bool is_anyone_left = false;
   for (unsigned j = 0; j < end_->size; ++j) {
-    if (j != end_->rank && !end_->is_gone(j)) return false;
+    if (j == end_->rank) continue;
+    if (end_->has_died(j)) return true;
+    is_anyone_left |= !end_->is_gone(j);
   }
-  return true;
+  return !is_anyone_left;
 }
 
 std::vector<TransferPtr> Transfers::all_pending() const {

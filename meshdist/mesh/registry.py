@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -334,6 +335,9 @@ class Registry:
                 key, deadline = heard_key(self._last_abort), time.monotonic() + _HEARD_S
                 self._wait_until(partial(_has_counted, store, key, self.world.size), deadline)
             self._wait_until(lambda: int(store.add(_NUM_OPENING, 0)) <= 0)
+        if not hasattr(sys, "last_value"):  # else an exception ends this process
+            for entry in opened:
+                entry.communicator.leave()
 
     def _await_members(self, opened: list[OpenCommunicator]) -> None:
         """Wait until every member has opened its side.

@@ -317,6 +317,9 @@ class Communicator(ABC):
     def abort(self) -> None:
         """Free every thread of this process that waits in ``finish``; may be called by any."""
 
+    def leave(self) -> None:  # noqa: B027 (most wires have nothing to say)
+        """Let the others know that this process ends in good order, and sends nothing more."""
+
     @abstractmethod
     def close(self) -> None:
         """End the communicator when nothing waits in it."""

@@ -286,6 +286,10 @@ class HierarchicalCommunicator(Communicator):
         self._levels.is_aborted = True
         self._levels.release()
 
+    def leave(self) -> None:
+        if self._levels.inside is not None:
+            self._levels.inside.leave()
+
     def close(self) -> None:
         self._levels.close()
 

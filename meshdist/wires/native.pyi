@@ -65,10 +65,11 @@ class Transfer:
     def source(self) -> int: ...
 
 class Communicator:
-    """This member's part in a segment. ``pidfds`` become its own; ``fd`` stays the caller's.
+    """This member's part in a segment. ``pidfds`` become its own, also where it cannot be made.
 
-    ``pidfds`` has one descriptor per member, -1 for this one (or is empty: then deaths go
-    unnoticed). ``is_crowded`` says that ranks outnumber cores: then nobody spins.
+    ``fd`` stays the caller's. ``pidfds`` has one descriptor per member, -1 for this one (or is
+    empty: then deaths go unnoticed). ``is_crowded`` says that ranks outnumber cores: then nobody
+    spins.
     """
 
     def __init__(self, fd: int, rank: int, pidfds: Sequence[int], is_crowded: bool) -> None: ...
@@ -354,7 +355,10 @@ class Communicator:
     def abort(self) -> None:
         """Free every thread of every member that waits in this communicator."""
 
-    def close(self) -> None:
-        """End this member's part; what waits here ends as CLOSED."""
+    def close(self, ends: bool = False) -> None:
+        """End this member's part; what waits here ends as CLOSED.
+
+        ``ends`` tells the others that this process comes to its end.
+        """
 
     def set_tuning(self, name: str, value: int, /) -> None: ...

@@ -304,6 +304,9 @@ class ShmCommunicator(Communicator):
     def abort(self) -> None:
         self._core.abort()
 
+    def leave(self) -> None:
+        self._core.close(True)
+
     def close(self) -> None:
         self._core.close()
 
@@ -402,12 +405,10 @@ class ShmWire(Wire):
 
         def attach(shared: Shared) -> None:
             is_crowded = opening.num_local > num_cores()
-            processes = list(shared.processes)
             try:
-                made.append(_core.Communicator(shared.memory, opening.rank, processes, is_crowded))
-            except BaseException:
-                _close_all(processes)
-                raise
+                made.append(
+                    _core.Communicator(shared.memory, opening.rank, shared.processes, is_crowded)
+                )
             finally:
                 os.close(shared.memory)
 

@@ -252,6 +252,55 @@ def test_closing_frees_this_member_and_tells_the_others() -> None:
     assert not failure["members"][1]["has_exited"]
 
 
+def receive_from_anyone(c: Any) -> tuple[int, float, int]:
+    x = torch.zeros(4)
+    start = time.monotonic()
+    status = c.recv(x.data_ptr(), 4, F32, -1, 0, TIMEOUT)
+    return status, time.monotonic() - start, c.last_source
+
+
+def test_a_receive_from_anyone_ends_when_one_who_might_send_dies() -> None:
+    def body(c: Any) -> Any:
+        if c.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receive_from_anyone(c) if c.rank == 0 else time.sleep(1.0)
+
+    (status, seconds, _), killed, _ = run_ranks(3, body)
+    assert status == STATUSES["DIED"]
+    assert seconds < 1.0
+    assert isinstance(killed, Killed)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_receive_from_anyone_goes_on_when_a_member_leaves_in_good_order(ends: bool) -> None:
+    def body(c: Any) -> Any:
+        x = torch.zeros(4)
+        if c.rank == 0:
+            return receive_from_anyone(c)
+        if c.rank == 1:
+            return c.close(ends)
+        time.sleep(0.5)
+        return c.send(x.data_ptr(), 4, F32, 0, 0, TIMEOUT), c.members()[1]
+
+    (status, _, source), _, (sent, seen) = run_ranks(3, body)
+    assert (status, source, sent) == (OK, 2, OK)
+    assert seen["was_closed"]
+    assert seen["has_exited"] is ends
+
+
+def test_process_handles_are_closed_also_where_nothing_can_be_made_of_them() -> None:
+    segment = native.create_segment(2, 4096, 4096)
+    other = os.memfd_create("other")
+    for memory, rank in ((segment, 2), (other, 0)):
+        handle = os.pidfd_open(os.getpid())
+        with pytest.raises((ValueError, RuntimeError)):
+            native.Communicator(memory, rank, [-1, handle], True)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)
+    os.close(segment)
+    os.close(other)
+
+
 @pytest.mark.parametrize("call", ["barrier", "recv", "ticket"])
 def test_an_interrupt_reaches_the_program(call: str) -> None:
     def body(c: Any) -> Any:
