@@ -207,7 +207,10 @@ class Message:
         self.is_send = is_send
 
     def start(self, *, waits: bool = False) -> None:
-        """Start it, once its counterpart, if that is there, is known to fit.
+        """Start it, and compare it with its counterpart, if that is there.
+
+        The comparison comes first, unless nothing that does not fit would arrive: then the message
+        is on its way meanwhile.
 
         Args:
             waits: whether ``finish`` follows at once.
@@ -218,8 +221,9 @@ class Message:
         channel = self.channel = self.target.channel(self.device_type)
         communicator = self.communicator = channel.waiting if waits else channel.communicator
         buffer, peer, tag = self.buffer, self.peer, self.tag
-        channel.enter_message(self.verb, buffer, peer, tag, is_send=self.is_send)
-        self.number = channel.recorder.num_notes
+        is_first = channel.is_broken() or not communicator.keeps_apart(tag)
+        if is_first:
+            self._enter()
         try:
             if self.is_send:
                 assert peer is not None  # who receives is always named
@@ -228,7 +232,16 @@ class Message:
                 note_write(self.data)
                 self.pending = communicator.recv(buffer, peer, tag, channel.timeout)
         except WireFailure as failure:
+            if not is_first:
+                self._enter()
             raise self.target.explain(failure, channel) from None
+        if not is_first:
+            self._enter()
+
+    def _enter(self) -> None:
+        channel = self.channel
+        channel.enter_message(self.verb, self.buffer, self.peer, self.tag, is_send=self.is_send)
+        self.number = channel.recorder.num_notes
 
     def finish(self) -> None:
         """Wait for it; what has come lies in the caller's array then."""

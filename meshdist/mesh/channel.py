@@ -141,7 +141,7 @@ class Channel:
         data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
-        if self.aborts and self.opened.label in self.aborts:
+        if self.aborts and self.is_broken():
             raise explain(self.group, WireAborted("the group is broken"), self)
         number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
         communicator.caller = verb
@@ -158,6 +158,10 @@ class Channel:
             numbers = _numbers(verb, data, number, root, bool(sent))
             self._compare_by_a_round(numbers, sent, taken)
 
+    def is_broken(self) -> bool:
+        """Whether the group failed or was aborted, so that ``enter`` refuses every call."""
+        return bool(self.aborts) and self.opened.label in self.aborts
+
     def enter_message(
         self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
     ) -> None:
@@ -168,12 +172,11 @@ class Channel:
                 of objects and the other of a tensor.
         """
         communicator = self.communicator
-        number_here = self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        communicator.number = self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
         communicator.caller = verb
-        communicator.number = number_here
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
-        if self.aborts and self.opened.label in self.aborts:
+        if self.aborts and self.is_broken():
             raise explain(self.group, WireAborted("the group is broken"), self)
         ledger = self.ledger
         if ledger is None:
@@ -195,7 +198,7 @@ class Channel:
         """Return when no member is too far behind to see what call ``sequence`` overwrites."""
         deadline = clock.now() + self.timeout.total_seconds()
         while (member := ledger.find_behind(sequence, is_uneven)) is not None:
-            if self.opened.label in self.opened.aborts:
+            if self.is_broken():
                 raise explain(self.group, WireFailure("aborted while waiting"), self)
             if clock.now() > deadline:
                 slow = f"rank {self.group.ranks[member]} is too many calls behind"

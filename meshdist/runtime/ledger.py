@@ -130,11 +130,17 @@ class Ledger:
 
     def send(self, peer: int, tag: int, header: int) -> int | None:
         """Note a message to ``peer``; returns its number where the receive for it differs."""
-        return self._transfer(peer, 0, tag, header)
+        if self._missing:
+            self._find_missing()
+        log = self._messages.get(peer)
+        return None if log is None else log.note(tag << 1, header)
 
     def recv(self, peer: int, tag: int, header: int) -> int | None:
         """Note a receive from ``peer``; returns its number where the message differs."""
-        return self._transfer(peer, 1, tag, header)
+        if self._missing:
+            self._find_missing()
+        log = self._messages.get(peer)
+        return None if log is None else log.note(tag << 1 | 1, header)
 
     def recv_any(self, tag: int) -> None:
         """Note a receive from any member: messages of its tag are compared no more."""
@@ -142,12 +148,6 @@ class Ledger:
             self._find_missing()
         for log in self._messages.values():
             log.note_any(tag)
-
-    def _transfer(self, peer: int, direction: int, tag: int, header: int) -> int | None:
-        if self._missing:
-            self._find_missing()
-        log = self._messages.get(peer)
-        return None if log is None else log.note(direction, tag, header)
 
     def view_of(self, peer: int) -> memoryview | None:
         """The words of ``peer``, if they have been found."""
@@ -232,15 +232,23 @@ class _MessageLog:
         self._loose: set[int] = set()
         self._is_all_loose = False
 
-    def note(self, direction: int, tag: int, header: int) -> int | None:
-        """Note one transfer; returns its number where its counterpart is there and differs."""
-        kind = tag << 1 | direction
+    def note(self, kind: int, header: int) -> int | None:
+        """Note one transfer; returns its number where its counterpart is there and differs.
+
+        Args:
+            kind: its tag, times two, and one more for a receive.
+            header: its fingerprint.
+        """
         number = self._counts.get(kind, 0) + 1
         self._write(kind, number, header)
-        self._read()  # before the count: what comes for an earlier number was compared over there
+        # Read before the count: what comes for an earlier number was compared over there.
+        if self._theirs is None or self._theirs[0] != self._num_read:
+            self._read()
         self._counts[kind] = number
-        expected = self._ahead.get(kind ^ 1, {}).pop(number, header)
-        if expected == header or self._is_all_loose or tag in self._loose:
+        ahead = self._ahead.get(kind ^ 1)
+        if not ahead or ahead.pop(number, header) == header:
+            return None
+        if self._is_all_loose or kind >> 1 in self._loose:
             return None
         return number if self._ledger.is_current(self._peer) else None
 

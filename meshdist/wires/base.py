@@ -198,6 +198,13 @@ class Communicator(ABC):
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         """Receive from member ``peer``, or from any member."""
 
+    def keeps_apart(self, tag: int) -> bool:
+        """Whether a message under ``tag`` never arrives where its size or dtype does not fit.
+
+        Starting one must not wait either: who called what is noted and compared afterwards then.
+        """
+        return False
+
     def batch(self) -> AbstractContextManager[None]:
         """Sends and receives started inside wait for each other in no order, whatever theirs is.
 

@@ -92,6 +92,9 @@ class GlooCommunicator(C10dCommunicator):
         started = super().reduce(target, op, root, timeout)
         return Chain([started], lambda: self.scratch.give(target))
 
+    def keeps_apart(self, tag: int) -> bool:
+        return tag < _LARGE_TAG and not self._is_lazy
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
             tensor = tensor.cpu()
