@@ -2,10 +2,12 @@
 #   PYTHON       the interpreter that makes the virtual environment (default: python3)
 #   VENV         where that environment lies (default: .venv)
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
+#   WORKERS      how many tests run at a time (default: 3, since most of them wait; 0: in one process)
 
 PYTHON      ?= python3
 VENV        ?= .venv
 PYTEST_ARGS ?=
+WORKERS     ?= 3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -24,7 +26,7 @@ test: $(VENV)/.installed-test ## format, lint, types, and every test but the soa
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

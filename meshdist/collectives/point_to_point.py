@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..errors import ArgumentError, KindError
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.base import Communicator, Pending, WireFailure
@@ -18,10 +20,22 @@ from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_
 from .instruments import verb
 from .running import bring_one_home
 
-__all__ = ["Message", "check_not_me", "irecv", "isend", "recv", "send", "start_together"]
+__all__ = [
+    "Message",
+    "NUM_OBJECT_NUMBERS",
+    "check_not_me",
+    "irecv",
+    "isend",
+    "recv",
+    "send",
+    "start_together",
+]
 
 _LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
+
+NUM_OBJECT_NUMBERS = 3
+"""How many whole numbers go before a list of objects."""
 
 _ANSWER_TAG = _LARGEST_TAG + 1
 """The tag of what a receiver answers to a sender."""
@@ -221,8 +235,10 @@ class Message:
         channel = self.channel = self.target.channel(self.device_type)
         communicator = self.communicator = channel.waiting if waits else channel.communicator
         buffer, peer, tag = self.buffer, self.peer, self.tag
-        is_first = channel.is_broken() or not communicator.keeps_apart(tag)
-        if is_first:
+        is_late = communicator.keeps_apart(tag) and not (
+            self._is_like_objects or channel.is_broken()
+        )
+        if not is_late:
             self._enter()
         try:
             if self.is_send:
@@ -232,10 +248,10 @@ class Message:
                 note_write(self.data)
                 self.pending = communicator.recv(buffer, peer, tag, channel.timeout)
         except WireFailure as failure:
-            if not is_first:
+            if is_late:
                 self._enter()
             raise self.target.explain(failure, channel) from None
-        if not is_first:
+        if is_late:
             self._enter()
 
     def _enter(self) -> None:
@@ -272,6 +288,12 @@ class Message:
             number=self.number,
             is_transfer=True,
         )
+
+    @property
+    def _is_like_objects(self) -> bool:
+        """Whether it goes before a list of objects, or may be taken for what does."""
+        buffer = self.buffer
+        return buffer.dtype is torch.int64 and buffer.numel() == NUM_OBJECT_NUMBERS
 
     @property
     def _is_apart(self) -> bool:

@@ -227,7 +227,7 @@ class Registry:
         store.set(_board_key(self.world.rank), json.dumps(address))
         self._sentinel = Sentinel(store, self.world.rank, self.answer, self._abort_here)
         self.world.rooms["store probe"] = self._sentinel.is_store_served
-        atexit.register(self._leave)  # runs before the sentinel's own, which was registered before
+        atexit.register(self._end)  # runs before the sentinel's own, which was registered before
 
     def answer(self, about: dict[str, Any]) -> Answer:
         """What this rank called last on each communicator and beside them; what is asked about."""
@@ -323,7 +323,7 @@ class Registry:
 
     def _leave(self) -> None:
         """Wait, a little, for ranks that still need this one to open what it has open already."""
-        atexit.unregister(self._leave)
+        atexit.unregister(self._end)
         if not self._is_among_processes or self.world.process_id != os.getpid():
             return
         with self._lock:
@@ -335,7 +335,13 @@ class Registry:
                 key, deadline = heard_key(self._last_abort), time.monotonic() + _HEARD_S
                 self._wait_until(partial(_has_counted, store, key, self.world.size), deadline)
             self._wait_until(lambda: int(store.add(_NUM_OPENING, 0)) <= 0)
-        if not hasattr(sys, "last_value"):  # else an exception ends this process
+
+    def _end(self) -> None:
+        """Tell the others that this process has come to its end, unless an exception ends it."""
+        self._leave()
+        if self.world.process_id == os.getpid() and not hasattr(sys, "last_value"):
+            with self._lock:
+                opened = list(self._by_label.values())
             for entry in opened:
                 entry.communicator.leave()
 

@@ -228,11 +228,13 @@ REFUSALS: list[Refusal] = [
     ),
     *(
         (
-            f"all_to_all_single with splits that are {splits!r}",
+            f"all_to_all_single with splits of {type(splits).__name__} {i}",
             TypeError,
             lambda splits=splits: md.all_to_all_single(ones(2), ones(2), splits),
         )
-        for splits in (2, "11", [1.0, 1.0], [True, True], {1: 0, 2: 0}, [[1], [1]], iter([1, 1]))
+        for i, splits in enumerate(
+            (2, "11", [1.0, 1.0], [True, True], {1: 0, 2: 0}, [[1], [1]], iter([1, 1]))
+        )
     ),
     (
         "all_to_all_single with a negative split",
