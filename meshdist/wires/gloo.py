@@ -18,6 +18,7 @@ import atexit
 import ctypes
 import os
 import socket
+import time
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from torch.distributed import ProcessGroupGloo, Work
 from ..reduce_ops import ReduceKind
 from ..runtime.alarms import Alarm
 from ..runtime.clock import clock
+from ..runtime.hosts import num_cores
 from .base import (
     Communicator,
     Opening,
@@ -49,6 +51,7 @@ from .transfers import Transfer
 __all__ = ["GlooCommunicator", "GlooWire", "gloo_devices", "gloo_interfaces"]
 
 _SLICE = timedelta(milliseconds=500)
+_SPIN_S = 0.0005
 _WATCH_S = 0.1
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
@@ -60,7 +63,12 @@ _LARGE_SLOT = 1 << 30
 
 
 class GlooCommunicator(C10dCommunicator):
-    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C."""
+    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
+
+    Args:
+        wire, rank, size, process_group: as for any of c10d.
+        spins: whether who waits may stay awake at first, since no rank of this host needs the core.
+    """
 
     arithmetic = GLOO
     # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
@@ -68,8 +76,11 @@ class GlooCommunicator(C10dCommunicator):
     # equal sizes only, which a member cannot tell of the others.
     lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
 
-    def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
+    def __init__(
+        self, wire: str, rank: int, size: int, process_group: Any, *, spins: bool = False
+    ) -> None:
         super().__init__(wire, rank, size, process_group)
+        self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
         self._is_lazy = _connects_late()
         _open.add(self)
@@ -123,6 +134,8 @@ class GlooCommunicator(C10dCommunicator):
             else:
                 super().finish(pending, timeout)
             return
+        if self._spins:
+            _look_a_while(pending)
         try:
             pending.wait(_SLICE)
         except RuntimeError as error:
@@ -255,7 +268,19 @@ class GlooWire(Wire):
         except RuntimeError as error:
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
-        return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group)
+        spins = opening.num_local <= num_cores()
+        return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group, spins=spins)
+
+
+def _look_a_while(work: Work) -> None:
+    """Return when ``work`` is done, or it takes longer than is worth staying awake for.
+
+    A core that has nothing to do falls asleep, and to wake it takes longer than a small message;
+    yielding, this thread leaves it to Gloo's whenever one of those can run.
+    """
+    is_done, end = work.is_completed, time.perf_counter() + _SPIN_S
+    while not is_done() and time.perf_counter() < end:
+        os.sched_yield()
 
 
 def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
