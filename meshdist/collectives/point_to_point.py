@@ -235,9 +235,7 @@ class Message:
         channel = self.channel = self.target.channel(self.device_type)
         communicator = self.communicator = channel.waiting if waits else channel.communicator
         buffer, peer, tag = self.buffer, self.peer, self.tag
-        is_late = communicator.keeps_apart(tag) and not (
-            self._is_like_objects or channel.is_broken()
-        )
+        is_late = not self.is_send and self._may_be_late()
         if not is_late:
             self._enter()
         try:
@@ -289,11 +287,15 @@ class Message:
             is_transfer=True,
         )
 
-    @property
-    def _is_like_objects(self) -> bool:
-        """Whether it goes before a list of objects, or may be taken for what does."""
+    def _may_be_late(self) -> bool:
+        """Whether a receive may be noted and compared once it is under way.
+
+        Not where it may take for its own what goes before a list of objects.
+        """
         buffer = self.buffer
-        return buffer.dtype is torch.int64 and buffer.numel() == NUM_OBJECT_NUMBERS
+        is_like_objects = buffer.dtype is torch.int64 and buffer.numel() == NUM_OBJECT_NUMBERS
+        keeps_apart = self.communicator.keeps_apart(self.tag)
+        return keeps_apart and not (is_like_objects or self.channel.is_broken())
 
     @property
     def _is_apart(self) -> bool:
