@@ -1,58 +1,236 @@
-"""Every verb over Gloo: ours against torch.distributed, in one run.
+"""Every verb, ours beside the others: torch's Gloo, Open MPI, MPICH and JAX.
 
-    python -m benchmarks.collectives [--ranks 2] [--rounds 7] [--verbs all_reduce,...]
+    python -m benchmarks.collectives [gloo] [shm] [crowded] [--rounds 5] [--verbs all_reduce,...]
 
-Both sides keep their processes, asleep while the other is at work; each round asks each side once
-for each verb and size. A cell is the median over rounds of the slowest rank's time per call; the
-ratio is the median over rounds of torch's time divided by ours in the same round, beside the
-spread of ours (highest by lowest). `meshdist bench collectives` measures whatever is named.
+``gloo`` is ours over Gloo beside torch.distributed over Gloo, 2 ranks. ``shm`` is ours through
+shared memory beside all the others, 2 ranks; ``crowded`` the same with 4 ranks. All of them by
+default.
+
+All sides keep their processes, asleep while another is at work; each round asks each side once for
+each verb and size. A cell is the median over rounds of the slowest rank's time per call; a ratio is
+the median over rounds of the other's time divided by ours in the same round. MPI is called through
+mpi4py on NumPy arrays; it and JAX take part where they are installed, MPICH from an environment of
+its own (build/mpich), since its mpiexec bears the name of Open MPI's.
+`meshdist bench collectives` measures whatever is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from meshdist.bench.measuring import Cell, Entrant, measure, running
 from meshdist.bench.reporting import plot, size_text, table_text, to_json, write
 from meshdist.bench.sides import VERBS
 
+ROOT = Path(__file__).resolve().parents[1]
 REPORTS = Path(__file__).resolve().parent / "reports"
-SIDES = ("meshdist/gloo", "torch/gloo")
-SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+KIB, MIB = 1 << 10, 1 << 20
+SHM, SHARED, TORCH, OPEN_MPI, MPICH, JAX = (
+    "meshdist/shm",
+    "meshdist/shm/shared",
+    "torch/gloo",
+    "Open MPI",
+    "MPICH",
+    "JAX",
+)
 
 
-def is_slower(cell: Cell) -> bool:
-    """Whether ours is slower than torch's by more than 5 % and more than the run's own spread."""
-    ours, theirs = (cell.samples[side] for side in SIDES)
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    spread = min(max(samples) / min(samples) for samples in (ours, theirs))
+@dataclass(frozen=True)
+class Part:
+    """One run of the benchmark.
+
+    Args:
+        name: its report's.
+        num_ranks: of each side.
+        sizes: in bytes.
+        also: further cells: verb, size and dtype.
+    """
+
+    name: str
+    num_ranks: int
+    sizes: tuple[int, ...]
+    also: tuple[tuple[str, int, str], ...] = ()
+
+
+PARTS = {
+    "gloo": Part("collectives_gloo", 2, (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)),
+    "shm": Part(
+        "collectives_shm",
+        2,
+        (8, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB, 256 * MIB),
+        (("all_reduce", 64 * MIB, "bfloat16"), ("all_reduce", 25 * MIB, "float32")),
+    ),
+    "crowded": Part("collectives_shm_4", 4, (8, 4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many times as fast as the fastest of ``others`` a verb shall be at some sizes.
+
+    Args:
+        verb: its name.
+        sizes: in bytes.
+        others: whom it is compared with.
+        times: how many times as fast.
+        most_us: how long it may take, in microseconds, whatever the others take.
+    """
+
+    verb: str
+    sizes: tuple[int, ...]
+    others: tuple[str, ...] = ()
+    times: float = 0.0
+    most_us: float | None = None
+
+
+MPI = (OPEN_MPI, MPICH)
+FROM_1_MIB = (MIB, 4 * MIB, 64 * MIB, 256 * MIB)
+MOVED = ("broadcast", "all_to_all_single", "send_recv")
+TARGETS = {
+    "shm": (
+        Target("all_reduce", (64 * MIB, 256 * MIB), (OPEN_MPI,), 2.5),
+        Target("all_reduce", (64 * MIB, 256 * MIB), (TORCH,), 4.5),
+        Target("all_reduce", (256 * KIB, MIB, 4 * MIB), MPI, 1.5),
+        Target("all_reduce", (8,), (TORCH,), 100.0, 3.0),
+        Target("all_reduce", (4 * KIB,), (OPEN_MPI,), 1.0),
+        Target("reduce_scatter_tensor", (64 * MIB,), MPI, 3.0),
+        Target("reduce_scatter_tensor", (64 * MIB,), (TORCH,), 10.0),
+        Target("all_gather_into_tensor", FROM_1_MIB, MPI, 1.0),
+        Target("all_gather_into_tensor", FROM_1_MIB, (TORCH,), 5.0),
+        *(Target(verb, FROM_1_MIB, MPI, 0.9) for verb in MOVED),
+        *(Target(verb, FROM_1_MIB, (TORCH,), 2.5) for verb in MOVED),
+        Target("all_reduce", (25 * MIB,), (SHM,), 1.3),
+    ),
+    "crowded": (
+        Target("all_reduce", (8,), (OPEN_MPI,), 1 / 1.5),
+        Target("all_reduce", (64 * MIB,), (OPEN_MPI,), 2.0),
+    ),
+}
+
+
+def is_slower(cell: Cell, ours: str, other: str) -> bool:
+    """Whether ours is slower than the other by more than 5 % and more than the run's own spread."""
+    samples = cell.samples[ours], cell.samples[other]
+    ratio = statistics.median(samples[0]) / statistics.median(samples[1])
+    spread = min(max(one) / min(one) for one in samples)
     return ratio > max(1.05, spread)
+
+
+def verdicts(part: str, cells: Sequence[Cell]) -> list[str]:
+    """One line for each target and size: what was reached, and whether that is enough."""
+    found = {(cell.verb, cell.num_bytes, cell.dtype): cell for cell in cells}
+    lines = []
+    for target in TARGETS.get(part, ()):
+        ours = SHARED if target.others == (SHM,) else SHM
+        for size in target.sizes:
+            cell = found.get((target.verb, size, "float32"))
+            if cell is None:
+                continue
+            ratios = [ratio for other in target.others if (ratio := cell.ratio(other, ours))]
+            mine = cell.median(ours)
+            if not ratios or mine is None:
+                continue
+            is_met = min(ratios) >= target.times
+            text = f"{target.verb} {size_text(size)}: {min(ratios):.2f} times "
+            text += f"{' and '.join(target.others)}, at least {target.times:.3g}"
+            if target.most_us is not None:
+                is_met = is_met and mine * 1e6 <= target.most_us
+                text += f"; {mine * 1e6:.2f} us, at most {target.most_us:g}"
+            lines.append(f"{'met   ' if is_met else 'MISSED'} {text}")
+    half = found.get(("all_reduce", 64 * MIB, "bfloat16"))
+    full = found.get(("all_reduce", 64 * MIB, "float32"))
+    if half and full and (a := half.median(SHM)) and (b := full.median(SHM)):
+        more = 2 * b / a  # 64 MiB are twice as many elements
+        verdict = "met   " if more >= 1.6 else "MISSED"
+        lines.append(f"{verdict} all_reduce 64 MiB bfloat16: {more:.2f} times float32's elements/s")
+    return lines
+
+
+def mpich_python() -> Path | None:
+    """The interpreter of an environment with MPICH, made now if need be; None where it cannot."""
+    folder = ROOT / "build" / "mpich"
+    python = folder / "bin" / "python"
+    if not (folder / "bin" / "mpiexec").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "mpich", "mpi4py", "numpy"]
+        if subprocess.run(pip, check=False).returncode != 0:
+            return None
+    return python
+
+
+def entrants_of(part: str) -> list[Entrant]:
+    """All sides of a part that this machine can run; ours comes first."""
+    if part == "gloo":
+        return [Entrant("meshdist/gloo", "meshdist/gloo"), Entrant(TORCH, TORCH)]
+    sides = [Entrant(SHM, SHM), Entrant(TORCH, TORCH)]
+    if part == "shm":
+        sides.insert(1, Entrant(SHARED, SHARED))
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    path = os.environ.get("PYTHONPATH", "")
+    here = {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+    if find_spec("mpi4py") and mpiexec.exists():
+        launch = (str(mpiexec), "--oversubscribe", "-n", "{n}")
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        sides.append(Entrant(OPEN_MPI, "mpi", launch, environment=here | root))
+    python = mpich_python()
+    if python is not None:
+        launch = (str(python.with_name("mpiexec")), "-n", "{n}")
+        sides.append(Entrant(MPICH, "mpi", launch, str(python), here))
+    if find_spec("jax"):
+        sides.append(Entrant(JAX, "jax"))
+    return sides
+
+
+def run(name: str, verbs: Sequence[str], rounds: int, sizes: Sequence[int], folder: Path) -> None:
+    """Measure one part, tell, and write its report."""
+    part, entrants = PARTS[name], entrants_of(name)
+    labels = [entrant.label for entrant in entrants]
+    print("  ".join(f"{text:>14}" for text in table_text([], labels)[0]), flush=True)
+
+    def tell(cell: Cell) -> None:
+        row = table_text([cell], labels)[1]
+        slow = name == "gloo" and is_slower(cell, *labels)
+        print("  ".join(f"{text:>14}" for text in row), "slower" * slow, flush=True)
+
+    with running(entrants, part.num_ranks) as ranks:
+        cells = measure(ranks, verbs, sizes or part.sizes, rounds, tell)
+        for verb, num_bytes, dtype in part.also if not sizes else ():
+            if verb in verbs:
+                cells += measure(ranks, [verb], [num_bytes], rounds, tell, dtype)
+    report = to_json(cells, part.num_ranks, rounds, __doc__)
+    if name == "gloo":
+        slower = [f"{c.verb} {size_text(c.num_bytes)}" for c in cells if is_slower(c, *labels)]
+        print("slower than torch beyond 5 % and the run's spread:", ", ".join(slower) or "none")
+        report["slower"] = slower
+    else:
+        report["targets"] = verdicts(name, cells)
+        print(*report["targets"], sep="\n")
+    write(folder / f"{part.name}.json", report)
+    plot(folder / f"{part.name}.svg", cells, labels)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--verbs", default=",".join(VERBS))
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
-    parser.add_argument("--output", type=Path, default=REPORTS / "collectives_gloo.json")
+    parser.add_argument("--sizes", default="", help="bytes, a comma list")
+    parser.add_argument("--output", type=Path, default=REPORTS, help="the folder of the reports")
     arguments = parser.parse_args()
-    verbs = arguments.verbs.split(",")
-    sizes = [int(size) for size in arguments.sizes.split(",")]
-
-    def tell(cell: Cell) -> None:
-        row = table_text([cell], SIDES)[1]
-        print("  ".join(f"{text:>12}" for text in row), "slower" * is_slower(cell), flush=True)
-
-    entrants = [Entrant(side, side) for side in SIDES]
-    with running(entrants, arguments.ranks) as ranks:
-        cells = measure(ranks, verbs, sizes, arguments.rounds, tell)
-    slower = [f"{cell.verb} {size_text(cell.num_bytes)}" for cell in cells if is_slower(cell)]
-    print("slower than torch beyond 5 % and the run's spread:", ", ".join(slower) or "none")
-    write(arguments.output, to_json(cells, arguments.ranks, arguments.rounds, __doc__))
-    plot(arguments.output.with_suffix(".svg"), cells, SIDES)
+    sizes = [int(size) for size in arguments.sizes.split(",") if size]
+    for name in arguments.parts or PARTS:
+        run(name, arguments.verbs.split(","), arguments.rounds, sizes, arguments.output)
 
 
 if __name__ == "__main__":

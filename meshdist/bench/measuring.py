@@ -61,6 +61,7 @@ class Cell:
 
     verb: str
     num_bytes: int
+    dtype: str = "float32"
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def median(self, label: str) -> float | None:
@@ -82,18 +83,20 @@ class _Ranks:
     def __init__(self, label: str, talks: list[Any]) -> None:
         self._label = label
         self._talks = talks
-        self._calls: dict[tuple[str, int], int] = {}
+        self._calls: dict[tuple[str, int, str], int | None] = {}
 
-    def sample(self, verb: str, num_bytes: int) -> float | None:
-        """Seconds per call of the slowest rank."""
-        calls = self._calls.get((verb, num_bytes))
-        if calls is None:
-            first = self._ask(verb, num_bytes, 1, 2)
-            if first is None:
-                return None
-            calls = max(1, min(_MOST_CALLS, int(_SAMPLE_S / max(first, 1e-9))))
-            self._calls[verb, num_bytes] = calls
-        return self._ask(verb, num_bytes, 1, calls)
+    def sample(self, verb: str, num_bytes: int, dtype: str) -> float | None:
+        """Seconds per call of the slowest rank; None where the side has no such call."""
+        what = verb, num_bytes, dtype
+        if what not in self._calls:
+            first = self._ask(*what, 1, 2)
+            self._calls[what] = (
+                None
+                if first is None
+                else max(1, min(_MOST_CALLS, int(_SAMPLE_S / max(first, 1e-9))))
+            )
+        calls = self._calls[what]
+        return None if calls is None else self._ask(*what, 1, calls)
 
     def end(self) -> None:
         """Let all ranks end."""
@@ -101,8 +104,9 @@ class _Ranks:
             talk.write(json.dumps({"verb": "end"}) + "\n")
             talk.flush()
 
-    def _ask(self, verb: str, num_bytes: int, warm_up: int, calls: int) -> float | None:
-        order = {"verb": verb, "bytes": num_bytes, "warm_up": warm_up, "calls": calls}
+    def _ask(self, verb: str, num_bytes: int, dtype: str, warm_up: int, calls: int) -> float | None:
+        order = {"verb": verb, "bytes": num_bytes, "dtype": dtype}
+        order |= {"warm_up": warm_up, "calls": calls}
         for talk in self._talks:
             talk.write(json.dumps(order) + "\n")
             talk.flush()
@@ -152,6 +156,7 @@ def measure(
     sizes: Sequence[int],
     rounds: int,
     tell: Callable[[Cell], None],
+    dtype: str = "float32",
 ) -> list[Cell]:
     """Measure every verb at every size, ``rounds`` times each, entrants in turn."""
     cells = []
@@ -159,11 +164,11 @@ def measure(
     shuffler = random.Random(0)
     for verb in verbs:
         for num_bytes in sizes if verb != "barrier" else (0,):
-            cell = Cell(verb, num_bytes)
+            cell = Cell(verb, num_bytes, dtype)
             for _ in range(rounds):
                 shuffler.shuffle(order)
                 for label in order:
-                    sample = ranks[label].sample(verb, num_bytes)
+                    sample = ranks[label].sample(verb, num_bytes, dtype)
                     if sample is not None:
                         cell.samples.setdefault(label, []).append(sample)
             cells.append(cell)

@@ -68,6 +68,7 @@ def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> d
             {
                 "verb": cell.verb,
                 "bytes": cell.num_bytes,
+                "dtype": cell.dtype,
                 "seconds": {label: sorted(samples) for label, samples in cell.samples.items()},
             }
             for cell in cells

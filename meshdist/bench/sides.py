@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-__all__ = ["SIDES", "VERBS", "Side", "open_side"]
+__all__ = ["DTYPES", "SIDES", "VERBS", "Side", "open_side"]
 
 VERBS = (
     "all_reduce",
@@ -32,6 +32,9 @@ VERBS = (
 )
 """In the names of torch; ``send_recv`` is half a round trip between ranks 0 and 1."""
 
+DTYPES = ("float32", "bfloat16")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
 _SINGLE = {
     "all_gather_into_tensor": "all_gather_single",
     "reduce_scatter_tensor": "reduce_scatter_single",
@@ -48,8 +51,8 @@ class Side(ABC):
     size: int
 
     @abstractmethod
-    def call(self, verb: str, num_bytes: int) -> Call | None:
-        """Return a function that does ``verb`` once over float32; None if there is no such verb."""
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``verb`` once; None if the library has no such verb."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -58,6 +61,14 @@ class Side(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the world."""
+
+    def count(self, num_bytes: int, dtype: str) -> int:
+        """How many elements a buffer of ``num_bytes`` has; at least one."""
+        return max(1, num_bytes // _ITEM_BYTES[dtype])
+
+    def part(self, num_bytes: int, dtype: str) -> int:
+        """How many of them belong to each rank; at least one."""
+        return max(1, self.count(num_bytes, dtype) // self.size)
 
 
 class TorchSide(Side):
@@ -81,34 +92,50 @@ class TorchSide(Side):
         """End the world."""
         self._library.destroy_process_group()
 
-    def call(self, verb: str, num_bytes: int) -> Call | None:
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once on CPU tensors."""
-        torch, library = self._torch, self._library
-        part = max(1, num_bytes // 4 // self.size)
-        whole = torch.ones(part * self.size if num_bytes // 4 >= self.size else num_bytes // 4)
-        one = torch.ones(part)
-        parts = list(torch.ones(part * self.size).chunk(self.size))
-        others = [torch.ones(part) for _ in parts]
-        on_root = parts if self.rank == 0 else None
-        full = torch.ones(part * self.size)
-        if verb == "barrier":
-            return partial(library.barrier)
+        count, part = self.count(num_bytes, dtype), self.part(num_bytes, dtype)
+        kind = getattr(self._torch, dtype)
+
+        def whole() -> Any:
+            return self._ones(count, kind)
+
+        def one() -> Any:
+            return self._ones(part, kind)
+
+        def full() -> Any:
+            return self._ones(part * self.size, kind)
+
+        def parts() -> list[Any]:
+            return list(full().chunk(self.size))
+
+        def parts_on_root() -> list[Any] | None:
+            return parts() if self.rank == 0 else None
+
+        def places() -> list[Any]:
+            return [one() for _ in range(self.size)]
+
         if verb == "send_recv":
-            return self._ping_pong(whole)
-        if verb in ("broadcast", "reduce"):
-            return partial(getattr(library, verb), whole, 0)
-        arguments: dict[str, tuple[Any, ...]] = {
+            return self._ping_pong(whole())
+        makers: dict[str, tuple[Callable[[], Any], ...]] = {
             "all_reduce": (whole,),
+            "reduce": (whole, _zero),
+            "broadcast": (whole, _zero),
             "all_gather_into_tensor": (full, one),
-            "all_gather": (others, one),
-            "gather": (one, on_root, 0),
-            "scatter": (one, on_root, 0),
+            "all_gather": (places, one),
+            "gather": (one, parts_on_root, _zero),
+            "scatter": (one, parts_on_root, _zero),
             "reduce_scatter_tensor": (one, full),
             "reduce_scatter": (one, parts),
-            "all_to_all_single": (full, torch.ones(part * self.size)),
-            "all_to_all": (others, parts),
+            "all_to_all_single": (full, full),
+            "all_to_all": (places, parts),
+            "barrier": (),
         }
-        return partial(getattr(library, _SINGLE.get(verb, verb)), *arguments[verb])
+        function = getattr(self._library, _SINGLE.get(verb, verb))
+        return partial(function, *(make() for make in makers[verb]))
+
+    def _ones(self, count: int, dtype: Any) -> Any:
+        return self._torch.ones(count, dtype=dtype)
 
     def _ping_pong(self, tensor: Any) -> Call:
         send, recv = self._library.send, self._library.recv
@@ -122,6 +149,23 @@ class TorchSide(Side):
             send(tensor, 0)
 
         return first if self.rank == 0 else second if self.rank == 1 else lambda: None
+
+
+class SharedSide(TorchSide):
+    """meshdist's all_reduce on a tensor that lies in memory which all ranks map."""
+
+    def __init__(self, library: Any, backend: str) -> None:
+        super().__init__(library, backend)
+        self._made: dict[tuple[int, Any], Any] = {}
+
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``verb`` once; only all_reduce is measured."""
+        return super().call(verb, num_bytes, dtype) if verb == "all_reduce" else None
+
+    def _ones(self, count: int, dtype: Any) -> Any:
+        if (count, dtype) not in self._made:
+            self._made[count, dtype] = self._library.shared_empty((count,), dtype=dtype)
+        return self._made[count, dtype].fill_(1)
 
 
 class MpiSide(Side):
@@ -142,36 +186,41 @@ class MpiSide(Side):
     def close(self) -> None:
         """Nothing: MPI ends with the process."""
 
-    def call(self, verb: str, num_bytes: int) -> Call | None:
-        """Return a function that does ``verb`` once."""
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``verb`` once; MPI knows no bfloat16."""
         import numpy as np
 
-        world = self._world
-        part = max(1, num_bytes // 4 // self.size)
-        whole = np.ones(max(1, num_bytes // 4), np.float32)
-        one = np.ones(part, np.float32)
-        full = np.ones(part * self.size, np.float32)
-        second = np.ones(part * self.size, np.float32)
-        at_root = full if self.rank == 0 else None
-        if verb == "send_recv":
-            return self._ping_pong(whole)
-        if verb == "reduce" and self.rank == 0:
-            return partial(world.Reduce, self._in_place, whole)
-        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "all_reduce": (world.Allreduce, (self._in_place, whole)),
-            "reduce": (world.Reduce, (whole, None)),
-            "broadcast": (world.Bcast, (whole,)),
-            "all_gather_into_tensor": (world.Allgather, (one, full)),
-            "gather": (world.Gather, (one, at_root)),
-            "scatter": (world.Scatter, (at_root, one)),
-            "reduce_scatter_tensor": (world.Reduce_scatter_block, (full, one)),
-            "all_to_all_single": (world.Alltoall, (full, second)),
-            "barrier": (world.Barrier, ()),
-        }
-        if verb not in calls:
+        if dtype != "float32":
             return None
-        function, arguments = calls[verb]
-        return partial(function, *arguments)
+        world = self._world
+        count, part = self.count(num_bytes, dtype), self.part(num_bytes, dtype)
+
+        def ones(number: int) -> Any:
+            return np.ones(number, dtype)
+
+        def on_root() -> Any:
+            return ones(part * self.size) if self.rank == 0 else None
+
+        if verb == "send_recv":
+            return self._ping_pong(ones(count))
+        if verb == "all_reduce":
+            return partial(world.Allreduce, self._in_place, ones(count))
+        if verb == "reduce":
+            mine = (self._in_place, ones(count)) if self.rank == 0 else (ones(count), None)
+            return partial(world.Reduce, *mine)
+        if verb == "broadcast":
+            return partial(world.Bcast, ones(count))
+        if verb == "all_gather_into_tensor":
+            return partial(world.Allgather, ones(part), ones(part * self.size))
+        if verb == "gather":
+            return partial(world.Gather, ones(part), on_root())
+        if verb == "scatter":
+            return partial(world.Scatter, on_root(), ones(part))
+        if verb == "reduce_scatter_tensor":
+            return partial(world.Reduce_scatter_block, ones(part * self.size), ones(part))
+        if verb == "all_to_all_single":
+            return partial(world.Alltoall, ones(part * self.size), ones(part * self.size))
+        return world.Barrier if verb == "barrier" else None
 
     def _ping_pong(self, array: Any) -> Call:
         world = self._world
@@ -187,18 +236,88 @@ class MpiSide(Side):
         return first if self.rank == 0 else second if self.rank == 1 else lambda: None
 
 
+class JaxSide(Side):
+    """JAX over its CPU collectives: one device a process, one jitted function for each verb."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        jax: Any = import_module("jax")
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        jax.distributed.initialize(address, self.size, self.rank)
+        self._jax = jax
+        self._mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
+        self._barrier = self.call("all_reduce", 4, "float32")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        assert self._barrier is not None
+        self._barrier()
+
+    def close(self) -> None:
+        """End the world."""
+        self._jax.distributed.shutdown()
+
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``verb`` once, out of place, as JAX does."""
+        import numpy as np
+
+        lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec
+        count = self.count(num_bytes, dtype)
+        full = self.part(num_bytes, dtype) * self.size
+        bodies: dict[str, tuple[int, Callable[[Any], Any]]] = {
+            "all_reduce": (count, lambda x: lax.psum(x, "ranks")),
+            "all_gather_into_tensor": (
+                full // self.size,
+                lambda x: lax.all_gather(x, "ranks", tiled=True),
+            ),
+            "reduce_scatter_tensor": (full, lambda x: lax.psum_scatter(x, "ranks", tiled=True)),
+            "all_to_all_single": (full, lambda x: lax.all_to_all(x, "ranks", 0, 0, tiled=True)),
+        }
+        if verb not in bodies:
+            return None
+        number, body = bodies[verb]
+        ranks = spec("ranks")
+        each = self._jax.shard_map(
+            body, mesh=self._mesh, in_specs=ranks, out_specs=ranks, check_vma=False
+        )
+        function = self._jax.jit(each)
+        mine = np.ones(number, self._jax.numpy.dtype(dtype))
+        x = self._jax.make_array_from_process_local_data(
+            self._jax.sharding.NamedSharding(self._mesh, ranks), mine
+        )
+        return lambda: function(x).block_until_ready()
+
+
+def _zero() -> int:
+    return 0
+
+
 def _side_of(library: str, backend: str) -> Side:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return TorchSide(import_module(library), backend)
 
 
+def _shared_side() -> Side:
+    return SharedSide(import_module("meshdist"), "shm")
+
+
 SIDES: dict[str, Callable[[], Side]] = {
     "meshdist/shm": partial(_side_of, "meshdist", "shm"),
+    "meshdist/shm/shared": _shared_side,
     "meshdist/gloo": partial(_side_of, "meshdist", "gloo"),
     "torch/gloo": partial(_side_of, "torch.distributed", "gloo"),
     "mpi": MpiSide,
+    "jax": JaxSide,
 }
-"""What can be measured; "mpi" is whichever MPI the interpreter's mpi4py finds."""
+"""What can be measured.
+
+``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``mpi`` is whichever MPI the interpreter's
+mpi4py finds.
+"""
 
 
 def open_side(name: str) -> Side:

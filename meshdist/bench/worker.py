@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 def _measure(side: Side, order: dict[str, Any]) -> float | None:
     """Seconds per call; None where the side has no such verb."""
-    call = side.call(order["verb"], order["bytes"])
+    call = side.call(order["verb"], order["bytes"], order["dtype"])
     if call is None:
         return None
     for _ in range(order["warm_up"]):

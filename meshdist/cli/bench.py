@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
 from ..bench.reporting import plot, size_text, table_text, to_json, write
-from ..bench.sides import SIDES, VERBS
+from ..bench.sides import DTYPES, SIDES, VERBS
 from .arguments import Parser
 
 __all__ = ["SUMMARY", "main"]
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sizes", type=_counts, default=_SIZES, help=f"bytes, a comma list ({_SIZES})"
     )
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=" or ".join(DTYPES))
     parser.add_argument("--rounds", type=_count, default=5, help="interleaved rounds (5)")
     parser.add_argument(
         "--sides",
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
             arguments.nproc,
             arguments.verbs,
             arguments.sizes,
+            arguments.dtype,
             arguments.rounds,
             arguments.sides,
             arguments.output,
@@ -101,6 +103,7 @@ def _measure(
     num_ranks: int,
     verbs: Sequence[str],
     sizes: list[int],
+    dtype: str,
     rounds: int,
     sides: list[str],
     output: Path | None,
@@ -119,9 +122,9 @@ def _measure(
         console.print(f"  {cell.verb} {size_text(cell.num_bytes)}", style="dim", end="\r")
 
     with running(entrants, num_ranks) as ranks:
-        cells = measure(ranks, verbs, sizes, rounds, tell)
+        cells = measure(ranks, verbs, sizes, rounds, tell, dtype)
     head, *rows = table_text(cells, sides)
-    table = Table(title=f"{num_ranks} ranks, float32, median of {rounds} rounds")
+    table = Table(title=f"{num_ranks} ranks, {dtype}, median of {rounds} rounds")
     for column in head:
         table.add_column(column, justify="left" if column == "verb" else "right")
     for row in rows:
