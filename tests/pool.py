@@ -162,8 +162,8 @@ class Pool:
             if path and Path(path).is_relative_to(TESTS) and Path(path) != Path(__file__):
                 cloudpickle.register_pickle_by_value(module)
         team = self.workers[:nprocs]
-        for rank, worker in enumerate(team):
-            call = {
+        calls = [
+            {
                 "fn": fn,
                 "args": args,
                 "rank": rank,
@@ -174,7 +174,11 @@ class Pool:
                 "env": {**QUICK_NAMES, **(env or {}), **host_environment(hosts, rank)},
                 "timeout_s": timeout_s,
             }
-            worker.connection.send_bytes(cloudpickle.dumps(call))
+            for rank in range(nprocs)
+        ]
+        # All of them before the first is sent: what cannot be sent to one rank is sent to none.
+        for worker, data in zip(team, list(map(cloudpickle.dumps, calls)), strict=True):
+            worker.connection.send_bytes(data)
         return self._collect(team, timeout_s, grace_s)
 
     def call(self, fn: Callable[..., Any], nprocs: int, *args: Any, **settings: Any) -> list[Any]:

@@ -183,7 +183,9 @@ def test_a_rank_that_ends_otherwise_is_named_as_well(
 def test_fifty_rounds_of_every_end(verb: str, pool: Pool, tmp_path: Path) -> None:
     draw = random.Random(verb)
     for _ in range(50):
-        way = draw.choice(["killed", "exits", "raises"])
+        # Who raises here goes on to close its groups; a third rank might still send to anyone.
+        ways = ["killed", "exits"] if verb == "recv from anyone" else ["killed", "exits", "raises"]
+        way = draw.choice(ways)
         num_bytes = draw.choice([12, 4096, 100_000, MIB, 16 * MIB, 64 * MIB])
         kill_one(pool, verb, way, tmp_path, num_bytes, draw.uniform(0.0, 0.1))
 

@@ -38,6 +38,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "world",
             "handles",
             "boards",
+            "pages",
             "ledger",
             "debug_levels",
             "recorder",

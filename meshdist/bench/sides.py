@@ -296,20 +296,16 @@ def _zero() -> int:
     return 0
 
 
-def _side_of(library: str, backend: str) -> Side:
+def _side_of(kind: type[TorchSide], library: str, backend: str) -> Side:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return TorchSide(import_module(library), backend)
-
-
-def _shared_side() -> Side:
-    return SharedSide(import_module("meshdist"), "shm")
+    return kind(import_module(library), backend)
 
 
 SIDES: dict[str, Callable[[], Side]] = {
-    "meshdist/shm": partial(_side_of, "meshdist", "shm"),
-    "meshdist/shm/shared": _shared_side,
-    "meshdist/gloo": partial(_side_of, "meshdist", "gloo"),
-    "torch/gloo": partial(_side_of, "torch.distributed", "gloo"),
+    "meshdist/shm": partial(_side_of, TorchSide, "meshdist", "shm"),
+    "meshdist/shm/shared": partial(_side_of, SharedSide, "meshdist", "shm"),
+    "meshdist/gloo": partial(_side_of, TorchSide, "meshdist", "gloo"),
+    "torch/gloo": partial(_side_of, TorchSide, "torch.distributed", "gloo"),
     "mpi": MpiSide,
     "jax": JaxSide,
 }

@@ -30,6 +30,7 @@ from ..error_text import ranks_text
 from ..errors import GradientError
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..runtime.debug_levels import DebugLevel, get_debug_level
+from ..runtime.pages import new_like
 from .verbs import all_gather_into_tensor, all_reduce, broadcast
 
 __all__ = ["pmean", "psum", "pvary"]
@@ -63,7 +64,7 @@ class _Psum(Function):
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
         # Contiguous, as the wires want it: all_reduce would copy anything else once more.
-        total = x.clone(memory_format=torch.contiguous_format)
+        total = new_like(x).copy_(x)
         all_reduce(total, group=group)
         return total
 
@@ -84,7 +85,7 @@ class _Pvary(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return x.clone()
+        return new_like(x).copy_(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

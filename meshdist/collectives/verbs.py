@@ -97,7 +97,9 @@ def all_reduce(
     note_write(buffer)  # the common case: nothing to bring home
     communicator = channel.waiting
     try:
-        communicator.finish(communicator.all_reduce(buffer, kind, channel.timeout), channel.timeout)
+        pending = communicator.all_reduce(buffer, kind, channel.timeout)
+        if pending is not None:  # else the wire has waited
+            communicator.finish(pending, channel.timeout)
     except WireFailure as failure:
         raise target.explain(failure, channel) from None
     return None

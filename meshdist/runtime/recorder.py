@@ -21,6 +21,7 @@ NUM_NOTES = 128
 """How many calls a recorder remembers."""
 
 _moments = count(1)
+_NO_STACK: list[str] = []
 
 Data: TypeAlias = "tuple[Any, ...] | None"
 """The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
@@ -98,7 +99,7 @@ class Recorder:
             What is kept of ``tensor``.
         """
         self.sequence += 1
-        return self._keep(group, verb, tensor, (op, root, sizes))
+        return self._keep(group, verb, tensor, (op, root, sizes), sys._getframe(2))
 
     def note_message(
         self, group: str, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
@@ -109,7 +110,7 @@ class Recorder:
         """
         kind = ("send" in verb, peer, tag)
         number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
-        self._keep(group, verb, tensor, (*kind, number))
+        self._keep(group, verb, tensor, (*kind, number), sys._getframe(2))
         return number
 
     def num_messages(self, is_send: bool, peer: int | None, tag: int) -> int:
@@ -122,28 +123,24 @@ class Recorder:
         verb: str,
         tensor: torch.Tensor | list[torch.Tensor] | None,
         more: tuple[Any, ...],
+        verb_frame: FrameType,
     ) -> Data:
         self.moment = next(_moments)
-        verb_frame = sys._getframe(3)  # below it: the channel, and this recorder
         frame = verb_frame.f_back or verb_frame
-        while _between_files[frame.f_code.co_filename] and frame.f_back is not None:
+        code = frame.f_code
+        while _between_files[code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
+            code = frame.f_code
         data: Data = None
         if isinstance(tensor, list):
             data = tuple([(part.shape, part.dtype) for part in tensor])
         elif tensor is not None:
             data = (tensor.shape, tensor.dtype)
-        self._notes[self.num_notes % NUM_NOTES] = (
-            self.sequence,
-            group,
-            verb,
-            data,
-            more,
-            frame.f_code,
-            frame.f_lasti,
-            _stack_above(frame) if self._keeps_stacks else [],
-        )
-        self.num_notes += 1
+        stack = _stack_above(frame) if self._keeps_stacks else _NO_STACK
+        note = (self.sequence, group, verb, data, more, code, frame.f_lasti, stack)
+        number = self.num_notes
+        self._notes[number % NUM_NOTES] = note
+        self.num_notes = number + 1
         return data
 
     def describe(self, number: int | None = None) -> dict[str, Any]:

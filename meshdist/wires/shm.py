@@ -116,10 +116,12 @@ class ShmCommunicator(Communicator):
         codes = _sums[tensor.dtype] if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
             return fallbacks.all_reduce_by_gathering(self, tensor, op, timeout)
-        arguments = (tensor.data_ptr(), tensor.numel(), *codes, 1.0)
+        dtype, number = codes
+        place, count, seconds = tensor.data_ptr(), tensor.numel(), timeout.total_seconds()
         if not self._is_waiting:
-            return self._start("all_reduce", tensor, timeout, *arguments)
-        status = self._all_reduce(*arguments, timeout.total_seconds())
+            ticket = self._core.all_reduce_async(place, count, dtype, number, 1.0, seconds)
+            return self._keep(_Started(ticket, self.number, tensor))
+        status = self._all_reduce(place, count, dtype, number, 1.0, seconds)
         if status:
             raise self._failure(status, self._core.last_failure())
         return None

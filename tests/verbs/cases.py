@@ -91,7 +91,8 @@ def sample(size: int, num_per_verb: int, libraries: tuple[str, ...] = LIBRARIES)
     draw = random.Random(SEED + size)
     chosen = []
     for (_, op), cases in cases_by_verb(size, libraries).items():
-        chosen += draw.sample(cases, num_per_verb if op is None else max(1, num_per_verb // 3))
+        wanted = num_per_verb if op is None else max(1, num_per_verb // 3)
+        chosen += draw.sample(cases, min(wanted, len(cases)))
     draw.shuffle(chosen)
     return chosen
 
@@ -356,7 +357,7 @@ def on_shm_processes(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -
 
 
 def on_several_hosts(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    hosts = "ABBA"[:size]
+    hosts = "ABBAABBA"[:size]
     return pool.run(  # type: ignore[no-any-return]
         fn, size, *args, timeout_s=120.0, backend="hierarchical", hosts=hosts
     )
