@@ -29,7 +29,7 @@ test: $(VENV)/.installed-test ## format, lint, types, and every test but the soa
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
-	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and AddressSanitizer
 	@mkdir -p build; set -e; for kind in thread address,undefined; do \
