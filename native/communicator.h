@@ -25,10 +25,10 @@ class Communicator {
   void abort() { end->end(Status::aborted, -1, end->me().report.begun.load()); }
 
   // End this member's part. What is in flight here ends as closed; native threads end by
-  // themselves, and the memory goes with the last of them. `ends`: so does the process.
-  void close(bool ends = false) {
+  // themselves, and the memory goes with the last of them.
+  void close() {
     if (end->is_closing()) return;
-    end->close(ends);
+    end->close();
     if (!end->is_forked()) {
       progress->close();
       transfers->close();

@@ -6,11 +6,6 @@
 #include <stdexcept>
 
 namespace meshdist {
-namespace {
-
-constexpr std::uint32_t kClosed = 1, kEnding = 2;  // a member's `was_closed`
-
-}  // namespace
 
 Processes::~Processes() {
   for (int pidfd : pidfds_) {
@@ -61,13 +56,17 @@ bool Endpoint::is_forked() const {
   return me().report.pid.load() != static_cast<std::int32_t>(getpid());
 }
 
-void Endpoint::close(bool ends) {
+void Endpoint::close() {
   if (is_closing_.exchange(true)) return;
   if (!is_forked()) {
-    me().report.was_closed.store(ends ? kEnding : kClosed, std::memory_order_seq_cst);
+    me().report.was_closed.store(1, std::memory_order_seq_cst);
     me().report.is_open.store(0, std::memory_order_seq_cst);
     wake_everyone();
   }
+}
+
+void Endpoint::announce_end() const {
+  if (!is_forked()) me().report.is_ending.store(1, std::memory_order_seq_cst);
 }
 
 bool Endpoint::has_closed(unsigned peer) const {
@@ -79,7 +78,8 @@ bool Endpoint::is_gone(unsigned peer) const {
 }
 
 bool Endpoint::has_died(unsigned peer) const {
-  return processes_.has_exited(peer) && !has_closed(peer);
+  return processes_.has_exited(peer) && !has_closed(peer) &&
+         segment.member(peer).report.is_ending.load(std::memory_order_seq_cst) == 0;
 }
 
 std::vector<Failure::Seen> Endpoint::seen() const {
@@ -93,9 +93,8 @@ std::vector<Failure::Seen> Endpoint::seen() const {
     for (int i = 0; i < 3; ++i) words[i] = report.words[i].load();
     std::memcpy(&one.header, words, sizeof one.header);
     one.is_open = report.is_open.load() != 0;
-    const std::uint32_t closed = report.was_closed.load();
-    one.was_closed = closed != 0;
-    one.has_exited = closed == kEnding || processes_.has_exited(j);
+    one.was_closed = report.was_closed.load() != 0;
+    one.has_exited = processes_.has_exited(j);
     one.pid = report.pid.load();
   }
   return all;

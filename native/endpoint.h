@@ -83,12 +83,14 @@ class Endpoint {
   // Whether this is a forked child's copy, which must not touch the parent's state.
   bool is_forked() const;
 
-  // No more waiting on this member; the others go on until they need it. `ends` tells them that its
-  // process comes to its end.
-  void close(bool ends = false);
+  // No more waiting on this member; the others go on until they need it.
+  void close();
+
+  // Let the others know that this process comes to its end in good order.
+  void announce_end() const;
 
   bool is_gone(unsigned peer) const;   // exited or closed: it will publish nothing more
-  bool has_died(unsigned peer) const;  // exited before it had closed
+  bool has_died(unsigned peer) const;  // exited before it had closed, and not in good order
 
   Failure failure(Status status, int culprit = -1, std::string text = "") const;
   std::vector<Failure::Seen> seen() const;

@@ -85,6 +85,7 @@ struct alignas(kCacheLine) Report {
   std::atomic<std::uint64_t> words[3];  // its Header
   std::atomic<std::uint32_t> is_open;   // 1 from attaching to closing
   std::atomic<std::uint32_t> was_closed;
+  std::atomic<std::uint32_t> is_ending;  // its process comes to its end in good order
   std::atomic<std::int32_t> pid;
 };
 

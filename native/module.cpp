@@ -453,8 +453,8 @@ NB_MODULE(native, m) {
     self.progress->add_memory(memory.memory);
   });
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
-  c.def("close", &PyCommunicator::close, "ends"_a = false,
-        nb::call_guard<nb::gil_scoped_release>());
+  c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
+  c.def("announce_end", [](PyCommunicator& self) { self.end->announce_end(); });
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;

@@ -147,7 +147,8 @@ def judge(found: list[Any], verb: str, note: Path, told: str) -> None:
 def shared_names() -> set[str]:
     """What of ours lies where others can see it; the tests' own folder aside."""
     names = [name for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder)]
-    return {name for name in names if "meshdist" in name and "meshdist-pool" not in name}
+    others = ("meshdist-pool", f"meshdist-{os.getuid()}-")  # of tests that run beside this one
+    return {name for name in names if "meshdist" in name and not name.startswith(others)}
 
 
 def kill_one(

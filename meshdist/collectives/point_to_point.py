@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..errors import ArgumentError, KindError
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..wires.base import Communicator, Pending, WireFailure
@@ -22,7 +20,6 @@ from .running import bring_one_home
 
 __all__ = [
     "Message",
-    "NUM_OBJECT_NUMBERS",
     "check_not_me",
     "irecv",
     "isend",
@@ -33,9 +30,6 @@ __all__ = [
 
 _LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
-
-NUM_OBJECT_NUMBERS = 3
-"""How many whole numbers go before a list of objects."""
 
 _ANSWER_TAG = _LARGEST_TAG + 1
 """The tag of what a receiver answers to a sender."""
@@ -221,10 +215,7 @@ class Message:
         self.is_send = is_send
 
     def start(self, *, waits: bool = False) -> None:
-        """Start it, and compare it with its counterpart, if that is there.
-
-        The comparison comes first, unless nothing that does not fit would arrive: then the message
-        is on its way meanwhile.
+        """Compare it with its counterpart, if that is there, and start it.
 
         Args:
             waits: whether ``finish`` follows at once.
@@ -234,10 +225,18 @@ class Message:
         """
         channel = self.channel = self.target.channel(self.device_type)
         communicator = self.communicator = channel.waiting if waits else channel.communicator
-        buffer, peer, tag = self.buffer, self.peer, self.tag
-        is_late = not self.is_send and self._may_be_late()
-        if not is_late:
-            self._enter()
+        verb, buffer, peer, tag = self.verb, self.buffer, self.peer, self.tag
+        # The sooner a receive is posted the less its sender waits; who called it is noted while the
+        # message is on its way.
+        is_noted_late = not self.is_send and communicator.posts_at_once and not channel.is_broken()
+        if not is_noted_late:
+            self._note()
+        different = channel.compare_message(verb, buffer, peer, tag, is_send=self.is_send)
+        if different is not None:
+            if is_noted_late:
+                self._note()
+            raise channel.refuse_message(self.is_send, peer, tag, different)
+        failure = None
         try:
             if self.is_send:
                 assert peer is not None  # who receives is always named
@@ -245,16 +244,16 @@ class Message:
             else:
                 note_write(self.data)
                 self.pending = communicator.recv(buffer, peer, tag, channel.timeout)
-        except WireFailure as failure:
-            if is_late:
-                self._enter()
+        except WireFailure as caught:
+            failure = caught
+        if is_noted_late:
+            self._note()
+        if failure is not None:
             raise self.target.explain(failure, channel) from None
-        if is_late:
-            self._enter()
 
-    def _enter(self) -> None:
+    def _note(self) -> None:
         channel = self.channel
-        channel.enter_message(self.verb, self.buffer, self.peer, self.tag, is_send=self.is_send)
+        channel.note_message(self.verb, self.buffer, self.peer, self.tag)
         self.number = channel.recorder.num_notes
 
     def finish(self) -> None:
@@ -286,16 +285,6 @@ class Message:
             number=self.number,
             is_transfer=True,
         )
-
-    def _may_be_late(self) -> bool:
-        """Whether a receive may be noted and compared once it is under way.
-
-        Not where it may take for its own what goes before a list of objects.
-        """
-        buffer = self.buffer
-        is_like_objects = buffer.dtype is torch.int64 and buffer.numel() == NUM_OBJECT_NUMBERS
-        keeps_apart = self.communicator.keeps_apart(self.tag)
-        return keeps_apart and not (is_like_objects or self.channel.is_broken())
 
     @property
     def _is_apart(self) -> bool:

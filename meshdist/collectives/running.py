@@ -44,7 +44,9 @@ def run(
     """
     for _, data, _ in written:
         note_write(data)
-    apart = [one for one in written if one[0] is not one[2]]  # the others have nothing to settle
+    elsewhere = [
+        one for one in written if one[0] is not one[2]
+    ]  # the others have nothing to settle
     communicator = channel.communicator if async_op else channel.waiting
     limit = timeout or channel.timeout
     try:
@@ -54,14 +56,14 @@ def run(
     except WireFailure as failure:
         failure.limit = timeout
         raise channel.group.explain(failure, channel) from None
-    for _, data, _ in apart:
+    for _, data, _ in elsewhere:
         if is_overwriting_history(data):
             forbid_gradient(data, verb)
     if async_op:
         originals = [original for original, _, _ in written]
-        settle = partial(bring_home, apart) if apart else None
+        settle = partial(bring_home, elsewhere) if elsewhere else None
         return channel.group.work(channel, pending, originals, settle, verb=verb)
-    bring_home(apart)
+    bring_home(elsewhere)
     return None
 
 

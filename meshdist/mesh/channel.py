@@ -11,6 +11,7 @@ from zlib import crc32
 
 import torch
 
+from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.clock import clock
 from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
@@ -159,18 +160,11 @@ class Channel:
             self._compare_by_a_round(numbers, sent, taken)
 
     def is_broken(self) -> bool:
-        """Whether the group failed or was aborted, so that ``enter`` refuses every call."""
-        return bool(self.aborts) and self.opened.label in self.aborts
+        """Whether the group failed or was aborted, so that every call on it is refused."""
+        return self.opened.label in self.aborts
 
-    def enter_message(
-        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
-    ) -> None:
-        """Note a send or receive, and compare it with its counterpart, if that is there.
-
-        Raises:
-            AgreementError: the counterpart has another dtype or number of elements, or one is
-                of objects and the other of a tensor.
-        """
+    def note_message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        """Note a send or receive; refuse it where the group is broken."""
         communicator = self.communicator
         communicator.number = self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
         communicator.caller = verb
@@ -178,16 +172,31 @@ class Channel:
             self._tell()
         if self.aborts and self.is_broken():
             raise explain(self.group, WireAborted("the group is broken"), self)
+
+    def compare_message(
+        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
+    ) -> int | None:
+        """Compare a send or receive with its counterpart, if that is there.
+
+        Returns:
+            Its number, for ``refuse_message``, where the counterpart has another dtype or number of
+            elements, or one is of objects and the other of a tensor.
+        """
         ledger = self.ledger
         if ledger is None:
-            return
+            return None
         if peer is None:
             ledger.recv_any(tag)
-            return
+            return None
         header = _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
-        number = (ledger.send if is_send else ledger.recv)(peer, tag, header)
-        if number is not None:
-            raise message_disagreement(self.group, self, is_send, peer, tag, number)
+        return (ledger.send if is_send else ledger.recv)(peer, tag, header)
+
+    def refuse_message(
+        self, is_send: bool, peer: int | None, tag: int, number: int
+    ) -> MeshdistError:
+        """The error of a noted message that differs from its counterpart."""
+        assert peer is not None  # what comes from anyone is not compared
+        return message_disagreement(self.group, self, is_send, peer, tag, number)
 
     def _tell(self) -> None:
         """Tell, in the log of all verbs, the call that was just noted."""

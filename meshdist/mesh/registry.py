@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -228,6 +229,8 @@ class Registry:
         self._sentinel = Sentinel(store, self.world.rank, self.answer, self._abort_here)
         self.world.rooms["store probe"] = self._sentinel.is_store_served
         atexit.register(self._end)  # runs before the sentinel's own, which was registered before
+        if multiprocessing.parent_process() is not None:  # a forked worker runs no such handlers
+            multiprocessing.util.Finalize(None, self._end, exitpriority=0)
 
     def answer(self, about: dict[str, Any]) -> Answer:
         """What this rank called last on each communicator and beside them; what is asked about."""
@@ -339,7 +342,8 @@ class Registry:
     def _end(self) -> None:
         """Tell the others that this process has come to its end, unless an exception ends it."""
         self._leave()
-        if self.world.process_id == os.getpid() and not hasattr(sys, "last_value"):
+        has_failed = hasattr(sys, "last_value") or sys.exc_info()[0] is not None
+        if self.world.process_id == os.getpid() and not has_failed:
             with self._lock:
                 opened = list(self._by_label.values())
             for entry in opened:

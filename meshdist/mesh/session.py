@@ -14,6 +14,7 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from ..errors import ArgumentError, KindError, NotInGroupError, NotInitializedError, WorldError
+from ..runtime import pages
 from ..runtime.rendezvous import Meeting, meet
 from ..runtime.stores import HashStore, PrefixStore, Store
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
@@ -160,6 +161,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         world.close()
     finally:
         remove_world(world)
+        pages.forget()
 
 
 # -- questions ----------------------------------------------------------------------------------

@@ -8,14 +8,16 @@ such memory has gone, the next result takes it.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import torch
 
-__all__ = ["new_like"]
+__all__ = ["forget", "new_like"]
 
 _HUGE_PAGE = 2 << 20
 _SMALLEST = 1 << 20
@@ -31,8 +33,11 @@ class _Pool:
         self._returned: deque[mmap.mmap] = deque()
         self._changing = threading.Lock()
 
-    def take(self, num_bytes: int) -> np.ndarray:
-        """Return ``num_bytes`` bytes, which come back when the last reference to them goes."""
+    def take(self, num_bytes: int) -> np.ndarray | None:
+        """Return ``num_bytes`` bytes, which come back when the last reference to them goes.
+
+        None where the system has no such memory.
+        """
         with self._changing:
             self._collect()
             fits = [one for one in self._free if num_bytes <= _room(one) <= _MOST_WASTE * num_bytes]
@@ -40,7 +45,11 @@ class _Pool:
                 block = min(fits, key=_room)
                 self._free.remove(block)
             else:
-                block = _new_block(num_bytes)
+                try:
+                    block = _new_block(num_bytes)
+                except OSError:
+                    self._free.clear()
+                    return None
         whole = np.frombuffer(block, np.uint8)
         weakref.finalize(whole, self._give, block).atexit = False
         start = -whole.ctypes.data % _HUGE_PAGE
@@ -57,7 +66,9 @@ class _Pool:
 
     def _collect(self) -> None:
         while self._returned:
-            self._free.append(self._returned.popleft())
+            block = self._returned.popleft()
+            if _room(block) <= _MOST_KEPT:  # a larger one would push out all others
+                self._free.append(block)
         while sum(map(_room, self._free)) > _MOST_KEPT:
             del self._free[0]
 
@@ -66,7 +77,8 @@ def _new_block(num_bytes: int) -> mmap.mmap:
     # Where mappings need not begin at a huge page, the first of them is looked for inside.
     pages = -(-num_bytes // _HUGE_PAGE) + 1
     block = mmap.mmap(-1, pages * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel may have none
+        block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
 
@@ -77,15 +89,27 @@ def _room(block: mmap.mmap) -> int:
 _pool = _Pool()
 
 
+def forget() -> None:
+    """Give back what nobody uses; a forked child, where a thread may hold the pool, begins anew."""
+    global _pool
+    _pool = _Pool()
+
+
+os.register_at_fork(after_in_child=forget)
+
+
 def new_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor of a dense tensor's shape, dtype and device, of any values.
 
     On the CPU, from 1 MiB on, it lies on huge pages, used before where possible; such a tensor
-    cannot be resized beyond its memory.
+    cannot be resized beyond its memory. Sparse tensors have no contiguous form.
     """
+    if tensor.layout is not torch.strided:
+        return torch.empty_like(tensor)
     num_bytes = tensor.numel() * tensor.element_size()
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu
-    if not is_plain or num_bytes < _SMALLEST or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    flat = torch.from_numpy(_pool.take(num_bytes)).view(tensor.dtype)
-    return flat.view(tensor.shape)
+    if is_plain and num_bytes >= _SMALLEST and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = _pool.take(num_bytes)
+        if memory is not None:
+            return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

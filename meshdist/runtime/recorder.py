@@ -21,7 +21,7 @@ NUM_NOTES = 128
 """How many calls a recorder remembers."""
 
 _moments = count(1)
-_NO_STACK: list[str] = []
+_NO_STACK: Sequence[str] = ()
 
 Data: TypeAlias = "tuple[Any, ...] | None"
 """The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""

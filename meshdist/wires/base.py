@@ -151,10 +151,12 @@ class Communicator(ABC):
         self.scratch = Scratch()
         self.caller = ""
         self.number = 0
+        self.posts_at_once = False
+        """Whether starting a receive neither waits nor asks who called."""
 
     @property
     def waiting(self) -> Communicator:
-        """The same verbs for a caller who waits at once; ``finish`` follows all the same."""
+        """The same verbs for a caller who waits at once; ``finish`` follows but for None."""
         return self
 
     @classmethod
@@ -197,13 +199,6 @@ class Communicator(ABC):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         """Receive from member ``peer``, or from any member."""
-
-    def keeps_apart(self, tag: int) -> bool:
-        """Whether a message under ``tag`` never arrives where its size or dtype does not fit.
-
-        Starting one must not wait either: who called what is noted and compared afterwards then.
-        """
-        return False
 
     def batch(self) -> AbstractContextManager[None]:
         """Sends and receives started inside wait for each other in no order, whatever theirs is.
@@ -325,7 +320,7 @@ class Communicator(ABC):
         """Free every thread of this process that waits in ``finish``; may be called by any."""
 
     def leave(self) -> None:  # noqa: B027 (most wires have nothing to say)
-        """Let the others know that this process ends in good order, and sends nothing more."""
+        """Let the others know that this process comes to its end in good order."""
 
     @abstractmethod
     def close(self) -> None:

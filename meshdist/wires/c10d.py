@@ -147,21 +147,23 @@ class C10dCommunicator(Communicator):
     ) -> Pending:
         stand_in = self._stand_in(op, tensor.dtype)
         if stand_in is not None and stand_in.is_view:
-            options = self._made(ReduceOptions, timeout, root, stand_in.op)
-            started = self._try("reduce", [read_as(tensor, stand_in.dtype)], options)
+            options = self._options_for(ReduceOptions, timeout, root, stand_in.op)
+            started = self._start_if_there("reduce", [read_as(tensor, stand_in.dtype)], options)
             if started is not None:
                 return started
         return super().reduce(tensor, op, root, timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Pending:
-        options = self._made(BroadcastOptions, timeout, root)
+        options = self._options_for(BroadcastOptions, timeout, root)
         return self._start("broadcast", [_movable(tensor)], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout: timedelta) -> Pending:
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self.all_reduce(_movable(output), ReduceOp.MAX, timeout)
-        options = self._made(AllgatherOptions, timeout)
-        started = self._try("_allgather_base", _movable(output), _movable(tensor), options)
+        options = self._options_for(AllgatherOptions, timeout)
+        started = self._start_if_there(
+            "_allgather_base", _movable(output), _movable(tensor), options
+        )
         if started is not None:
             return started
         blocks = fallbacks.parts(output, [tensor.numel()] * self.size)
@@ -172,9 +174,9 @@ class C10dCommunicator(Communicator):
     ) -> Pending:
         count = tensor.numel()
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
-            options = self._made(AllgatherOptions, timeout)
+            options = self._options_for(AllgatherOptions, timeout)
             lists = [_all_movable(outputs)]
-            started = self._try("allgather", lists, [_movable(tensor)], options)
+            started = self._start_if_there("allgather", lists, [_movable(tensor)], options)
             if started is not None:
                 return started
         return super().all_gather_list(outputs, tensor, timeout)
@@ -186,9 +188,9 @@ class C10dCommunicator(Communicator):
         root: int,
         timeout: timedelta,
     ) -> Pending:
-        options = self._made(GatherOptions, timeout, root)
+        options = self._options_for(GatherOptions, timeout, root)
         lists = [_all_movable(outputs)] if self.rank == root else []
-        started = self._try("gather", lists, [_movable(tensor)], options)
+        started = self._start_if_there("gather", lists, [_movable(tensor)], options)
         return super().gather(outputs, tensor, root, timeout) if started is None else started
 
     def scatter(
@@ -198,9 +200,9 @@ class C10dCommunicator(Communicator):
         root: int,
         timeout: timedelta,
     ) -> Pending:
-        options = self._made(ScatterOptions, timeout, root)
+        options = self._options_for(ScatterOptions, timeout, root)
         lists = [_all_movable(inputs)] if self.rank == root else []
-        started = self._try("scatter", [_movable(tensor)], lists, options)
+        started = self._start_if_there("scatter", [_movable(tensor)], lists, options)
         return super().scatter(tensor, inputs, root, timeout) if started is None else started
 
     def reduce_scatter(
@@ -215,8 +217,8 @@ class C10dCommunicator(Communicator):
         stand_in = self._stand_in(op, tensor.dtype)
         if "reduce_scatter" not in self.lacking and stand_in is not None and stand_in.is_view:
             whole, mine = (read_as(x, stand_in.dtype) for x in (tensor, output))
-            options = self._made(ReduceScatterOptions, timeout, op=stand_in.op)
-            started = self._try("_reduce_scatter_base", mine, whole, options)
+            options = self._options_for(ReduceScatterOptions, timeout, op=stand_in.op)
+            started = self._start_if_there("_reduce_scatter_base", mine, whole, options)
             if started is not None:
                 return started
         sizes = [output.numel()] * self.size
@@ -233,8 +235,8 @@ class C10dCommunicator(Communicator):
         if "reduce_scatter_list" not in self.lacking and stand_in is not None and stand_in.is_view:
             parts = [read_as(part, stand_in.dtype) for part in inputs]
             mine = read_as(output, stand_in.dtype)
-            options = self._made(ReduceScatterOptions, timeout, op=stand_in.op)
-            started = self._try("reduce_scatter", [mine], [parts], options)
+            options = self._options_for(ReduceScatterOptions, timeout, op=stand_in.op)
+            started = self._start_if_there("reduce_scatter", [mine], [parts], options)
             if started is not None:
                 return started
         sizes = [part.numel() for part in inputs]
@@ -253,7 +255,9 @@ class C10dCommunicator(Communicator):
         some, data = _all_movable(outputs), _all_movable(inputs)
         if "all_to_all" in self.lacking:
             return fallbacks.all_to_all_by_packing(self, some, data, timeout)
-        started = self._try("alltoall", some, data, self._made(AllToAllOptions, timeout))
+        started = self._start_if_there(
+            "alltoall", some, data, self._options_for(AllToAllOptions, timeout)
+        )
         return super().all_to_all(outputs, inputs, timeout) if started is None else started
 
     def all_to_all_single(
@@ -268,8 +272,8 @@ class C10dCommunicator(Communicator):
         takes, sends = output_sizes, input_sizes
         if data.dtype is not tensor.dtype:
             takes, sends = ([n * tensor.itemsize for n in sizes] for sizes in (takes, sends))
-        options = self._made(AllToAllOptions, timeout)
-        started = self._try("alltoall_base", whole, data, takes, sends, options)
+        options = self._options_for(AllToAllOptions, timeout)
+        started = self._start_if_there("alltoall_base", whole, data, takes, sends, options)
         if started is not None:
             return started
         return super().all_to_all_single(output, tensor, output_sizes, input_sizes, timeout)
@@ -385,12 +389,12 @@ class C10dCommunicator(Communicator):
             views = tensors
             if stand_in.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, stand_in.dtype) for tensor in tensors]
-            started = self._try("allreduce_coalesced", views, options)
+            started = self._start_if_there("allreduce_coalesced", views, options)
             if started is not None:
                 return started
         return super().all_reduce_list(tensors, op, timeout)
 
-    def _made(
+    def _options_for(
         self, kind: Any, timeout: timedelta, root: int | None = None, op: ReduceKind | None = None
     ) -> Any:
         """Options of c10d's, made once for calls that repeat."""
@@ -406,7 +410,7 @@ class C10dCommunicator(Communicator):
             self._options[key] = timeout, options
         return options
 
-    def _try(self, verb: str, *arguments: Any) -> Pending | None:
+    def _start_if_there(self, verb: str, *arguments: Any) -> Pending | None:
         """Start it, as ``_start`` does; None where the class lacks it."""
         try:
             return self._start(verb, *arguments)

@@ -18,6 +18,7 @@ import atexit
 import ctypes
 import os
 import socket
+import threading
 import time
 import weakref
 import zlib
@@ -83,6 +84,7 @@ class GlooCommunicator(C10dCommunicator):
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
         self._is_lazy = _connects_late()
+        self.posts_at_once = not self._is_lazy
         _open.add(self)
 
     @classmethod
@@ -102,9 +104,6 @@ class GlooCommunicator(C10dCommunicator):
             target.copy_(tensor.view(-1))
         started = super().reduce(target, op, root, timeout)
         return Chain([started], lambda: self.scratch.give(target))
-
-    def keeps_apart(self, tag: int) -> bool:
-        return tag < _LARGE_TAG and not self._is_lazy
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
@@ -134,8 +133,8 @@ class GlooCommunicator(C10dCommunicator):
             else:
                 super().finish(pending, timeout)
             return
-        if self._spins:
-            _look_a_while(pending)
+        if self._spins and threading.current_thread() is threading.main_thread():
+            _look_a_while(pending)  # another thread would take the time from this one
         try:
             pending.wait(_SLICE)
         except RuntimeError as error:

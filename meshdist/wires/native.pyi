@@ -355,10 +355,10 @@ class Communicator:
     def abort(self) -> None:
         """Free every thread of every member that waits in this communicator."""
 
-    def close(self, ends: bool = False) -> None:
-        """End this member's part; what waits here ends as CLOSED.
+    def close(self) -> None:
+        """End this member's part; what waits here ends as CLOSED."""
 
-        ``ends`` tells the others that this process comes to its end.
-        """
+    def announce_end(self) -> None:
+        """Let the others know that this process comes to its end in good order."""
 
     def set_tuning(self, name: str, value: int, /) -> None: ...

@@ -307,7 +307,7 @@ class ShmCommunicator(Communicator):
         self._core.abort()
 
     def leave(self) -> None:
-        self._core.close(True)
+        self._core.announce_end()
 
     def close(self) -> None:
         self._core.close()

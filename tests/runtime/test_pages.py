@@ -49,12 +49,44 @@ def test_shape_dtype_and_values(dtype: torch.dtype) -> None:
         torch.empty(1000),
         torch.empty(4 * MIB, device="meta"),
         torch.nn.Parameter(torch.empty(MIB)),
+        torch.eye(3).to_sparse(),
     ],
 )
 def test_what_is_small_or_elsewhere_is_torchs_own(x: torch.Tensor, pool: pages._Pool) -> None:
     y = new_like(x)
     assert (y.shape, y.dtype, y.device, y.layout) == (x.shape, x.dtype, x.device, x.layout)
+    del y
     assert not pool._free
+
+
+@needs_huge_pages
+def test_a_system_without_huge_pages_or_memory(
+    pool: pages._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Poor(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Poor)
+    of_mib(4)
+    assert len(pool._free) == 1
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert of_mib(16).fill_(3).eq(3).all()
+    assert not pool._free
+
+
+@needs_huge_pages
+def test_a_result_too_large_to_keep_leaves_the_others_alone(
+    pool: pages._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_MOST_KEPT", 10 * MIB)
+    of_mib(4)
+    of_mib(64)
+    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE]
 
 
 @needs_huge_pages
@@ -124,12 +156,17 @@ def test_threads_never_get_the_same_memory() -> None:
 
 
 @needs_huge_pages
-def test_a_forked_child_has_memory_of_its_own() -> None:
+def test_a_forked_child_has_memory_of_its_own(pool: pages._Pool) -> None:
     x = of_mib(2).fill_(1)
     pid = os.fork()
     if pid == 0:
-        values = x.numpy()  # torch's threads have stayed with the parent
-        values[:] = 2
-        os._exit(int((values == 2).all()))
+        code = 2
+        try:
+            assert pages._pool is not pool
+            values = x.numpy()  # torch's threads have stayed with the parent
+            values[:] = 2
+            code = int((values == 2).all())
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert x.eq(1).all()
