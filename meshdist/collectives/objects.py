@@ -264,7 +264,7 @@ def send_object_list(
     line = _Line(name, target, device, use_batch)
     parcel = Parcel(objects, _entries("object_list", objects))
     line.send(line.numbers(_MARK, len(objects), parcel.stated), peer)
-    (num_taken,) = line.receive(line.numbers(0), peer, is_answer=True)[0].tolist()
+    (num_taken,) = line.receive(line.numbers(0), peer, is_answer=True)[0].view(torch.int64).tolist()
     if parcel.is_failure or num_taken == len(objects):
         line.send(parcel.data.to(line.device), peer)
     if parcel.is_failure:
@@ -304,7 +304,7 @@ def recv_object_list(
     num_taken = len(_given(object_list, "object_list", name, is_written=True))
     line = _Line(name, target, device, use_batch)
     numbers, source = line.receive(line.numbers(0, 0, 0), peer)
-    mark, num_sent, stated = numbers.tolist()
+    mark, num_sent, stated = numbers.view(torch.int64).tolist()
     sender = target.ranks[source]
     if mark != _MARK:
         raise BackendError(
@@ -432,8 +432,12 @@ class _Line:
         self.device = _find_device(target, device, verb)
 
     def numbers(self, *values: int) -> torch.Tensor:
-        """Whole numbers to send, or room for them."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        """Whole numbers to send, or room for them.
+
+        In a dtype that programs hardly send, since wires take what has the dtype and size of a
+        tensor that waits.
+        """
+        return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
     def send(self, tensor: torch.Tensor, peer: int, *, is_answer: bool = False) -> None:
         """Send to a member."""

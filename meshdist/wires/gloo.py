@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import os
 import socket
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache, lru_cache, partial
@@ -59,7 +59,8 @@ _EXPIRED_SLICE = "Operation timed out!"
 _LOOPBACK = ("127.0.0.1",)
 _YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
 _ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
-_LARGE_TAG = 1 << 14
+_LARGE_TAG = 1 << 13
+_SMALL_SLOT = 1 << 29
 _LARGE_SLOT = 1 << 30
 
 
@@ -181,11 +182,12 @@ class GlooCommunicator(C10dCommunicator):
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         # Gloo ends the process where a message is larger than the tensor that receives it, and
         # takes a smaller one without a word. So size and dtype are part of its tag: a message
-        # that does not fit is not received, and the timeout's report shows both calls. Large tags
-        # leave no room for that.
+        # that does not fit is not received, and the timeout's report shows both calls. The usual
+        # tag 0 has most room for that, large tags have none.
         if tag >= _LARGE_TAG:
             return _LARGE_SLOT + tag
-        return tag << 16 | _code(tensor.numel(), tensor.dtype)
+        code = _code(tensor.numel(), tensor.dtype)
+        return code if tag == 0 else _SMALL_SLOT | tag << 16 | code & 0xFFFF
 
     def _bound(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
@@ -323,8 +325,9 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
 
 @lru_cache(1024)
 def _code(numel: int, dtype: torch.dtype) -> int:
-    """16 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
-    return zlib.crc32(f"{numel} {dtype}".encode()) & 0xFFFF
+    """29 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
+    digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & _SMALL_SLOT - 1
 
 
 def _connects_late() -> bool:

@@ -407,7 +407,7 @@ def test_objects_met_by_another_kind_of_message_are_told_on_both(on_ranks, sends
 
 def no_objects() -> str:
     if md.get_rank() == 0:
-        md.send(torch.tensor([1, 2, 3]), 1)
+        md.send(torch.tensor([1, 2, 3], dtype=torch.uint64), 1)  # as what goes before a list
         return ""
     with pytest.raises(md.BackendError) as caught:
         md.recv_object_list([None])
@@ -439,6 +439,21 @@ def test_another_verb_in_its_place_is_told_by_the_public_name_and_the_callers_li
         assert text.count("test_objects.py") >= 2
 
 
+def test_objects_never_pass_for_numbers_over_shared_memory(pool: Pool) -> None:
+    def program() -> list[int]:
+        group = md.new_group()
+        numbers = torch.tensor([1, 2, 3])
+        calls = [
+            lambda: md.send_object_list([1], 1, group),
+            lambda: md.recv(numbers, 0, group),
+        ]
+        with pytest.raises(md.AgreementError):
+            calls[md.get_rank()]()
+        return numbers.tolist()
+
+    assert pool.run(program, 2, backend="shm") == [[1, 2, 3]] * 2
+
+
 def test_a_receiver_that_does_not_come_is_told_with_the_verb(pool: Pool) -> None:
     def program() -> str:
         group = md.new_group(timeout=timedelta(seconds=1))
@@ -452,7 +467,7 @@ def test_a_receiver_that_does_not_come_is_told_with_the_verb(pool: Pool) -> None
 
     text = pool.run(program, 2)[0]
     assert text.startswith("send_object_list on group of ranks 0-1 was not finished within 1 s")
-    assert "rank 0, send_object_list((3,) int64, to rank 1) on group of ranks 0-1 at " in text
+    assert "rank 0, send_object_list((3,) uint64, to rank 1) on group of ranks 0-1 at " in text
     assert "expected: rank 1 in recv_object_list, with this rank as its peer\n" in text
 
 

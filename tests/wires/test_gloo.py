@@ -341,3 +341,21 @@ def test_messages_of_cuda_tensors_go_by_host_memory(pool: Pool) -> None:
         return y.tolist(), wire.source(received)
 
     assert pool.run(program, 2) == [([2.0] * 3, 1), ([1.0] * 3, 0)]
+
+
+def receives_less_than_is_sent() -> str:
+    group = md.new_group(timeout=timedelta(seconds=1))
+    if md.get_rank() == 0:
+        time.sleep(0.3)
+        call = lambda: md.send(torch.ones(100), 1, group=group)  # noqa: E731
+    else:
+        call = lambda: md.recv(torch.zeros(96), group=group)  # noqa: E731
+    with pytest.raises(md.MeshdistError) as caught:
+        call()
+    return type(caught.value).__name__
+
+
+def test_a_message_too_large_for_who_receives_from_anyone_ends_nobody(pool: Pool) -> None:
+    sender, receiver = pool.run(receives_less_than_is_sent, 2)
+    assert sender in ("CollectiveTimeoutError", "BackendError")
+    assert receiver == "CollectiveTimeoutError"
