@@ -191,7 +191,7 @@ int main(int argc, char** argv) {
         rank.communicators.push_back(
             place == group.members.end()
                 ? nullptr
-                : std::make_unique<Communicator>(group.segment, index, std::vector<int>{}, true));
+                : std::make_unique<Communicator>(group.segment, index, Processes({}), true));
       }
       const Nanoseconds end = deadline_after(seconds);
       bool goes_on = true;

@@ -44,9 +44,8 @@ def run(
     """
     for _, data, _ in written:
         note_write(data)
-    elsewhere = [
-        one for one in written if one[0] is not one[2]
-    ]  # the others have nothing to settle
+    # What travels as the caller's own tensor has nothing to settle.
+    elsewhere = [one for one in written if one[0] is not one[2]]
     communicator = channel.communicator if async_op else channel.waiting
     limit = timeout or channel.timeout
     try:
