@@ -99,6 +99,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "holds",
             "signals",
             "agreement",
+            "matching",
             "registry",
             "failures",
             "channel",

@@ -226,6 +226,11 @@ class Message:
         channel = self.channel = self.target.channel(self.device_type)
         communicator = self.communicator = channel.waiting if waits else channel.communicator
         verb, buffer, peer, tag = self.verb, self.buffer, self.peer, self.tag
+        if not self.is_send and channel.find_sender_later(peer, tag):
+            self._note()
+            note_write(self.data)
+            self.pending = channel.recv_later(verb, buffer, peer, tag, self.number, waits=waits)
+            return
         # The sooner a receive is posted the less its sender waits; who called it is noted while the
         # message is on its way.
         is_noted_late = not self.is_send and communicator.posts_at_once and not channel.is_broken()

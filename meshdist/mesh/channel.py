@@ -17,7 +17,7 @@ from ..runtime.clock import clock
 from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
 from ..runtime.recorder import Data, call_text, is_list
-from ..wires.base import Communicator, Wire, WireAborted, WireFailure, WireTimeout
+from ..wires.base import Communicator, Pending, Wire, WireAborted, WireFailure, WireTimeout
 from .failures import call_disagreement, explain, message_disagreement
 from .registry import OpenCommunicator
 
@@ -83,6 +83,7 @@ class Channel:
         "device_type",
         "group",
         "ledger",
+        "matching",
         "opened",
         "recorder",
         "spans_hosts",
@@ -108,6 +109,7 @@ class Channel:
         self.communicator: Communicator = opened.communicator
         self.waiting = self.communicator.waiting
         self.ledger = opened.ledger
+        self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
 
@@ -190,6 +192,27 @@ class Channel:
             return None
         header = _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
         return (ledger.send if is_send else ledger.recv)(peer, tag, header)
+
+    def find_sender_later(self, peer: int | None, tag: int) -> bool:
+        """Whether a receive is to be started by ``recv_later``."""
+        return self.matching is not None and self.matching.takes(peer, tag)
+
+    def recv_later(
+        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, note: int, *, waits: bool
+    ) -> Pending:
+        """Start a noted receive as soon as a member has noted a message for it, and compare them.
+
+        Args:
+            verb: its public name.
+            tensor: what is written.
+            peer: the sender; None for any member.
+            tag: of the message.
+            note: under which the recorder noted the call.
+            waits: whether the caller waits for it at once.
+        """
+        assert self.matching is not None  # find_sender_later was so
+        header = _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
+        return self.matching.add(tensor, peer, tag, header, note, self.timeout, waits=waits)
 
     def refuse_message(
         self, is_send: bool, peer: int | None, tag: int, number: int

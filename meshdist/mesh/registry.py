@@ -32,6 +32,7 @@ from ..runtime.ledger import Ledger
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
+from .matching import Matching
 from .signals import Answer, Sentinel, heard_key, post
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
@@ -58,6 +59,7 @@ class OpenCommunicator:
     recorder: Recorder
     aborts: dict[str, dict[str, Any]]
     ledger: Ledger | None = None
+    matching: Matching | None = None
     spans_hosts: bool = False
     options: Any = None  # kept, since equal options are known by their identity
     num_users: int = 1
@@ -130,12 +132,17 @@ class Registry:
         except BaseException:
             self._drop_ledger(label, ledger)
             raise
+        recorder = Recorder(ranks)
+        matching = None
+        if ledger is not None and communicator.wants_senders:
+            matching = Matching(communicator, ledger, recorder, lambda: label in self.aborts)
         opened = OpenCommunicator(
             label,
             communicator,
-            Recorder(ranks),
+            recorder,
             self.aborts,
             ledger,
+            matching,
             world.spans_hosts(ranks),
             options,
         )
@@ -163,6 +170,8 @@ class Registry:
                 return
             self.forget(opened)
         self._await_members([opened])
+        if opened.matching is not None:
+            opened.matching.close()
         opened.communicator.close()
         self._drop_ledger(opened.label, opened.ledger)
 
@@ -261,8 +270,11 @@ class Registry:
             self._by_label.clear()
             self._by_key.clear()
         for entry in opened:
+            if entry.matching is not None:
+                entry.matching.close()
             entry.communicator.close()
             if entry.ledger is not None:
+                entry.ledger.leave()
                 entry.ledger.close()
         self._views.clear()
         if self._board is not None:
@@ -348,6 +360,8 @@ class Registry:
                 opened = list(self._by_label.values())
             for entry in opened:
                 entry.communicator.leave()
+                if entry.ledger is not None:
+                    entry.ledger.leave()
 
     def _await_members(self, opened: list[OpenCommunicator]) -> None:
         """Wait until every member has opened its side.

@@ -5,13 +5,15 @@ of verb, dtype, count, op and root. Then it looks at the others' words for the s
 members whose calls differ the later one sees it, before it has sent anything; nobody waits for
 anybody, so that asynchronous calls overlap as ever. Where members may differ in how much they send
 (uneven verbs), they write beside it what they send to and take from each other member, and compare
-pair by pair. Messages are compared in the order of their tags, sender with receiver.
+pair by pair. Messages are compared in the order of their tags, sender with receiver; a receive from
+any member looks for who has noted a message for it, and is from then on one from that member.
 
 A write is one aligned 64-bit store of the interpreter's, far apart from the loads that follow it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -69,18 +71,26 @@ class Ledger:
         self._uneven_words = 1 + 2 * size
         self._missing = list(others)
         self._views: list[tuple[int, memoryview]] = []
+        self._reaches_all = len(self._missing) == size - 1
         self._messages = {peer: _MessageLog(self, peer) for peer in others}
+        self._turns = list(others)
+        self._messages_lock = threading.Lock()  # another thread may look for who has sent
 
     @staticmethod
     def num_words(size: int) -> int:
         """How many words a member of a group of ``size`` writes on."""
-        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MessageLog.num_words
+        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MessageLog.num_words + 1
 
     def close(self) -> None:
         """Let go of the others' words; compare nothing any more."""
-        self._missing.clear()
-        self._views.clear()
-        self._messages.clear()
+        with self._messages_lock:
+            self._missing.clear()
+            self._views.clear()
+            self._messages.clear()
+
+    def leave(self) -> None:
+        """Tell the others that this process comes to its end in good order."""
+        self._mine[self._left_word] = 1
 
     def enter(
         self, sequence: int, header: int, sent: Sequence[int] = (), taken: Sequence[int] = ()
@@ -130,24 +140,57 @@ class Ledger:
 
     def send(self, peer: int, tag: int, header: int) -> int | None:
         """Note a message to ``peer``; returns its number where the receive for it differs."""
-        if self._missing:
-            self._find_missing()
-        log = self._messages.get(peer)
-        return None if log is None else log.note(tag << 1, header)
+        return self._note(peer, tag << 1, header)
 
     def recv(self, peer: int, tag: int, header: int) -> int | None:
         """Note a receive from ``peer``; returns its number where the message differs."""
-        if self._missing:
-            self._find_missing()
-        log = self._messages.get(peer)
-        return None if log is None else log.note(tag << 1 | 1, header)
+        return self._note(peer, tag << 1 | 1, header)
+
+    def can_find_sender(self, tag: int) -> bool:
+        """Whether ``find_sender`` sees every message under ``tag`` that a member sends."""
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            return (
+                self._reaches_all
+                and not self._missing
+                and all(log.sees_sends(tag) for log in self._messages.values())
+            )
+
+    def find_sender(self, tag: int) -> int | None:
+        """A member that has noted a message under ``tag`` for which there is no receive yet.
+
+        Members take turns, where several have. For tags for which ``can_find_sender`` was so.
+        """
+        with self._messages_lock:
+            for place, peer in enumerate(self._turns):
+                log = self._messages.get(peer)
+                if log is not None and log.has_sent(tag):
+                    self._turns.append(self._turns.pop(place))
+                    return peer
+        return None
+
+    def has_sent(self, peer: int, tag: int) -> bool:
+        """Whether ``peer`` has noted a message under ``tag`` for which there is no receive yet."""
+        with self._messages_lock:
+            log = self._messages.get(peer)
+            return log is not None and log.has_sent(tag)
+
+    def find_lost(self) -> int | None:
+        """A member whose process has ended without saying so, or None."""
+        for member, view in tuple(self._views):
+            is_gone = self._is_current(member) and not self._is_alive(member)
+            if is_gone and not view[self._left_word]:
+                return member
+        return None
 
     def recv_any(self, tag: int) -> None:
-        """Note a receive from any member: messages of its tag are compared no more."""
-        if self._missing:
-            self._find_missing()
-        for log in self._messages.values():
-            log.note_any(tag)
+        """Note a receive whose sender will not be known: its tag is compared no more."""
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            for log in self._messages.values():
+                log.note_any(tag)
 
     def view_of(self, peer: int) -> memoryview | None:
         """The words of ``peer``, if they have been found."""
@@ -167,6 +210,17 @@ class Ledger:
     def is_current(self, member: int) -> bool:
         """Whether a member's words are still this group's."""
         return self._is_current(member)
+
+    @property
+    def _left_word(self) -> int:
+        return self.num_words(self._size) - 1
+
+    def _note(self, peer: int, kind: int, header: int) -> int | None:
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            log = self._messages.get(peer)
+            return None if log is None else log.note(kind, header)
 
     def _find_missing(self) -> None:
         self._num_looks += 1
@@ -211,11 +265,11 @@ class Ledger:
 class _MessageLog:
     """The messages between this member and one other, as both note them.
 
-    First come two words: how many entries were written, and whether one of them is a receive from
-    any member. An entry is two words: direction, tag and number; and the fingerprint under a seal
-    that tells whether both are of this entry. The number counts the messages of one direction and
-    tag, so that the n-th send meets the n-th receive; it is 0 for a receive from any member, after
-    which messages of that tag cannot be told apart.
+    First come two words: how many entries were written, and whether one of them is a receive whose
+    sender is never known. An entry is two words: direction, tag and number; and the fingerprint
+    under a seal that tells whether both are of this entry. The number counts the messages of one
+    direction and tag, so that the n-th send meets the n-th receive; it is 0 for a receive whose
+    sender is never known, after which messages of that tag cannot be told apart.
     """
 
     num_words = 2 + 2 * _MESSAGES
@@ -229,8 +283,10 @@ class _MessageLog:
         self._num_read = 0
         self._counts: dict[int, int] = {}
         self._ahead: dict[int, dict[int, int]] = {}
+        self._latest: dict[int, int] = {}
         self._loose: set[int] = set()
         self._is_all_loose = False
+        self._has_gaps = False
 
     def note(self, kind: int, header: int) -> int | None:
         """Note one transfer; returns its number where its counterpart is there and differs.
@@ -252,8 +308,19 @@ class _MessageLog:
             return None
         return number if self._ledger.is_current(self._peer) else None
 
+    def has_sent(self, tag: int) -> bool:
+        """Whether the other has noted more sends under ``tag`` than this member has receives."""
+        if self._theirs is None or self._theirs[0] != self._num_read:
+            self._read()
+        return self._latest.get(tag << 1, 0) > self._counts.get(tag << 1 | 1, 0)
+
+    def sees_sends(self, tag: int) -> bool:
+        """Whether all that the other has sent under ``tag`` is known here."""
+        self._read()
+        return not self._has_gaps and not self._is_all_loose and tag not in self._loose
+
     def note_any(self, tag: int) -> None:
-        """Note a receive from any member."""
+        """Note a receive whose sender is never known."""
         if tag not in self._loose:
             self._loose.add(tag)
             self._mine[1] = 1
@@ -291,11 +358,14 @@ class _MessageLog:
         self._num_read = written
 
     def _miss(self, theirs: memoryview) -> None:
-        """Entries are lost; a receive from any member may have been one of them."""
+        """Entries are lost, whatever they were."""
+        self._has_gaps = True
         self._is_all_loose = self._is_all_loose or bool(theirs[1])
 
     def _take(self, kind: int, number: int, header: int) -> None:
         if number == 0:
             self._loose.add(kind >> 1)
-        elif number > self._counts.get(kind ^ 1, 0):
+            return
+        self._latest[kind] = number
+        if number > self._counts.get(kind ^ 1, 0):
             self._ahead.setdefault(kind, {})[number] = header

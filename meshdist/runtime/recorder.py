@@ -113,6 +113,15 @@ class Recorder:
         self._keep(group, verb, tensor, (*kind, number), sys._getframe(2))
         return number
 
+    def name_sender(self, note: int, peer: int, tag: int) -> None:
+        """Let a receive from any member under ``tag``, noted as ``note``, be one from ``peer``."""
+        kind = (False, peer, tag)
+        number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
+        if note > self.num_notes - NUM_NOTES:
+            place = (note - 1) % NUM_NOTES
+            noted = self._notes[place]
+            self._notes[place] = (*noted[:4], (*kind, number), *noted[5:])
+
     def num_messages(self, is_send: bool, peer: int | None, tag: int) -> int:
         """How many sends to or receives from ``peer`` under ``tag`` were noted."""
         return self._num_messages.get((is_send, peer, tag), 0)

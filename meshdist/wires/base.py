@@ -12,6 +12,8 @@ has one, and else are built from those (``fallbacks``).
 from __future__ import annotations
 
 import difflib
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +29,7 @@ from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.clock import clock
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
-from .pending import Chain, Pending
+from .pending import Chain, Deferred, Pending
 from .scratch import Scratch
 
 __all__ = [
@@ -53,6 +55,10 @@ REDUCING_VERBS = frozenset(
     {"all_reduce", "all_reduce_list", "reduce", "reduce_scatter", "reduce_scatter_list"}
 )
 """The verbs of a communicator that take an op."""
+
+_AWAKE_S = 0.0005
+_PAUSE_S = 0.00005
+_LONGEST_PAUSE_S = 0.001
 
 
 class WireFailure(Exception):
@@ -154,6 +160,9 @@ class Communicator(ABC):
         self.posts_at_once = False
         """Whether starting a receive neither waits nor asks who called."""
 
+        self.wants_senders = False
+        """Whether a receive should name its sender, where members note what they send."""
+
     @property
     def waiting(self) -> Communicator:
         """The same verbs for a caller who waits at once; ``finish`` follows but for None."""
@@ -199,6 +208,10 @@ class Communicator(ABC):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout: timedelta) -> Pending:
         """Receive from member ``peer``, or from any member."""
+
+    def has_sent_itself(self, tag: int) -> bool:
+        """Whether a message of this member to itself waits under ``tag``."""
+        return False
 
     def batch(self) -> AbstractContextManager[None]:
         """Sends and receives started inside wait for each other in no order, whatever theirs is.
@@ -294,6 +307,30 @@ class Communicator(ABC):
             left = max(0.0, deadline - clock.now())
             self.finish(pending, timedelta(seconds=left))
         chain.settle()
+
+    def finish_deferred(self, deferred: Deferred, timeout: timedelta) -> None:
+        """Wait until ``deferred`` has started, and then for its end; for ``finish``."""
+        deadline = clock.now() + timeout.total_seconds()
+        awake_until, pause = time.perf_counter() + _AWAKE_S, _PAUSE_S
+        while not deferred.is_settled():
+            if clock.now() > deadline:
+                deferred.is_cancelled = True
+                raise WireTimeout(f"not started within {timeout.total_seconds():g} s")
+            if time.perf_counter() < awake_until:
+                os.sched_yield()
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if deferred.failure is not None:
+            raise deferred.failure
+        left = max(0.0, deadline - clock.now())
+        self.finish(deferred.started, timedelta(seconds=left))
+
+    def is_deferred_finished(self, deferred: Deferred) -> bool:
+        """Whether ``deferred`` is done, failed too; for ``is_finished``."""
+        if not deferred.is_settled():
+            return False
+        return deferred.failure is not None or self.is_finished(deferred.started)
 
     def is_chain_finished(self, chain: Chain) -> bool:
         """Whether every part of ``chain`` is done; for ``is_finished``."""

@@ -41,12 +41,12 @@ from .base import (
     WireTimeout,
 )
 from .mailbox import Mailbox, SelfTransfer
-from .pending import Chain
+from .pending import Chain, Deferred
 from .reductions import find_lack
 from .stand_ins import Arithmetic, StandIn, read_as
 from .transfers import Transfer
 
-__all__ = ["C10dCommunicator", "is_timeout", "plain_text"]
+__all__ = ["CLOSED", "C10dCommunicator", "is_timeout", "plain_text"]
 
 _MOVED = frozenset(
     {
@@ -68,6 +68,18 @@ _NOT_MADE: tuple[timedelta | None, Any] = (None, None)
 _LACKING = re.compile(
     r"^(?:Backend .*|ProcessGroup\w+) does not support \w+|No backend type associated with"
 )
+
+
+class _Closed:
+    """What stands in the place of a process group that was closed."""
+
+    supports_coalescing = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the group's connection was closed, as at the end of the program")
+
+
+CLOSED = _Closed()
 
 
 class _VerbLacking(WireFailure):
@@ -305,6 +317,9 @@ class C10dCommunicator(Communicator):
             work = self._start("recv", [_movable(tensor)], peer, slot)
         return self._transfer(work, peer, timeout)
 
+    def has_sent_itself(self, tag: int) -> bool:
+        return self._mailbox.has_sent(tag)
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         if not getattr(self._group, "supports_coalescing", False):
@@ -326,6 +341,8 @@ class C10dCommunicator(Communicator):
         kind = type(pending)
         if kind is Chain:
             self.finish_chain(pending, timeout)
+        elif kind is Deferred:
+            self.finish_deferred(pending, timeout)
         elif kind is SelfTransfer:
             self._finish_self(pending, timeout)
         else:
@@ -338,6 +355,8 @@ class C10dCommunicator(Communicator):
         kind = type(pending)
         if kind is Chain:
             return self.is_chain_finished(pending)
+        if kind is Deferred:
+            return self.is_deferred_finished(pending)
         if kind is SelfTransfer:
             return bool(pending.done)
         return bool((pending.work if kind is Transfer else pending).is_completed())
@@ -352,11 +371,11 @@ class C10dCommunicator(Communicator):
 
     def abort(self) -> None:
         self._aborted = True
-        if self._group is not None:
+        if self._group is not CLOSED:
             self._group.abort()
 
     def close(self) -> None:
-        self._group = None
+        self._group = CLOSED
 
     @classmethod
     def _stand_in(cls, op: ReduceKind, dtype: torch.dtype) -> StandIn | None:

@@ -28,7 +28,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed import ProcessGroupGloo, Store, Work
 
 from ..reduce_ops import ReduceKind
 from ..runtime.alarms import Alarm
@@ -44,8 +44,8 @@ from .base import (
     WireTimeout,
     register_wire,
 )
-from .c10d import C10dCommunicator, is_timeout, plain_text
-from .pending import Chain
+from .c10d import CLOSED, C10dCommunicator, is_timeout, plain_text
+from .pending import Chain, Deferred
 from .stand_ins import GLOO
 from .transfers import Transfer
 
@@ -60,8 +60,10 @@ _LOOPBACK = ("127.0.0.1",)
 _YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
 _ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
 _LARGE_TAG = 1 << 13
+_NUMBERED_SLOT = 1 << 28
 _SMALL_SLOT = 1 << 29
 _LARGE_SLOT = 1 << 30
+_MOST_NUMBERED = 1 << 12
 
 
 class GlooCommunicator(C10dCommunicator):
@@ -69,6 +71,8 @@ class GlooCommunicator(C10dCommunicator):
 
     Args:
         wire, rank, size, process_group: as for any of c10d.
+        store: where members number the large tags that they use; None where they compare messages
+            before they send them.
         spins: whether who waits may stay awake at first, since no rank of this host needs the core.
     """
 
@@ -79,13 +83,23 @@ class GlooCommunicator(C10dCommunicator):
     lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
 
     def __init__(
-        self, wire: str, rank: int, size: int, process_group: Any, *, spins: bool = False
+        self,
+        wire: str,
+        rank: int,
+        size: int,
+        process_group: Any,
+        *,
+        store: Store | None = None,
+        spins: bool = False,
     ) -> None:
         super().__init__(wire, rank, size, process_group)
+        self._store = store
+        self._tag_numbers: dict[int, int] = {}
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
         self._is_lazy = _connects_late()
         self.posts_at_once = not self._is_lazy
+        self.wants_senders = True
         _open.add(self)
 
     @classmethod
@@ -119,6 +133,8 @@ class GlooCommunicator(C10dCommunicator):
         return Chain([received], lambda: _copy(tensor, host))
 
     def source(self, pending: Pending) -> int:
+        if type(pending) is Deferred:
+            pending = pending.started
         return super().source(pending.pendings[0] if type(pending) is Chain else pending)
 
     def is_finished(self, pending: Pending) -> bool:
@@ -149,8 +165,8 @@ class GlooCommunicator(C10dCommunicator):
             self._disconnect()
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is None:
+        group, self._group = self._group, CLOSED
+        if group is CLOSED:
             return
         if self._process_id != os.getpid():  # a forked child
             # Its threads stayed with the parent, and its end would wait for them for ever.
@@ -176,18 +192,37 @@ class GlooCommunicator(C10dCommunicator):
     def _disconnect(self) -> None:
         """Close all connections; whatever waits for one fails."""
         group = self._group
-        if group is not None:
+        if group is not CLOSED:
             _expire(_start_expiring(group, peer) for peer in self._peers())
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         # Gloo ends the process where a message is larger than the tensor that receives it, and
         # takes a smaller one without a word. So size and dtype are part of its tag: a message
         # that does not fit is not received, and the timeout's report shows both calls. The usual
-        # tag 0 has most room for that, large tags have none.
+        # tag 0 has most room for that; large tags have it by their number, the first of them.
+        if tag == 0:
+            return _code(tensor.numel(), tensor.dtype)
+        base = _SMALL_SLOT | tag << 16
         if tag >= _LARGE_TAG:
-            return _LARGE_SLOT + tag
-        code = _code(tensor.numel(), tensor.dtype)
-        return code if tag == 0 else _SMALL_SLOT | tag << 16 | code & 0xFFFF
+            number = self._number_of(tag)
+            if number >= _MOST_NUMBERED:
+                return _LARGE_SLOT + tag
+            base = _NUMBERED_SLOT | number << 16
+        return base | _code(tensor.numel(), tensor.dtype) & 0xFFFF
+
+    def _number_of(self, tag: int) -> int:
+        """A large tag's number, which the first member that uses it draws for all."""
+        if self._store is None:
+            return _MOST_NUMBERED
+        number = self._tag_numbers.get(tag)
+        if number is None:
+            try:
+                drawn = str(self._store.add("tags", 1) - 1)
+                number = int(self._store.compare_set(f"tag/{tag}", "", drawn))
+            except RuntimeError as error:
+                raise self._failure(error) from None
+            self._tag_numbers[tag] = number
+        return number
 
     def _bound(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
@@ -269,8 +304,14 @@ class GlooWire(Wire):
         except RuntimeError as error:
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
-        spins = opening.num_local <= num_cores()
-        return GlooCommunicator(self.name, opening.rank, len(opening.ranks), group, spins=spins)
+        return GlooCommunicator(
+            self.name,
+            opening.rank,
+            len(opening.ranks),
+            group,
+            store=None if opening.is_one_host and _shares_headers() else opening.store,
+            spins=opening.num_local <= num_cores(),
+        )
 
 
 def _look_a_while(work: Work) -> None:
@@ -325,9 +366,14 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
 
 @lru_cache(1024)
 def _code(numel: int, dtype: torch.dtype) -> int:
-    """29 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
+    """28 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
     digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & _SMALL_SLOT - 1
+    return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
+
+
+def _shares_headers() -> bool:
+    """Whether the members on one host can compare messages in memory that they share."""
+    return hasattr(os, "memfd_create")
 
 
 def _connects_late() -> bool:

@@ -1,11 +1,11 @@
-"""Operations in flight: what a communicator hands out, and several that end as one."""
+"""Operations in flight: what a communicator hands out, and how several or late ones are one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["Chain", "Pending"]
+__all__ = ["Chain", "Deferred", "Pending"]
 
 Pending: TypeAlias = Any
 """An operation that a communicator has started; opaque to everyone else."""
@@ -32,3 +32,30 @@ class Chain:
         settle, self._settle = self._settle, None
         if settle is not None:
             settle()
+
+
+class Deferred:
+    """An operation that starts when something else has happened.
+
+    Args:
+        look: sees whether it has; any thread may call it at any time.
+
+    Attributes:
+        started: the operation, once it has started.
+        failure: why it never will.
+        is_cancelled: whether nobody wants it any more.
+    """
+
+    __slots__ = ("_look", "failure", "is_cancelled", "started")
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self.started: Pending | None = None
+        self.failure: Exception | None = None
+        self.is_cancelled = False
+
+    def is_settled(self) -> bool:
+        """Whether it has started, or never will."""
+        if self.started is None and self.failure is None:
+            self._look()
+        return self.started is not None or self.failure is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,9 +22,10 @@ import meshdist as md
 
 def work():
     if not md.is_initialized():
-        md.init_process_group("shm")
+        md.init_process_group(os.environ["BACKEND"])
     rank = md.get_rank()
     x = torch.full((3,), float(rank))
+    md.barrier()
     if rank == 0:
         try:
             print("got", [md.recv(x), md.recv(x)], flush=True)
@@ -37,7 +41,8 @@ def work():
     md.send(x, 0)
 
 def forked(rank, path):
-    md.init_process_group("shm", init_method=f"file://{path}", rank=rank, world_size=3)
+    store = f"file://{path}"
+    md.init_process_group(os.environ["BACKEND"], init_method=store, rank=rank, world_size=3)
     work()
 
 if __name__ == "__main__":
@@ -54,27 +59,35 @@ if __name__ == "__main__":
 """
 
 
-def output_of(folder: Path, *words: str) -> str:
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, str(program), *words, str(folder / "store")]
-    ended = subprocess.run(
+def output_of(folder: Path, backend: str, *words: str) -> str:
+    path = folder / "program.py"
+    path.write_text(PROGRAM)
+    command = [sys.executable, str(path), *words, str(folder / "store")]
+    environment = {**QUICK_NAMES, "PYTHONPATH": str(ROOT), "PATH": "", "BACKEND": backend}
+    program = subprocess.Popen(
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        env={**QUICK_NAMES, "PYTHONPATH": str(ROOT), "PATH": ""},
-        check=False,
+        env=environment,
+        start_new_session=True,
     )
-    return ended.stdout or ended.stderr
+    try:
+        told, errors = program.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)  # its ranks as well, where one hangs
+    return told or errors
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("kind", ["spawned", "fork", "spawn"])
-def test_a_rank_that_returns_ends_in_good_order(kind: str, tmp_path: Path) -> None:
-    assert output_of(tmp_path, kind, "returns") == "got [1, 2]\n"
+def test_a_rank_that_returns_ends_in_good_order(kind: str, backend: str, tmp_path: Path) -> None:
+    assert output_of(tmp_path, backend, kind, "returns") == "got [1, 2]\n"
 
 
 @pytest.mark.parametrize("way", ["fails", "is killed"])
 @pytest.mark.parametrize("kind", ["fork", "spawn"])
-def test_a_rank_that_fails_does_not(kind: str, way: str, tmp_path: Path) -> None:
-    assert output_of(tmp_path, kind, way) == "told ['found:    rank 1 has ended']\n"
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_fails_does_not(backend: str, kind: str, way: str, tmp_path: Path) -> None:
+    assert output_of(tmp_path, backend, kind, way) == "told ['found:    rank 1 has ended']\n"

@@ -31,6 +31,7 @@ class Team:
         ]
         self.present = set(range(size))
         self.gone: set[int] = set()
+        self.dead: set[int] = set()
         self.reached = [base] * size
         self.ledgers = [
             Ledger(
@@ -40,6 +41,7 @@ class Team:
                 size,
                 self.find,
                 lambda member: member not in self.gone,
+                lambda member: member not in self.gone | self.dead,
             )
             for me in range(size)
         ]
@@ -394,6 +396,75 @@ def test_large_tags_and_messages_to_those_who_share_no_memory() -> None:
     alone = Ledger(team.regions[0], 0, [], 3, team.find, lambda member: True)
     assert alone.send(2, 0, 1) is None
     assert alone.enter(1, 1) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=60), st.data())
+def test_who_has_sent_is_found_as_often_as_they_sent(sends: list, data: st.DataObject) -> None:
+    """Sends to member 0: from whom, under which tag; some are received by name, in between."""
+    team = Team(4)
+    mine = team.ledgers[0]
+    left: dict[tuple[int, int], int] = {}
+    for source, tag in sends:
+        assert team.ledgers[source].send(0, tag, source) is None
+        left[source, tag] = left.get((source, tag), 0) + 1
+        if data.draw(st.booleans()):
+            assert mine.recv(source, tag, source) is None
+            left[source, tag] -= 1
+    for tag in range(3):
+        assert mine.can_find_sender(tag)
+        while (source := mine.find_sender(tag)) is not None:
+            assert mine.recv(source, tag, source) is None
+            left[source, tag] -= 1
+    assert not any(left.values())
+
+
+def test_members_who_have_sent_take_turns() -> None:
+    team = Team(3)
+    assert team.ledgers[0].can_find_sender(0)
+    for _ in range(3):
+        team.ledgers[1].send(0, 0, 1)
+        team.ledgers[2].send(0, 0, 1)
+    found = []
+    for _ in range(6):
+        source = team.ledgers[0].find_sender(0)
+        assert source is not None
+        team.ledgers[0].recv(source, 0, 1)
+        found.append(source)
+    assert found == [1, 2, 1, 2, 1, 2]
+
+
+def test_what_was_overwritten_is_found_by_what_came_after_it_under_its_tag() -> None:
+    team = Team(2)
+    assert team.ledgers[1].can_find_sender(4)
+    for _ in range(300):
+        team.ledgers[0].send(1, 4, 7)
+    for _ in range(300):
+        assert team.ledgers[1].find_sender(4) == 0
+        assert team.ledgers[1].recv(0, 4, 7) is None
+    assert team.ledgers[1].find_sender(4) is None
+    assert not team.ledgers[1].can_find_sender(5)  # something may have been sent under it
+
+
+def test_senders_are_found_where_all_members_share_memory_alone() -> None:
+    team = Team(3)
+    assert team.ledgers[0].can_find_sender(0)
+    alone = Ledger(team.regions[0], 0, [1], 3, team.find, lambda member: True)
+    assert not alone.can_find_sender(0)
+    team.present.remove(2)
+    unseen = Ledger(team.regions[0], 0, [1, 2], 3, team.find, lambda member: True)
+    assert not unseen.can_find_sender(0)
+
+
+def test_a_member_that_left_in_good_order_or_closed_is_not_lost() -> None:
+    team = Team(4)
+    assert team.ledgers[0].can_find_sender(0)
+    assert team.ledgers[0].find_lost() is None
+    team.ledgers[1].leave()
+    team.dead |= {1}
+    team.gone |= {2}
+    assert team.ledgers[0].find_lost() is None
+    team.dead |= {3}
+    assert team.ledgers[0].find_lost() == 3
 
 
 # -- fingerprints --------------------------------------------------------------------------------

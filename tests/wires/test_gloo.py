@@ -343,19 +343,67 @@ def test_messages_of_cuda_tensors_go_by_host_memory(pool: Pool) -> None:
     assert pool.run(program, 2) == [([2.0] * 3, 1), ([1.0] * 3, 0)]
 
 
-def receives_less_than_is_sent() -> str:
-    group = md.new_group(timeout=timedelta(seconds=1))
+def receives_less_than_is_sent(tag: int, num_tags_before: int, names_sender: bool) -> str:
+    group = md.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    x = torch.ones(1)
+    for other in range(10_000, 10_000 + num_tags_before):
+        if md.get_rank() == 0:
+            md.send(x, 1, group=group, tag=other)
+        else:
+            md.recv(x, 0, group=group, tag=other)
     if md.get_rank() == 0:
-        time.sleep(0.3)
-        call = lambda: md.send(torch.ones(100), 1, group=group)  # noqa: E731
+        call = lambda: md.send(torch.ones(100), 1, group=group, tag=tag)  # noqa: E731
     else:
-        call = lambda: md.recv(torch.zeros(96), group=group)  # noqa: E731
+        src = 0 if names_sender else None
+        call = lambda: md.recv(torch.zeros(96), src, group=group, tag=tag)  # noqa: E731
     with pytest.raises(md.MeshdistError) as caught:
         call()
     return type(caught.value).__name__
 
 
-def test_a_message_too_large_for_who_receives_from_anyone_ends_nobody(pool: Pool) -> None:
-    sender, receiver = pool.run(receives_less_than_is_sent, 2)
-    assert sender in ("CollectiveTimeoutError", "BackendError")
-    assert receiver == "CollectiveTimeoutError"
+@pytest.mark.parametrize("names_sender", [True, False])
+@pytest.mark.parametrize("tag", [0, 5, 8191, 8192, 2**30 - 3])
+def test_a_message_too_large_for_who_receives_it_on_another_host_ends_nobody(
+    pool: Pool, tag: int, names_sender: bool
+) -> None:
+    outcomes = pool.run(receives_less_than_is_sent, 2, tag, 3, names_sender, hosts="AB")
+    assert set(outcomes) <= {"CollectiveTimeoutError", "BackendError"}
+    assert "CollectiveTimeoutError" in outcomes
+
+
+def more_large_tags_than_have_numbers() -> int:
+    group = md.new_group(backend="gloo")
+    x, num_right = torch.empty(2, dtype=torch.int64), 0
+    for tag in range(2**20, 2**20 + 4200):
+        if md.get_rank() == 0:
+            md.send(torch.tensor([tag, 1]), 1, group=group, tag=tag)
+        else:
+            md.recv(x, 0, group=group, tag=tag)
+            num_right += x.tolist() == [tag, 1]
+    return num_right
+
+
+def test_any_number_of_large_tags_works(pool: Pool) -> None:
+    assert pool.run(more_large_tags_than_have_numbers, 2, hosts="AB")[1] == 4200
+
+
+def after_all_was_closed() -> str:
+    wire = md.new_group(backend="gloo").communicator("cpu")
+    x = torch.ones(1)
+    wire.finish(wire.all_reduce(x, ReduceOp.SUM, SECONDS), SECONDS)
+    wire.close()
+    texts = set()
+    for call in (
+        lambda: wire.all_reduce(x, ReduceOp.SUM, SECONDS),
+        lambda: wire.send(x, 1 - wire.rank, 0, SECONDS),
+        lambda: wire.barrier(SECONDS),
+    ):
+        with pytest.raises(WireFailure) as caught:
+            call()
+        texts.add(str(caught.value))
+    return "; ".join(texts)
+
+
+def test_verbs_after_the_end_of_the_program_say_so(pool: Pool) -> None:
+    told = "the group's connection was closed, as at the end of the program"
+    assert pool.run(after_all_was_closed, 2) == [told] * 2

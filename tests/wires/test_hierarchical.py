@@ -19,6 +19,7 @@ import torch
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.base import WireFailure, WireRefused, get_wire
+from meshdist.wires.hierarchical import HierarchicalWire
 from tests.pool import QUICK_NAMES, TESTS, Failure, Pool
 from tests.wires.samples import DTYPES
 from tests.wires.verb_table import WAITING, waiting_times
@@ -292,7 +293,7 @@ def test_worlds_come_and_go(pool: Pool) -> None:
 
 
 def test_support_tells_what_it_does_itself() -> None:
-    support = get_wire("hierarchical").support
+    support = HierarchicalWire().support
     for verb in ("all_reduce", "all_reduce_list", "reduce", "reduce_scatter"):
         assert support(verb, "cpu", torch.float32) == "native"
         assert support(verb, "cpu", torch.float8_e4m3fn) == "built"
