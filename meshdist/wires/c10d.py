@@ -76,6 +76,8 @@ class _Closed:
     supports_coalescing = False
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # whoever inspects modules asks for such
+            raise AttributeError(name)
         raise RuntimeError("the group's connection was closed, as at the end of the program")
 
 

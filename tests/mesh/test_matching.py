@@ -246,3 +246,18 @@ def objects_from_anyone() -> Any:
 def test_objects_from_anyone(pool: Pool) -> None:
     expected = [(1, [1, "x"]), (2, [2, "xx"])]
     assert pool.run(objects_from_anyone, 3)[0] == expected
+
+
+def no_objects() -> str:
+    group = md.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    if md.get_rank() == 0:  # as what goes before a list
+        return sent_with_the_next_verb(torch.tensor([1, 2, 3], dtype=torch.uint64), group)
+    with pytest.raises(md.AgreementError) as caught:
+        md.recv_object_list([None], group=group)
+    return str(caught.value)
+
+
+def test_a_tensor_is_no_list_of_objects_from_anyone(pool: Pool) -> None:
+    for text in pool.run(no_objects, 2):
+        assert "rank 0: send((3,) uint64, to rank 1)" in text
+        assert "rank 1: recv_object_list((3,) uint64, from rank 0)" in text
