@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "communicator.h"
+#include "plain_sum.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -334,6 +335,28 @@ class PyCommunicator : public Communicator {
   TransferPtr last_transfer_;
 };
 
+struct PyPlainSum : PlainSum {
+  PyPlainSum(nb::object communicator, nb::dict facts, double timeout)
+      : PlainSum(std::move(facts)),
+        owner(std::move(communicator)),
+        core(nb::cast<PyCommunicator&>(owner)),
+        timeout(timeout) {}
+
+  // The status, or -1 where the call is not plain; nothing has happened then.
+  int run(nb::handle tensor) {
+    Buffer buffer;
+    if (!begin(tensor, buffer)) return -1;
+    Job job = core.all_reduce(buffer.address, buffer.count, buffer.dtype, kSum, 1.0);
+    note_write(tensor);
+    return core.run(job, timeout);
+  }
+
+  static constexpr unsigned kSum = static_cast<unsigned>(Op::sum);
+  const nb::object owner;
+  PyCommunicator& core;
+  const double timeout;
+};
+
 // A verb in its two forms: `name(..., timeout)` waits and returns a status, `name_async(...,
 // timeout)` returns a Ticket at once.
 template <class... Args>
@@ -441,6 +464,9 @@ NB_MODULE(native, m) {
                          std::int64_t tag) {
     return self.start_transfer(false, data, count, dtype, peer, tag);
   });
+  nb::class_<PyPlainSum>(m, "PlainSum")
+      .def(nb::init<nb::object, nb::dict, double>(), "communicator"_a, "facts"_a, "timeout"_a)
+      .def("run", &PyPlainSum::run);
   c.def_prop_ro("streams_into_slots", [](const PyCommunicator& self) {
     return self.end->streams_into_slots.load();
   });

@@ -217,6 +217,8 @@ class Message:
     def start(self, *, waits: bool = False) -> None:
         """Compare it with its counterpart, if that is there, and start it.
 
+        A receive whose sender is known only later is compared then; ``finish`` tells.
+
         Args:
             waits: whether ``finish`` follows at once.
 
@@ -226,8 +228,8 @@ class Message:
         channel = self.channel = self.target.channel(self.device_type)
         communicator = self.communicator = channel.waiting if waits else channel.communicator
         verb, buffer, peer, tag = self.verb, self.buffer, self.peer, self.tag
-        if not self.is_send and channel.find_sender_later(peer, tag):
-            self._note()
+        if not self.is_send and channel.waits_for_sender(peer, tag):
+            self._note(is_numbered=False)
             note_write(self.data)
             self.pending = channel.recv_later(verb, buffer, peer, tag, self.number, waits=waits)
             return
@@ -256,9 +258,9 @@ class Message:
         if failure is not None:
             raise self.target.explain(failure, channel) from None
 
-    def _note(self) -> None:
+    def _note(self, *, is_numbered: bool = True) -> None:
         channel = self.channel
-        channel.note_message(self.verb, self.buffer, self.peer, self.tag)
+        channel.note_message(self.verb, self.buffer, self.peer, self.tag, is_numbered=is_numbered)
         self.number = channel.recorder.num_notes
 
     def finish(self) -> None:

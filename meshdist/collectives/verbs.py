@@ -15,6 +15,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch.autograd.profiler as profiler
+
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.timeouts import check_timeout
@@ -32,7 +34,7 @@ from .checks import (
     premultiplied,
     stated,
 )
-from .instruments import verb
+from .instruments import bare_verb, shown, verb
 from .running import run
 
 __all__ = [
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 
-@verb
+@bare_verb
 def all_reduce(
     tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -76,7 +78,20 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
+    if profiler._is_profiler_enabled:
+        with shown(all_reduce, tensor, op, group, async_op):
+            return _all_reduce(tensor, op, resolve_group(group), async_op)
     target = group if type(group) is ProcessGroup else resolve_group(group)
+    if op is SUM and target.plain_sum is not None and not async_op:
+        status = target.plain_sum(tensor)
+        if status == 0:
+            return None
+        if status > 0:
+            raise target.channel("cpu").explain_plain(status)
+    return _all_reduce(tensor, op, target, async_op)
+
+
+def _all_reduce(tensor: Any, op: Any, target: ProcessGroup, async_op: bool) -> Work | None:
     data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
     kind, factor = SUM, None
     if op is not SUM:  # which every dtype has

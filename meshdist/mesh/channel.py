@@ -85,6 +85,7 @@ class Channel:
         "ledger",
         "matching",
         "opened",
+        "plain_sum",
         "recorder",
         "spans_hosts",
         "timeout",
@@ -112,6 +113,17 @@ class Channel:
         self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
+        insides = self.recorder.insides() if self.ledger is None and not self.spans_hosts else {}
+        noting = insides and {
+            **insides,
+            "aborts": self.aborts,
+            "is_told": verbs_log.isEnabledFor,
+            "level": TRACE,
+            "group": group.name,
+            "verb": "all_reduce",
+            "more": (_SUM, None, ()),
+        }
+        self.plain_sum = self.waiting.plain_sum(noting, timeout)
 
     def enter(
         self,
@@ -161,14 +173,32 @@ class Channel:
             numbers = _numbers(verb, data, number, root, bool(sent))
             self._compare_by_a_round(numbers, sent, taken)
 
+    def explain_plain(self, status: int) -> MeshdistError:
+        """The error of a failed ``plain_sum``."""
+        self.communicator.number = self.recorder.sequence
+        return explain(self.group, self.waiting.plain_failure(status), self)
+
     def is_broken(self) -> bool:
         """Whether the group failed or was aborted, so that every call on it is refused."""
         return self.opened.label in self.aborts
 
-    def note_message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
-        """Note a send or receive; refuse it where the group is broken."""
+    def note_message(
+        self,
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        is_numbered: bool = True,
+    ) -> None:
+        """Note a send or receive; refuse it where the group is broken.
+
+        A receive for ``recv_later`` gets its number there.
+        """
         communicator = self.communicator
-        communicator.number = self.recorder.note_message(self.group.name, verb, tensor, peer, tag)
+        communicator.number = self.recorder.note_message(
+            self.group.name, verb, tensor, peer, tag, is_numbered=is_numbered
+        )
         communicator.caller = verb
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
@@ -190,10 +220,9 @@ class Channel:
         if peer is None:
             ledger.recv_any(tag)
             return None
-        header = _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
-        return (ledger.send if is_send else ledger.recv)(peer, tag, header)
+        return (ledger.send if is_send else ledger.recv)(peer, tag, _message_header(verb, tensor))
 
-    def find_sender_later(self, peer: int | None, tag: int) -> bool:
+    def waits_for_sender(self, peer: int | None, tag: int) -> bool:
         """Whether a receive is to be started by ``recv_later``."""
         return self.matching is not None and self.matching.takes(peer, tag)
 
@@ -207,18 +236,25 @@ class Channel:
             tensor: what is written.
             peer: the sender; None for any member.
             tag: of the message.
-            note: under which the recorder noted the call.
+            note: under which the recorder noted the call, without a number.
             waits: whether the caller waits for it at once.
         """
-        assert self.matching is not None  # find_sender_later was so
-        header = _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
-        return self.matching.add(tensor, peer, tag, header, note, self.timeout, waits=waits)
+        assert self.matching is not None  # waits_for_sender was so
+        return self.matching.add(
+            tensor,
+            peer=peer,
+            tag=tag,
+            header=_message_header(verb, tensor),
+            note=note,
+            timeout=self.timeout,
+            waits=waits,
+        )
 
     def refuse_message(
         self, is_send: bool, peer: int | None, tag: int, number: int
     ) -> MeshdistError:
         """The error of a noted message that differs from its counterpart."""
-        assert peer is not None  # what comes from anyone is not compared
+        assert peer is not None  # whose sender is known later is compared by recv_later
         return message_disagreement(self.group, self, is_send, peer, tag, number)
 
     def _tell(self) -> None:
@@ -258,6 +294,11 @@ class Channel:
         fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
         if len(commons) > 1 or not fits:
             raise call_disagreement(self.group, self, self.recorder.sequence)
+
+
+def _message_header(verb: str, tensor: torch.Tensor) -> int:
+    """What must be equal on both sides of a message, as a number equal on every process."""
+    return _message_fingerprints[tensor.dtype, tensor.numel(), "object" in verb]
 
 
 def _numbers(

@@ -23,6 +23,7 @@ from ..runtime.forks import num_forks
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import (
     Communicator,
+    PlainSum,
     Wire,
     WireFailure,
     WireRefused,
@@ -101,6 +102,8 @@ class ProcessGroup:
         self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
+        self.plain_sum: PlainSum | None = None
+        """The plainest all-reduce of a CPU tensor, where the open wire has a short way for it."""
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -259,13 +262,14 @@ class ProcessGroup:
         registry = get_registry(self.world)
         registry.handles.pop(self._number, None)
         channels = {id(c.opened): c for c in self._channels.values()}
-        self._channels = {}
+        self.forget_channels()
         for channel in channels.values():
             registry.release(channel.opened)
 
     def forget_channels(self) -> None:
         """Reach no communicator any more; called when the world closes."""
         self._channels = {}
+        self.plain_sum = None
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
@@ -334,6 +338,8 @@ class ProcessGroup:
             ) from failure
         channel = Channel(self, wire, opened, device_type, timeout)
         self._channels[device_type] = channel
+        if device_type == "cpu":
+            self.plain_sum = channel.plain_sum
         _log.info(
             "rank %d opened %s, %s, on wire %s for %s tensors",
             self.world.rank,
@@ -380,10 +386,10 @@ def resolve_group(group: object) -> ProcessGroup:
         NotInGroupError: this rank is no member.
         KindError: not one of these.
     """
-    if isinstance(group, ProcessGroup):
-        return group
     if group is None:
         return world_group(get_usable_world())
+    if isinstance(group, ProcessGroup):
+        return group
     group_of_mesh = getattr(group, "communication_group", None)
     if group_of_mesh is not None:
         return group_of_mesh()  # type: ignore[no-any-return]

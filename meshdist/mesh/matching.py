@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
-from ..errors import AgreementError
 from ..runtime.ledger import Ledger
 from ..runtime.recorder import Recorder
-from ..wires.base import Communicator, MemberLost, MembersDisagree, WireAborted, WireFailure
+from ..wires.base import Communicator, MemberLost, MembersDisagree, WireAborted
 from ..wires.pending import Deferred
 
 __all__ = ["Matching"]
@@ -30,13 +30,18 @@ _CHECK_S = 0.1
 
 @dataclass(frozen=True, eq=False)
 class _Receive:
-    deferred: Deferred
+    # Held by who waits for it alone: a Work that is dropped takes no message.
+    deferred: weakref.ref[Deferred]
     tensor: torch.Tensor
     peer: int | None
     tag: int
     header: int
     note: int
     timeout: timedelta
+
+    def is_wanted(self) -> bool:
+        deferred = self.deferred()
+        return deferred is not None and not deferred.is_cancelled
 
 
 class Matching:
@@ -66,20 +71,23 @@ class Matching:
         self._checked = 0.0
 
     def takes(self, peer: int | None, tag: int) -> bool:
-        """Whether a receive is to go this way: who names a sender does behind one who does not."""
-        if peer is None:
-            return self._ledger.can_find_sender(tag)
-        return bool(self._receives) and any(one.tag == tag for one in self._receives)
+        """Whether a receive goes this way: one that names no sender, or comes after such a one."""
+        if peer is not None and not self._receives:
+            return False  # the common case
+        with self._lock:
+            if any(one.tag == tag for one in self._receives):
+                return True
+            return peer is None and self._ledger.can_find_sender(tag)
 
     def add(
         self,
         tensor: torch.Tensor,
+        *,
         peer: int | None,
         tag: int,
         header: int,
         note: int,
         timeout: timedelta,
-        *,
         waits: bool,
     ) -> Deferred:
         """Receive ``tensor`` as soon as its sender is known.
@@ -89,13 +97,14 @@ class Matching:
             peer: the sender, where the program named it.
             tag: of the message.
             header: the fingerprint of the message that ``tensor`` takes.
-            note: under which the recorder noted the call.
-            timeout: how long the message may take once it has started.
+            note: under which the recorder noted the call, without a number.
+            timeout: how long it may take.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
-        deferred = Deferred(self._look)
+        deferred = Deferred(self._look, timeout)
+        reference = weakref.ref(deferred)
         with self._lock:
-            self._receives.append(_Receive(deferred, tensor, peer, tag, header, note, timeout))
+            self._receives.append(_Receive(reference, tensor, peer, tag, header, note, timeout))
             self._look()
             if self._receives and not waits and self._thread is None:
                 self._thread = threading.Thread(
@@ -106,7 +115,9 @@ class Matching:
 
     def close(self) -> None:
         """End what waits still."""
-        self._fail_all(WireAborted("the group was closed while a receive waited for its sender"))
+        self._end_all(
+            lambda: WireAborted("the group was closed while a receive waited for its sender")
+        )
 
     def _look_again(self) -> None:
         pause = _PAUSE_S
@@ -127,13 +138,12 @@ class Matching:
             if not self._receives:
                 return
             if self._is_broken():
-                self._fail_all(WireAborted("aborted while a receive waited for its sender"))
+                self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
                 return
+            self._receives = [one for one in self._receives if one.is_wanted()]
             waiting = set()
             for receive in tuple(self._receives):
-                if receive.deferred.is_cancelled:
-                    self._receives.remove(receive)
-                elif receive.tag not in waiting and not self._start_if_sent(receive):
+                if receive.tag not in waiting and not self._start_if_sent(receive):
                     waiting.add(receive.tag)
             if waiting and time.monotonic() - self._checked > _CHECK_S:
                 self._checked = time.monotonic()
@@ -141,13 +151,17 @@ class Matching:
 
     def _start_if_sent(self, receive: _Receive) -> bool:
         peer, tag = receive.peer, receive.tag
-        if peer is None:
-            is_mine = self._communicator.has_sent_itself(tag)
-            peer = self._communicator.rank if is_mine else self._ledger.find_sender(tag)
+        try:
             if peer is None:
-                return False
-        self._recorder.name_sender(receive.note, peer, tag)
-        number = self._ledger.recv(peer, tag, receive.header)
+                is_mine = self._communicator.has_sent_itself(tag)
+                peer = self._communicator.rank if is_mine else self._ledger.find_sender(tag)
+                if peer is None:
+                    return False
+            self._recorder.name_sender(receive.note, peer, tag)
+            number = self._ledger.recv(peer, tag, receive.header)
+        except Exception as failure:  # whatever it is, who waits shall have it
+            self._end(receive, failure)
+            return True
         if number is None:
             self._start(receive, peer)
         else:
@@ -157,28 +171,32 @@ class Matching:
     def _start(self, receive: _Receive, peer: int | None) -> None:
         try:
             started = self._communicator.recv(receive.tensor, peer, receive.tag, receive.timeout)
-        except (WireFailure, AgreementError) as failure:
+        except Exception as failure:
             self._end(receive, failure)
-        else:
-            self._receives.remove(receive)
-            receive.deferred.started = started
+            return
+        self._receives.remove(receive)
+        deferred = receive.deferred()
+        if deferred is not None:
+            deferred.started = started
 
     def _check(self) -> None:
         """End all where a sender may have died; ask the wire where messages may go unseen."""
         lost = self._ledger.find_lost()
         if lost is not None:
-            self._fail_all(MemberLost("has ended", lost))
+            self._end_all(lambda: MemberLost("has ended", lost))
             return
         for receive in tuple(self._receives):
             if receive.peer is None and not self._ledger.can_find_sender(receive.tag):
                 self._ledger.recv_any(receive.tag)
                 self._start(receive, None)
 
-    def _fail_all(self, failure: WireFailure) -> None:
+    def _end_all(self, failure: Callable[[], Exception]) -> None:
         with self._lock:
             for receive in tuple(self._receives):
-                self._end(receive, failure)
+                self._end(receive, failure())
 
     def _end(self, receive: _Receive, failure: Exception) -> None:
         self._receives.remove(receive)
-        receive.deferred.failure = failure
+        deferred = receive.deferred()
+        if deferred is not None:
+            deferred.failure = failure

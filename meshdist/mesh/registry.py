@@ -69,6 +69,18 @@ class OpenCommunicator:
         """The number of members."""
         return len(self.recorder.ranks)
 
+    def leave(self) -> None:
+        """Tell the other members that this process comes to its end in good order."""
+        self.communicator.leave()
+        if self.ledger is not None:
+            self.ledger.leave()
+
+    def close(self) -> None:
+        """End this member's part; what waits fails."""
+        if self.matching is not None:
+            self.matching.close()
+        self.communicator.close()
+
 
 @dataclass
 class Registry:
@@ -170,9 +182,7 @@ class Registry:
                 return
             self.forget(opened)
         self._await_members([opened])
-        if opened.matching is not None:
-            opened.matching.close()
-        opened.communicator.close()
+        opened.close()
         self._drop_ledger(opened.label, opened.ledger)
 
     @contextmanager
@@ -270,11 +280,12 @@ class Registry:
             self._by_label.clear()
             self._by_key.clear()
         for entry in opened:
-            if entry.matching is not None:
-                entry.matching.close()
-            entry.communicator.close()
+            if self.world.process_id != os.getpid():  # a forked child has no part in it
+                entry.communicator.close()
+                continue
+            entry.leave()
+            entry.close()
             if entry.ledger is not None:
-                entry.ledger.leave()
                 entry.ledger.close()
         self._views.clear()
         if self._board is not None:
@@ -359,9 +370,7 @@ class Registry:
             with self._lock:
                 opened = list(self._by_label.values())
             for entry in opened:
-                entry.communicator.leave()
-                if entry.ledger is not None:
-                    entry.ledger.leave()
+                entry.leave()
 
     def _await_members(self, opened: list[OpenCommunicator]) -> None:
         """Wait until every member has opened its side.

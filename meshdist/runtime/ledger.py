@@ -40,6 +40,9 @@ def fingerprint(*values: int) -> int:
 class Ledger:
     """One member's part in one group's headers.
 
+    Its words are: one per collective, tables of sizes for uneven ones, a log of messages per other
+    member, and one that tells that the member has left in good order.
+
     Args:
         region: this member's own words, ``num_words(size)`` of them.
         member: its place in the group.
@@ -170,19 +173,14 @@ class Ledger:
                     return peer
         return None
 
-    def has_sent(self, peer: int, tag: int) -> bool:
-        """Whether ``peer`` has noted a message under ``tag`` for which there is no receive yet."""
-        with self._messages_lock:
-            log = self._messages.get(peer)
-            return log is not None and log.has_sent(tag)
-
     def find_lost(self) -> int | None:
-        """A member whose process has ended without saying so, or None."""
+        """A member whose process has ended without saying so; or any, where nobody else is left."""
+        gone = [member for member, _ in tuple(self._views) if not self._is_alive(member)]
         for member, view in tuple(self._views):
-            is_gone = self._is_current(member) and not self._is_alive(member)
-            if is_gone and not view[self._left_word]:
+            # Asked in this order, since who closes the group says so before its words go.
+            if member in gone and self._is_current(member) and not view[self._left_word]:
                 return member
-        return None
+        return gone[0] if gone and len(gone) == self._size - 1 else None
 
     def recv_any(self, tag: int) -> None:
         """Note a receive whose sender will not be known: its tag is compared no more."""
@@ -287,6 +285,7 @@ class _MessageLog:
         self._loose: set[int] = set()
         self._is_all_loose = False
         self._has_gaps = False
+        self._since_gap: set[int] = set()
 
     def note(self, kind: int, header: int) -> int | None:
         """Note one transfer; returns its number where its counterpart is there and differs.
@@ -317,7 +316,9 @@ class _MessageLog:
     def sees_sends(self, tag: int) -> bool:
         """Whether all that the other has sent under ``tag`` is known here."""
         self._read()
-        return not self._has_gaps and not self._is_all_loose and tag not in self._loose
+        if self._is_all_loose or tag in self._loose:
+            return False
+        return not self._has_gaps or tag in self._since_gap
 
     def note_any(self, tag: int) -> None:
         """Note a receive whose sender is never known."""
@@ -360,12 +361,16 @@ class _MessageLog:
     def _miss(self, theirs: memoryview) -> None:
         """Entries are lost, whatever they were."""
         self._has_gaps = True
+        self._since_gap.clear()
         self._is_all_loose = self._is_all_loose or bool(theirs[1])
 
     def _take(self, kind: int, number: int, header: int) -> None:
         if number == 0:
             self._loose.add(kind >> 1)
             return
-        self._latest[kind] = number
+        if not kind & 1:
+            self._latest[kind] = number  # which tells of all before it under its tag
+            if self._has_gaps:
+                self._since_gap.add(kind >> 1)
         if number > self._counts.get(kind ^ 1, 0):
             self._ahead.setdefault(kind, {})[number] = header

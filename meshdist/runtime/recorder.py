@@ -102,19 +102,47 @@ class Recorder:
         return self._keep(group, verb, tensor, (op, root, sizes), sys._getframe(2))
 
     def note_message(
-        self, group: str, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
+        self,
+        group: str,
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        is_numbered: bool = True,
     ) -> int:
         """Note a send to or a receive from ``peer`` (None: any member); return its number.
 
         The number counts those of one direction, peer and tag; the sequence is of collectives.
+        It is 0 for a receive that ``name_sender`` shall number.
         """
         kind = ("send" in verb, peer, tag)
-        number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
+        number = 0
+        if is_numbered:
+            number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
         self._keep(group, verb, tensor, (*kind, number), sys._getframe(2))
         return number
 
+    def insides(self) -> dict[str, Any]:
+        """What a native caller needs to note calls just as ``note`` does; {} where it may not."""
+        if self._keeps_stacks:
+            return {}
+        return {
+            "recorder": self,
+            "notes": self._notes,
+            "moments": _moments,
+            "between_files": _between_files,
+            "no_stack": _NO_STACK,
+        }
+
     def name_sender(self, note: int, peer: int, tag: int) -> None:
-        """Let a receive from any member under ``tag``, noted as ``note``, be one from ``peer``."""
+        """Let a receive under ``tag`` that has no number yet be the next one from ``peer``.
+
+        Args:
+            note: which of all notes it is.
+            peer: whose message it takes.
+            tag: of the message.
+        """
         kind = (False, peer, tag)
         number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
         if note > self.num_notes - NUM_NOTES:

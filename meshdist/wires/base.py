@@ -12,14 +12,12 @@ has one, and else are built from those (``fallbacks``).
 from __future__ import annotations
 
 import difflib
-import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.distributed import Store
@@ -29,7 +27,7 @@ from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.clock import clock
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
-from .pending import Chain, Deferred, Pending
+from .pending import Chain, Pending
 from .scratch import Scratch
 
 __all__ = [
@@ -38,6 +36,7 @@ __all__ = [
     "MembersDisagree",
     "Opening",
     "Pending",
+    "PlainSum",
     "REDUCING_VERBS",
     "Wire",
     "WireAborted",
@@ -56,9 +55,10 @@ REDUCING_VERBS = frozenset(
 )
 """The verbs of a communicator that take an op."""
 
-_AWAKE_S = 0.0005
-_PAUSE_S = 0.00005
-_LONGEST_PAUSE_S = 0.001
+
+PlainSum: TypeAlias = Callable[[Any], int]
+"""Sums a tensor in place over all members: 0 when done, -1 where it leaves that to the caller, who
+has to check and note the call then; any other status is a failure."""
 
 
 class WireFailure(Exception):
@@ -146,8 +146,11 @@ class Communicator(ABC):
 
     Each verb starts an operation at once and returns it; nothing is kept of the tensors once it
     is finished. Operations of one communicator are started in program order by one thread at a
-    time.
+    time; where it ``wants_senders``, another thread may call ``recv`` meanwhile.
     """
+
+    wants_senders: ClassVar[bool] = False
+    """Whether a receive should name its sender, where members note what they send."""
 
     def __init__(self, wire: str, rank: int, size: int) -> None:
         self.wire = wire
@@ -159,9 +162,6 @@ class Communicator(ABC):
         self.number = 0
         self.posts_at_once = False
         """Whether starting a receive neither waits nor asks who called."""
-
-        self.wants_senders = False
-        """Whether a receive should name its sender, where members note what they send."""
 
     @property
     def waiting(self) -> Communicator:
@@ -212,6 +212,21 @@ class Communicator(ABC):
     def has_sent_itself(self, tag: int) -> bool:
         """Whether a message of this member to itself waits under ``tag``."""
         return False
+
+    def plain_sum(self, noting: dict[str, Any], timeout: timedelta) -> PlainSum | None:
+        """A shorter way to notice, note and run the plainest all-reduce; None where there is none.
+
+        Args:
+            noting: what it needs to note calls: a recorder's insides, and what stays the same in
+                all notes; ``aborts``, empty while nothing is broken; ``is_told`` and ``level``,
+                which tell whether somebody wants to read of every verb.
+            timeout: how long one may take.
+        """
+        return None
+
+    def plain_failure(self, status: int) -> WireFailure:
+        """What ``plain_sum`` returned, other than 0 and -1, as a failure."""
+        raise NotImplementedError
 
     def batch(self) -> AbstractContextManager[None]:
         """Sends and receives started inside wait for each other in no order, whatever theirs is.
@@ -307,30 +322,6 @@ class Communicator(ABC):
             left = max(0.0, deadline - clock.now())
             self.finish(pending, timedelta(seconds=left))
         chain.settle()
-
-    def finish_deferred(self, deferred: Deferred, timeout: timedelta) -> None:
-        """Wait until ``deferred`` has started, and then for its end; for ``finish``."""
-        deadline = clock.now() + timeout.total_seconds()
-        awake_until, pause = time.perf_counter() + _AWAKE_S, _PAUSE_S
-        while not deferred.is_settled():
-            if clock.now() > deadline:
-                deferred.is_cancelled = True
-                raise WireTimeout(f"not started within {timeout.total_seconds():g} s")
-            if time.perf_counter() < awake_until:
-                os.sched_yield()
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if deferred.failure is not None:
-            raise deferred.failure
-        left = max(0.0, deadline - clock.now())
-        self.finish(deferred.started, timedelta(seconds=left))
-
-    def is_deferred_finished(self, deferred: Deferred) -> bool:
-        """Whether ``deferred`` is done, failed too; for ``is_finished``."""
-        if not deferred.is_settled():
-            return False
-        return deferred.failure is not None or self.is_finished(deferred.started)
 
     def is_chain_finished(self, chain: Chain) -> bool:
         """Whether every part of ``chain`` is done; for ``is_finished``."""

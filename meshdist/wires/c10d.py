@@ -41,7 +41,7 @@ from .base import (
     WireTimeout,
 )
 from .mailbox import Mailbox, SelfTransfer
-from .pending import Chain, Deferred
+from .pending import Chain
 from .reductions import find_lack
 from .stand_ins import Arithmetic, StandIn, read_as
 from .transfers import Transfer
@@ -82,6 +82,7 @@ class _Closed:
 
 
 CLOSED = _Closed()
+"""Takes the place of a communicator's process group when it ends."""
 
 
 class _VerbLacking(WireFailure):
@@ -343,8 +344,6 @@ class C10dCommunicator(Communicator):
         kind = type(pending)
         if kind is Chain:
             self.finish_chain(pending, timeout)
-        elif kind is Deferred:
-            self.finish_deferred(pending, timeout)
         elif kind is SelfTransfer:
             self._finish_self(pending, timeout)
         else:
@@ -357,8 +356,6 @@ class C10dCommunicator(Communicator):
         kind = type(pending)
         if kind is Chain:
             return self.is_chain_finished(pending)
-        if kind is Deferred:
-            return self.is_deferred_finished(pending)
         if kind is SelfTransfer:
             return bool(pending.done)
         return bool((pending.work if kind is Transfer else pending).is_completed())
@@ -469,7 +466,7 @@ class C10dCommunicator(Communicator):
         return timeout
 
     def _finish_self(self, transfer: SelfTransfer, timeout: timedelta) -> None:
-        transfer.buffer()
+        self._mailbox.buffer(transfer)
         deadline = clock.now() + timeout.total_seconds()
         while not transfer.done:  # the counterpart can only come from another thread
             if self._aborted:

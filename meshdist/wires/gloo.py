@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store, Work
 
+from ..errors import BackendError
 from ..reduce_ops import ReduceKind
 from ..runtime.alarms import Alarm
 from ..runtime.clock import clock
@@ -54,6 +55,8 @@ __all__ = ["GlooCommunicator", "GlooWire", "gloo_devices", "gloo_interfaces"]
 _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _WATCH_S = 0.1
+_PAUSE_S = 0.00005
+_LONGEST_PAUSE_S = 0.001
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _LOOPBACK = ("127.0.0.1",)
@@ -71,12 +74,12 @@ class GlooCommunicator(C10dCommunicator):
 
     Args:
         wire, rank, size, process_group: as for any of c10d.
-        store: where members number the large tags that they use; None where they compare messages
-            before they send them.
+        store: where members number the large tags that they use.
         spins: whether who waits may stay awake at first, since no rank of this host needs the core.
     """
 
     arithmetic = GLOO
+    wants_senders = True
     # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
     # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
     # equal sizes only, which a member cannot tell of the others.
@@ -88,8 +91,8 @@ class GlooCommunicator(C10dCommunicator):
         rank: int,
         size: int,
         process_group: Any,
+        store: Store,
         *,
-        store: Store | None = None,
         spins: bool = False,
     ) -> None:
         super().__init__(wire, rank, size, process_group)
@@ -99,7 +102,6 @@ class GlooCommunicator(C10dCommunicator):
         self._process_id = os.getpid()
         self._is_lazy = _connects_late()
         self.posts_at_once = not self._is_lazy
-        self.wants_senders = True
         _open.add(self)
 
     @classmethod
@@ -135,18 +137,27 @@ class GlooCommunicator(C10dCommunicator):
     def source(self, pending: Pending) -> int:
         if type(pending) is Deferred:
             pending = pending.started
+            if pending is None:
+                raise BackendError(
+                    "the sender of a receive that is not finished is not known",
+                    fix="call wait() before source_rank()",
+                )
         return super().source(pending.pendings[0] if type(pending) is Chain else pending)
 
     def is_finished(self, pending: Pending) -> bool:
         if type(pending) is Transfer:
             # Gloo learns that a message has come or gone only while somebody waits for it.
             return self._has_ended(pending)
+        if type(pending) is Deferred:
+            return self._has_deferred_ended(pending)
         return super().is_finished(pending)
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         if type(pending) is not Work:
             if type(pending) is Transfer:
                 self._finish_transfer(pending, timeout)
+            elif type(pending) is Deferred:
+                self._finish_deferred(pending, timeout)
             else:
                 super().finish(pending, timeout)
             return
@@ -212,13 +223,14 @@ class GlooCommunicator(C10dCommunicator):
 
     def _number_of(self, tag: int) -> int:
         """A large tag's number, which the first member that uses it draws for all."""
-        if self._store is None:
-            return _MOST_NUMBERED
         number = self._tag_numbers.get(tag)
         if number is None:
             try:
-                drawn = str(self._store.add("tags", 1) - 1)
-                number = int(self._store.compare_set(f"tag/{tag}", "", drawn))
+                if self._store.add(f"tag/{tag}/users", 1) == 1:
+                    number = self._store.add("tags", 1) - 1
+                    self._store.set(f"tag/{tag}", str(number))
+                else:
+                    number = int(self._store.get(f"tag/{tag}"))
             except RuntimeError as error:
                 raise self._failure(error) from None
             self._tag_numbers[tag] = number
@@ -273,6 +285,38 @@ class GlooCommunicator(C10dCommunicator):
         except RuntimeError as error:
             raise self._failure(error) from None
 
+    def _finish_deferred(self, deferred: Deferred, timeout: timedelta) -> None:
+        """Wait until it has started, and then for its end."""
+        if deferred.is_late:
+            raise _late(timeout)
+        deferred.deadline = deadline = clock.now() + timeout.total_seconds()
+        awake_until = time.perf_counter() + _SPIN_S * self._spins
+        pause = _PAUSE_S
+        try:
+            while not deferred.is_settled():
+                if clock.now() > deadline:
+                    raise _late(timeout)
+                if time.perf_counter() < awake_until:
+                    os.sched_yield()
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+        except BaseException:  # Ctrl-C, too: who receives next must not wait behind it
+            deferred.is_cancelled = True
+            raise
+        if deferred.failure is not None:
+            raise deferred.failure
+        left = max(0.0, deadline - clock.now())
+        self.finish(deferred.started, timedelta(seconds=left))
+
+    def _has_deferred_ended(self, deferred: Deferred) -> bool:
+        if deferred.is_settled():
+            return deferred.failure is not None or self.is_finished(deferred.started)
+        if deferred.deadline is None:
+            deferred.deadline = clock.now() + deferred.timeout.total_seconds()
+        deferred.is_late = deferred.is_late or clock.now() > deferred.deadline
+        return deferred.is_late
+
     def _has_ended(self, transfer: Transfer, seconds: float = 0.0) -> bool:
         """Whether a transfer that another thread waits for is over within ``seconds``, or late."""
         if transfer.is_late or transfer.is_over(self._bound(transfer.timeout), seconds):
@@ -309,7 +353,7 @@ class GlooWire(Wire):
             opening.rank,
             len(opening.ranks),
             group,
-            store=None if opening.is_one_host and _shares_headers() else opening.store,
+            opening.store,
             spins=opening.num_local <= num_cores(),
         )
 
@@ -369,11 +413,6 @@ def _code(numel: int, dtype: torch.dtype) -> int:
     """28 bits that tell tensors of another size or dtype apart; programs repeat theirs."""
     digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
-
-
-def _shares_headers() -> bool:
-    """Whether the members on one host can compare messages in memory that they share."""
-    return hasattr(os, "memfd_create")
 
 
 def _connects_late() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import torch
@@ -22,12 +23,6 @@ class SelfTransfer:
         self.is_send = is_send
         self.done = False
 
-    def buffer(self) -> None:
-        """Keep a copy of what is sent; the send is done."""
-        if self.is_send and not self.done:
-            self.tensor = self.tensor.clone()
-            self.done = True
-
 
 class Mailbox:
     """Pairs sends and receives of one rank to itself, by tag, in the order they were started.
@@ -40,14 +35,24 @@ class Mailbox:
     def __init__(self) -> None:
         self._sends: dict[int, deque[SelfTransfer]] = {}
         self._receives: dict[int, deque[SelfTransfer]] = {}
+        self._lock = threading.Lock()  # a receive from anyone may start on another thread
 
     def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
         """Start sending ``tensor`` to this rank under ``tag``."""
-        return self._start(tensor, tag, self._sends, self._receives, is_send=True)
+        with self._lock:
+            return self._start(tensor, tag, self._sends, self._receives, is_send=True)
 
     def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
         """Start receiving into ``tensor`` what this rank sends itself under ``tag``."""
-        return self._start(tensor, tag, self._receives, self._sends, is_send=False)
+        with self._lock:
+            return self._start(tensor, tag, self._receives, self._sends, is_send=False)
+
+    def buffer(self, transfer: SelfTransfer) -> None:
+        """Keep a copy of what is sent, for a sender who waits; the send is done."""
+        with self._lock:
+            if transfer.is_send and not transfer.done:
+                transfer.tensor = transfer.tensor.clone()
+                transfer.done = True
 
     def has_sent(self, tag: int) -> bool:
         """Whether a message under ``tag`` waits to be received."""

@@ -1,8 +1,9 @@
-"""Operations in flight: what a communicator hands out, and how several or late ones are one."""
+"""Operations in flight, as a communicator hands them out; several as one, and late starters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 __all__ = ["Chain", "Deferred", "Pending"]
@@ -38,21 +39,36 @@ class Deferred:
     """An operation that starts when something else has happened.
 
     Args:
-        look: sees whether it has; any thread may call it at any time.
+        look: starts it if that has happened; any thread may call it at any time.
+        timeout: how long it may take, once somebody looks after it.
 
     Attributes:
         started: the operation, once it has started.
         failure: why it never will.
-        is_cancelled: whether nobody wants it any more.
+        is_cancelled: whether nobody wants it any more; so is one that nobody holds.
+        is_late: whether it was given up.
+        deadline: until when it may take to start; None while nobody has looked after it.
     """
 
-    __slots__ = ("_look", "failure", "is_cancelled", "started")
+    __slots__ = (
+        "__weakref__",
+        "_look",
+        "deadline",
+        "failure",
+        "is_cancelled",
+        "is_late",
+        "started",
+        "timeout",
+    )
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, look: Callable[[], None], timeout: timedelta) -> None:
         self._look = look
+        self.timeout = timeout
         self.started: Pending | None = None
         self.failure: Exception | None = None
         self.is_cancelled = False
+        self.is_late = False
+        self.deadline: float | None = None
 
     def is_settled(self) -> bool:
         """Whether it has started, or never will."""

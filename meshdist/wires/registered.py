@@ -64,8 +64,9 @@ class RegisteredWire(Wire):
                 group = self._make(opening.store, opening.rank, size, opening.timeout)
         except RuntimeError as error:
             raise WireFailure(str(error).splitlines()[0]) from error
-        kind = GlooCommunicator if isinstance(group, ProcessGroupGloo) else C10dCommunicator
-        return kind(self.name, opening.rank, size, group)
+        if isinstance(group, ProcessGroupGloo):
+            return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
+        return C10dCommunicator(self.name, opening.rank, size, group)
 
 
 def register_torch_backend(

@@ -30,6 +30,7 @@ from .base import (
     MembersDisagree,
     Opening,
     Pending,
+    PlainSum,
     Wire,
     WireAborted,
     WireFailure,
@@ -275,6 +276,21 @@ class ShmCommunicator(Communicator):
             raise self._transfer_failure(status, (False, place, tag))
         return _Received(self._core.last_source)
 
+    def plain_sum(self, noting: dict[str, Any], timeout: timedelta) -> PlainSum | None:
+        if not noting:
+            return None
+        facts = {
+            **noting,
+            "tensor_type": torch.Tensor,
+            "codes": _plain_codes(),
+            "increment_version": torch._C._increment_version,
+        }
+        run: PlainSum = _core.PlainSum(self._core, facts, timeout.total_seconds()).run
+        return run
+
+    def plain_failure(self, status: int) -> WireFailure:
+        return self._failure(status, self._core.last_failure())
+
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         kind = type(pending)
         if pending is None or kind is _Received:
@@ -457,6 +473,14 @@ def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
     if code is None or number is None or not _core.can_reduce(code, number):
         return None
     return code, number
+
+
+@cache
+def _plain_codes() -> dict[torch.dtype, int]:
+    """The core's numbers for the real dtypes that it can sum."""
+    dtypes = [getattr(torch, name, torch.complex64) for name in _core.DTYPES]
+    sums = {dtype: _codes(dtype, _SUM) for dtype in dtypes if not dtype.is_complex}
+    return {dtype: codes[0] for dtype, codes in sums.items() if codes is not None}
 
 
 class _Sums(dict[torch.dtype, tuple[int, int] | None]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -27,11 +28,11 @@ def other_size_or_dtype(tag: int, sent: torch.Tensor, taken: torch.Tensor, is_la
     return error
 
 
-def sent_with_the_next_verb(x: torch.Tensor, group: Any, tag: int = 0) -> str:
+def sent_with_the_next_verb(x: torch.Tensor, group: Any, tag: int = 0, dst: int = 1) -> str:
     """A sender may have gone on before the receiver refuses what it sent."""
 
     def call() -> None:
-        md.send(x, 1, group=group, tag=tag)
+        md.send(x, dst, group=group, tag=tag)
         md.barrier(group)
 
     with pytest.raises(md.AgreementError) as caught:
@@ -101,6 +102,24 @@ def in_order_of_start(num_before: int) -> list[float]:
     return [x.item() for x in got] if md.get_rank() == 0 else []
 
 
+def told_after_both_kinds() -> str:
+    """The calls that an error tells are the right ones, however receives were started before."""
+    group = md.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    if md.get_rank() == 1:
+        for _ in range(2):
+            md.send(torch.ones(2), 0, group=group)
+        return sent_with_the_next_verb(torch.ones(3), group, dst=0)
+    for work in [md.irecv(torch.ones(2), src, group=group) for src in (None, 1)]:
+        work.wait()
+    return refused(torch.ones(4), group, src=1)
+
+
+def test_an_error_after_receives_of_both_kinds_tells_the_calls_that_differ(pool: Pool) -> None:
+    for text in pool.run(told_after_both_kinds, 2):
+        assert "rank 0: recv((4,) float32, from rank 1)" in text
+        assert "rank 1: send((3,) float32, to rank 0)" in text
+
+
 @pytest.mark.parametrize("num_before", [0, 5, 12])
 def test_receives_take_what_one_sender_sent_in_the_order_of_their_start(
     pool: Pool, num_before: int
@@ -109,7 +128,7 @@ def test_receives_take_what_one_sender_sent_in_the_order_of_their_start(
 
 
 def while_nobody_waits() -> tuple[bool, int, list[float]]:
-    """The receiver is busy in another verb, for which the sender comes only later."""
+    """Rank 0 is in a barrier, to which rank 1 comes only after its send."""
     group = md.new_group(backend="gloo")
     x = torch.zeros(1 << 18)
     if md.get_rank() == 0:
@@ -171,22 +190,33 @@ def test_messages_that_the_receiver_has_not_seen_noted_are_received(pool: Pool) 
     assert pool.run(after_many_messages_of_other_tags, 2)[0] == [1.0, 0.0, 1.0, 2.0]
 
 
-def nobody_sends(is_async: bool) -> str:
+def nobody_sends(how: str) -> str:
     group = md.new_group(backend="gloo", timeout=timedelta(seconds=1))
     if md.get_rank():
+        time.sleep(3.0)
         return ""
     x = torch.zeros(3)
+    if how == "polls":
+        work = md.irecv(x, group=group)
+        with pytest.raises(md.BackendError, match="not finished is not known"):
+            work.source_rank()
+        end = time.monotonic() + 5.0
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.05)
+        return str(work.exception())
     call = (
-        (lambda: md.irecv(x, group=group).wait()) if is_async else lambda: md.recv(x, group=group)
+        (lambda: md.irecv(x, group=group).wait())
+        if how == "async"
+        else lambda: md.recv(x, group=group)
     )
     with pytest.raises(md.CollectiveTimeoutError) as caught:
         call()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_receive_for_which_nobody_sends_times_out(pool: Pool, is_async: bool) -> None:
-    text = pool.run(nobody_sends, 2, is_async)[0]
+@pytest.mark.parametrize("how", ["waits", "async", "polls"])
+def test_a_receive_for_which_nobody_sends_times_out(pool: Pool, how: str) -> None:
+    text = pool.run(nobody_sends, 2, how)[0]
     assert "was not finished within 1 s" in text
     assert "any rank to send (3,) float32 to this rank under tag 0" in text
 
@@ -211,23 +241,76 @@ def test_a_receive_ends_when_one_who_might_send_dies(pool: Pool) -> None:
     assert seconds < 3.0
 
 
-def closed_meanwhile() -> str:
+def ended_meanwhile(closes: bool) -> str:
     group = md.new_group(backend="gloo")
     work = md.irecv(torch.zeros(1), group=group)
-    group.abort("enough") if md.get_rank() == 0 else None
+    assert "meshdist-matching" in [thread.name for thread in threading.enumerate()]
+    md.barrier()
+    if closes:
+        md.destroy_process_group(group)
+    elif md.get_rank() == 0:
+        group.abort("enough")
     with pytest.raises(md.MeshdistError) as caught:
         work.wait()
-    names = [thread.name for thread in threading.enumerate()]
-    end = time.monotonic() + 5.0
+    names, end = ["meshdist-matching"], time.monotonic() + 5.0
     while "meshdist-matching" in names and time.monotonic() < end:
         time.sleep(0.05)
         names = [thread.name for thread in threading.enumerate()]
     assert "meshdist-matching" not in names
-    return type(caught.value).__name__
+    return str(caught.value)
 
 
 def test_an_abort_ends_receives_that_wait_for_their_sender(pool: Pool) -> None:
-    assert pool.run(closed_meanwhile, 2) == ["AbortedError"] * 2
+    for text in pool.run(ended_meanwhile, 2, False):
+        assert "irecv on group of ranks 0-1 was aborted" in text
+        assert "enough" in text
+
+
+def test_closing_the_group_ends_receives_that_wait_for_their_sender(pool: Pool) -> None:
+    for text in pool.run(ended_meanwhile, 2, True):
+        assert "the group was closed while a receive waited for its sender" in text
+
+
+def dropped() -> float:
+    group = md.new_group(backend="gloo")
+    x = torch.zeros(1)
+    if md.get_rank() == 0:
+        md.irecv(torch.zeros(1), group=group)  # and its Work is dropped
+        md.barrier()
+        md.recv(x, group=group)
+        return x.item()
+    md.barrier()
+    md.send(torch.ones(1), 0, group=group)
+    return 1.0
+
+
+def test_a_receive_whose_work_was_dropped_takes_no_message(pool: Pool) -> None:
+    assert pool.run(dropped, 2) == [1.0, 1.0]
+
+
+def interrupted() -> float:
+    group = md.new_group(backend="gloo")
+    x = torch.zeros(1)
+    if md.get_rank() == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+        def interrupt(number: int, frame: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            md.recv(x, group=group)
+        signal.signal(signal.SIGALRM, before)
+        md.barrier()
+        md.recv(x, group=group)
+        return x.item()
+    md.barrier()
+    md.send(torch.ones(1), 0, group=group)
+    return 1.0
+
+
+def test_ctrl_c_ends_a_receive_and_leaves_the_message_to_the_next(pool: Pool) -> None:
+    assert pool.run(interrupted, 2) == [1.0, 1.0]
 
 
 def objects_from_anyone() -> Any:

@@ -443,6 +443,8 @@ def test_what_was_overwritten_is_found_by_what_came_after_it_under_its_tag() -> 
         assert team.ledgers[1].recv(0, 4, 7) is None
     assert team.ledgers[1].find_sender(4) is None
     assert not team.ledgers[1].can_find_sender(5)  # something may have been sent under it
+    team.ledgers[0].send(1, 5, 7)
+    assert team.ledgers[1].can_find_sender(5)  # and tells how often
 
 
 def test_senders_are_found_where_all_members_share_memory_alone() -> None:
@@ -465,6 +467,16 @@ def test_a_member_that_left_in_good_order_or_closed_is_not_lost() -> None:
     assert team.ledgers[0].find_lost() is None
     team.dead |= {3}
     assert team.ledgers[0].find_lost() == 3
+
+
+def test_where_all_others_have_left_one_of_them_is_lost() -> None:
+    team = Team(3)
+    assert team.ledgers[0].can_find_sender(0)
+    for member in (1, 2):
+        assert team.ledgers[0].find_lost() is None
+        team.ledgers[member].leave()
+        team.dead |= {member}
+    assert team.ledgers[0].find_lost() == 1
 
 
 # -- fingerprints --------------------------------------------------------------------------------
