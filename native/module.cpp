@@ -114,6 +114,7 @@ struct PyTransfer {
             ? dtype_facts(static_cast<Dtype>(transfer->other_dtype)).name
             : "unknown";
     all["other_count"] = transfer->other_count;
+    all["other_note"] = transfer->other_note;
     return all;
   }
 };
@@ -283,7 +284,7 @@ class PyCommunicator : public Communicator {
   // ---- transfers
 
   TransferPtr transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
-                       std::int64_t tag) const {
+                       std::int64_t tag, std::uint64_t note) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
     if (peer >= static_cast<int>(end->size) || peer < (is_send ? 0 : -1)) {
       throw std::invalid_argument("peer lies outside the group");
@@ -296,18 +297,19 @@ class PyCommunicator : public Communicator {
     it->bytes = count * dtype_facts(static_cast<Dtype>(dtype)).bytes;
     it->peer = peer;
     it->tag = tag;
+    it->note = note;
     return it;
   }
   PyTransfer start_transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
-                            std::int64_t tag) {
-    TransferPtr it = transfer(is_send, data, count, dtype, peer, tag);
+                            std::int64_t tag, std::uint64_t note) {
+    TransferPtr it = transfer(is_send, data, count, dtype, peer, tag, note);
     nb::gil_scoped_release release;
     return PyTransfer{end, transfers, transfers->start(std::move(it), true)};
   }
   // Returns the status, and after a receive keeps its source in `last_source`.
   int run_transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
-                   std::int64_t tag, double timeout) {
-    TransferPtr it = transfer(is_send, data, count, dtype, peer, tag);
+                   std::int64_t tag, std::uint64_t note, double timeout) {
+    TransferPtr it = transfer(is_send, data, count, dtype, peer, tag, note);
     Status status;
     {
       nb::gil_scoped_release release;
@@ -449,24 +451,24 @@ NB_MODULE(native, m) {
   bind_verb(c, "all_to_all_v", "all_to_all_v_async", &PyCommunicator::all_to_all_v);
   bind_verb(c, "barrier", "barrier_async", &PyCommunicator::barrier);
   c.def("send", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                   std::int64_t tag, double timeout) {
-    return self.run_transfer(true, data, count, dtype, peer, tag, timeout);
-  });
+                   std::int64_t tag, double timeout, std::uint64_t note) {
+    return self.run_transfer(true, data, count, dtype, peer, tag, note, timeout);
+  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "timeout"_a, "note"_a = 0);
   c.def("recv", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                   std::int64_t tag, double timeout) {
-    return self.run_transfer(false, data, count, dtype, peer, tag, timeout);
-  });
+                   std::int64_t tag, double timeout, std::uint64_t note) {
+    return self.run_transfer(false, data, count, dtype, peer, tag, note, timeout);
+  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "timeout"_a, "note"_a = 0);
   c.def("send_async", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                         std::int64_t tag) {
-    return self.start_transfer(true, data, count, dtype, peer, tag);
-  });
+                         std::int64_t tag, std::uint64_t note) {
+    return self.start_transfer(true, data, count, dtype, peer, tag, note);
+  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
   c.def("recv_async", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                         std::int64_t tag) {
-    return self.start_transfer(false, data, count, dtype, peer, tag);
-  });
+                         std::int64_t tag, std::uint64_t note) {
+    return self.start_transfer(false, data, count, dtype, peer, tag, note);
+  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
   nb::class_<PyPlainSum>(m, "PlainSum")
       .def(nb::init<nb::object, nb::dict, double>(), "communicator"_a, "facts"_a, "timeout"_a)
-      .def("run", &PyPlainSum::run);
+      .def("run", &PyPlainSum::run, "tensor"_a.none());
   c.def_prop_ro("streams_into_slots", [](const PyCommunicator& self) {
     return self.end->streams_into_slots.load();
   });

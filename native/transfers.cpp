@@ -238,6 +238,7 @@ bool Transfers::fits(const TransferPtr& receive, unsigned from, const Packet& pa
   receive->source = static_cast<int>(from);
   receive->other_dtype = packet.dtype;
   receive->other_count = packet.count;
+  receive->other_note = packet.note;
   return receive->dtype == packet.dtype && receive->count == packet.count &&
          receive->bytes == packet.bytes;
 }
@@ -270,6 +271,7 @@ void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& 
     reply.kind = Kind::refuse;
     reply.dtype = receive->dtype;
     reply.count = receive->count;
+    reply.note = receive->note;
     complete(receive, Status::mismatch);
   }
   peers_[from].replies.push_back(reply);
@@ -309,6 +311,7 @@ void Transfers::post(const TransferPtr& receive) {
     }
     early.own->other_dtype = receive->dtype;
     early.own->other_count = receive->count;
+    early.own->other_note = receive->note;
     complete(early.own, status);
     complete(receive, status);
   } else if (early.packet.kind == Kind::offer) {
@@ -329,6 +332,7 @@ void Transfers::send_to_self(const TransferPtr& send) {
   packet.bytes = send->bytes;
   packet.count = send->count;
   packet.dtype = send->dtype;
+  packet.note = send->note;
   const TransferPtr receive = match(end_->rank, send->tag);
   if (receive == nullptr) {
     peers_[end_->rank].early.push_back(Early{packet, next_order_++, {}, send});
@@ -340,6 +344,7 @@ void Transfers::send_to_self(const TransferPtr& send) {
   }
   send->other_dtype = receive->dtype;
   send->other_count = receive->count;
+  send->other_note = receive->note;
   complete(receive, status);
   complete(send, status);
 }
@@ -412,6 +417,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       if (offered == peer.offered.end()) break;
       offered->second->other_dtype = packet.dtype;
       offered->second->other_count = packet.count;
+      offered->second->other_note = packet.note;
       complete(offered->second, Status::mismatch);
       peer.offered.erase(packet.id);
       break;
@@ -496,6 +502,7 @@ bool Transfers::push(unsigned to) {
     packet.bytes = send->bytes;
     packet.count = send->count;
     packet.dtype = send->dtype;
+    packet.note = send->note;
     const bool at_once = send->bytes <= message_limit_;
     packet.kind = at_once ? Kind::message : Kind::offer;
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;

@@ -34,9 +34,11 @@ struct Transfer {
   std::uint8_t dtype = 0;
   std::uint64_t moved = 0;
   int source = -1;  // where a receive came from
+  std::uint64_t note = 0;  // by which this member will know the call again
   Status status = Status::ok;
   std::uint8_t other_dtype = 0;  // of the message that did not fit
   std::uint64_t other_count = 0;
+  std::uint64_t other_note = 0;
   std::atomic<bool> is_done{false};
 };
 using TransferPtr = std::shared_ptr<Transfer>;
@@ -69,7 +71,10 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::uint64_t id;
     std::uint64_t bytes;
     std::uint64_t count;
-    std::uint64_t offset;
+    union {
+      std::uint64_t offset;  // of data
+      std::uint64_t note;    // of the call that a message, an offer or a refusal is of
+    };
     std::uint8_t dtype;
   };
   static_assert(sizeof(Packet) == kCacheLine, "packets lie on cache lines");

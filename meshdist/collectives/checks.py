@@ -374,8 +374,10 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
     if any(not 0 <= one < count for one in device_ids):
         raise ArgumentError(
             f"{verb}: device_ids={device_ids} names a CUDA device that is not there",
-            expected=f"numbers below {count}, the CUDA devices of this host",
-            fix="leave device_ids out" if count == 0 else None,
+            expected=f"numbers below {count}, the CUDA devices of this host"
+            if count
+            else "no device_ids: this host has no CUDA device",
+            fix=None if count else "leave device_ids out",
         )
     return torch.device("cuda", device_ids[0]) if device_ids else None
 

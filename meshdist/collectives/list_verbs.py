@@ -393,9 +393,12 @@ def _written(
 ) -> list[Written]:
     """The arrays of a list that a verb writes, one per member."""
     written: list[Written] = []
-    for one in check_list(given, argument, target, name, target.size(), role=role):
-        data, buffer = dense(one, argument, name, writable=True)
-        check_alike(buffer, like, target, name, (argument, likes_name))
+    for place, one in enumerate(
+        check_list(given, argument, target, name, target.size(), role=role)
+    ):
+        entry = f"{argument}[{place}]"
+        data, buffer = dense(one, entry, name, writable=True)
+        check_alike(buffer, like, target, name, (entry, likes_name))
         written.append((one, data, buffer))
     return written
 
@@ -411,9 +414,12 @@ def _read(
 ) -> list[torch.Tensor]:
     """The tensors of a list that a verb reads, one per member."""
     parts = []
-    for one in check_list(given, argument, target, name, target.size(), role=role):
-        _, part = dense(one, argument, name, writable=False)
-        check_alike(part, like, target, name, (argument, likes_name))
+    for place, one in enumerate(
+        check_list(given, argument, target, name, target.size(), role=role)
+    ):
+        entry = f"{argument}[{place}]"
+        _, part = dense(one, entry, name, writable=False)
+        check_alike(part, like, target, name, (entry, likes_name))
         parts.append(part)
     return parts
 

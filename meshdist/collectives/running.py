@@ -28,6 +28,8 @@ def run(
     written: Sequence[Written],
     async_op: bool,
     timeout: timedelta | None = None,
+    *,
+    result: Sequence[Any] | None = None,
 ) -> Work | None:
     """Start a verb that ``channel.enter`` has let through; wait for it, or return its Work.
 
@@ -38,6 +40,7 @@ def run(
         written: what it writes.
         async_op: whether to return the Work.
         timeout: in place of the group's.
+        result: what the Work tells as its result, where that is more than what is written.
 
     Raises:
         CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as the group explains.
@@ -59,9 +62,9 @@ def run(
         if is_overwriting_history(data):
             forbid_gradient(data, verb)
     if async_op:
-        originals = [original for original, _, _ in written]
+        told = [original for original, _, _ in written] if result is None else list(result)
         settle = partial(bring_home, elsewhere) if elsewhere else None
-        return channel.group.work(channel, pending, originals, settle, verb=verb)
+        return channel.group.work(channel, pending, told, settle, verb=verb)
     bring_home(elsewhere)
     return None
 

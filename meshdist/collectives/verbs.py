@@ -163,6 +163,7 @@ def broadcast(
         lambda wire, timeout: wire.broadcast(buffer, root, timeout),
         [(tensor, data, buffer)] if root != target.rank() else [],
         async_op,
+        result=[tensor],
     )
 
 
@@ -215,6 +216,7 @@ def reduce(
         lambda wire, timeout: wire.reduce(buffer, kind, root, timeout),
         [(tensor, data, buffer)] if is_root else [],
         async_op,
+        result=[tensor],
     )
 
 

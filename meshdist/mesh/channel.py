@@ -195,10 +195,9 @@ class Channel:
 
         A receive for ``recv_later`` gets its number there.
         """
-        communicator = self.communicator
-        communicator.number = self.recorder.note_message(
-            self.group.name, verb, tensor, peer, tag, is_numbered=is_numbered
-        )
+        communicator, recorder = self.communicator, self.recorder
+        recorder.note_message(self.group.name, verb, tensor, peer, tag, is_numbered=is_numbered)
+        communicator.number = self.waiting.number = recorder.num_notes
         communicator.caller = verb
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
@@ -247,6 +246,7 @@ class Channel:
             header=_message_header(verb, tensor),
             note=note,
             timeout=self.timeout,
+            explain=lambda failure: explain(self.group, failure, self, note),
             waits=waits,
         )
 

@@ -74,15 +74,16 @@ def explain(
             f"{call['verb']} on {group.name} was aborted",
             where=where,
             found=reason,
-            fix="make a new mesh on the ranks that are left",
+            fix="make a new group or mesh on the ranks that are left",
         )
+    # Others may end as soon as they see the group broken: ask them what they called before.
+    report = _report(group, channel, call) if isinstance(failure, WireTimeout) else ""
     registry.break_here(channel.opened, f"{call['verb']} failed before: {text}")
     # Asked before it says who was first: a time-out closes connections, and is to be told first.
     is_known = isinstance(failure, (WireTimeout, MemberLost))
     silent = "" if is_known else silent_members(group)
     first = _first_failure(group, channel, call, text)
     if isinstance(failure, WireTimeout):
-        report = _report(group, channel, call)
         limit = failure.limit or channel.timeout
         return CollectiveTimeoutError(
             f"{call['verb']} on {group.name} was not finished within {limit.total_seconds():g} s",
@@ -109,8 +110,13 @@ def _as_the_wire_found(
     recorder = channel.recorder
     if failure.message is None:
         return call_disagreement(group, channel, failure.number or recorder.sequence)
-    number = failure.number or recorder.num_messages(*failure.message)
-    return message_disagreement(group, channel, *failure.message, number)
+    is_send, peer, tag = failure.message
+    if failure.other_number is None:
+        assert failure.number is not None
+        return message_disagreement(group, channel, is_send, peer, tag, failure.number)
+    mine = recorder.find_note(failure.number or recorder.num_notes)
+    about = {"note": failure.other_number}
+    return _message_error(group, channel, mine, peer, tag, about)
 
 
 def call_disagreement(group: ProcessGroup, channel: Channel, sequence: int) -> MeshdistError:
@@ -135,8 +141,19 @@ def message_disagreement(
 ) -> MeshdistError:
     """The error of a sender and a receiver whose tensors differ; raised on both."""
     mine = channel.recorder.find_message(is_send, peer, tag, number)
-    message = [not is_send, group.rank(), tag, number]
-    about = {"label": channel.opened.label, "message": message, "asked": group.ranks[peer]}
+    about = {"message": [not is_send, group.rank(), tag, number]}
+    return _message_error(group, channel, mine, peer, tag, about)
+
+
+def _message_error(
+    group: ProcessGroup,
+    channel: Channel,
+    mine: dict[str, Any] | None,
+    peer: int,
+    tag: int,
+    about: dict[str, Any],
+) -> MeshdistError:
+    about = {"label": channel.opened.label, "asked": group.ranks[peer], **about}
     summary = "a message does not fit the tensor that receives it"
     where = f"{group.name}, tag {tag}"
     expected = "equal dtype and number of elements on both sides, and objects met by objects"

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup as TorchGroup
 
 from ..error_text import ranks_text
 from ..errors import (
@@ -401,13 +402,22 @@ def resolve_group(group: object) -> ProcessGroup:
             fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
         )
     raise KindError(
-        f"{group!r} is not a group",
+        f"{group!r} is not a group of meshdist",
         expected="a ProcessGroup, a mesh such as mesh['tp'], or None for the world",
-        found=type(group).__name__,
-        fix=f"name the axis on its mesh: group=mesh[{group!r}]"
-        if isinstance(group, str) or _is_names(group)
-        else None,
+        found=f"{type(group).__module__}.{type(group).__qualname__}",
+        fix=_instead_of(group),
     )
+
+
+def _instead_of(group: object) -> str | None:
+    """What to pass in place of something that is no group."""
+    if isinstance(group, str) or _is_names(group):
+        return f"name the axis on its mesh: group=mesh[{group!r}]"
+    if isinstance(group, TorchGroup):
+        return "make ours of the same ranks: meshdist.new_group(ranks)"
+    if type(group).__module__ == "torch.distributed.device_mesh":
+        return "make ours of it: DeviceMesh.from_torch(mesh)"
+    return None
 
 
 def _is_names(given: object) -> bool:

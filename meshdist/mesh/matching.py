@@ -26,6 +26,7 @@ __all__ = ["Matching"]
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
 _CHECK_S = 0.1
+_MOST_OF_A_CORE = 20  # a twentieth
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class _Receive:
     header: int
     note: int
     timeout: timedelta
+    explain: Callable[[MembersDisagree], Exception]
 
     def is_wanted(self) -> bool:
         deferred = self.deferred()
@@ -88,6 +90,7 @@ class Matching:
         header: int,
         note: int,
         timeout: timedelta,
+        explain: Callable[[MembersDisagree], Exception],
         waits: bool,
     ) -> Deferred:
         """Receive ``tensor`` as soon as its sender is known.
@@ -99,13 +102,16 @@ class Matching:
             header: the fingerprint of the message that ``tensor`` takes.
             note: under which the recorder noted the call, without a number.
             timeout: how long it may take.
+            explain: tells all members that a message does not fit, and makes the error.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
         deferred = Deferred(self._look, timeout)
-        reference = weakref.ref(deferred)
+        receive = _Receive(weakref.ref(deferred), tensor, peer, tag, header, note, timeout, explain)
         with self._lock:
-            self._receives.append(_Receive(reference, tensor, peer, tag, header, note, timeout))
-            self._look()
+            is_first = all(one.tag != tag for one in self._receives)
+            self._receives.append(receive)
+            if is_first:
+                self._start_if_sent(receive)
             if self._receives and not waits and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._look_again, name="meshdist-matching", daemon=True
@@ -124,13 +130,15 @@ class Matching:
         while True:
             time.sleep(pause)
             with self._lock:
-                num_receives = len(self._receives)
+                num_receives, begin = len(self._receives), time.perf_counter()
                 self._look()
+                took = time.perf_counter() - begin
                 if not self._receives:
                     self._thread = None
                     return
                 has_found = len(self._receives) < num_receives
             pause = _PAUSE_S if has_found else min(2 * pause, _LONGEST_PAUSE_S)
+            pause = max(pause, _MOST_OF_A_CORE * took)
 
     def _look(self) -> None:
         """Start every receive whose sender is known by now."""
@@ -165,7 +173,7 @@ class Matching:
         if number is None:
             self._start(receive, peer)
         else:
-            self._end(receive, MembersDisagree("", number, (False, peer, tag)))
+            self._end(receive, receive.explain(MembersDisagree("", number, (False, peer, tag))))
         return True
 
     def _start(self, receive: _Receive, peer: int | None) -> None:
@@ -185,10 +193,13 @@ class Matching:
         if lost is not None:
             self._end_all(lambda: MemberLost("has ended", lost))
             return
-        for receive in tuple(self._receives):
-            if receive.peer is None and not self._ledger.can_find_sender(receive.tag):
-                self._ledger.recv_any(receive.tag)
-                self._start(receive, None)
+        tags = {one.tag for one in self._receives if one.peer is None}
+        unseen = {tag for tag in tags if not self._ledger.can_find_sender(tag)}
+        for tag in unseen:
+            self._ledger.recv_any(tag)
+        for receive in tuple(self._receives):  # in the order of their start
+            if receive.tag in unseen:
+                self._start(receive, receive.peer)
 
     def _end_all(self, failure: Callable[[], Exception]) -> None:
         with self._lock:

@@ -27,7 +27,12 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from ..runtime.boards import Board, BoardAddress, BoardView, find_board, find_view
-from ..runtime.handles import check_store_served, cloned, store_of_thread
+from ..runtime.handles import (
+    check_store_served,
+    cloned,
+    store_of_thread,
+    telling_lost_store,
+)
 from ..runtime.ledger import Ledger
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
@@ -159,7 +164,8 @@ class Registry:
             options,
         )
         if self._is_among_processes:
-            store_of_thread(world).add(f"{label}/opened", 1)
+            with telling_lost_store(world):
+                store_of_thread(world).add(f"{label}/opened", 1)
         with self._lock:
             self._by_label[label] = opened
             if not is_private:
@@ -263,6 +269,8 @@ class Registry:
         found = None
         if asked is not None and "sequence" in about:
             found = asked.recorder.find_call(about["sequence"])
+        elif asked is not None and "note" in about:
+            found = asked.recorder.find_note(about["note"])
         elif asked is not None:
             found = asked.recorder.find_message(*about["message"])
         return {"calls": calls, "about": found}
@@ -339,11 +347,11 @@ class Registry:
     def _find_view(self, rank: int) -> BoardView | None:
         """The board of a rank of this host, or None where it cannot be reached, or not yet."""
         if rank not in self._views:
-            check_store_served(self.world)
-            store = store_of_thread(self.world)
-            if not store.check([_board_key(rank)]):
-                return None
-            address = json.loads(store.get(_board_key(rank)))
+            with telling_lost_store(self.world):
+                store = store_of_thread(self.world)
+                if not store.check([_board_key(rank)]):
+                    return None
+                address = json.loads(store.get(_board_key(rank)))
             self._views[rank] = address and find_view(BoardAddress.from_json(address))
         return self._views[rank]
 

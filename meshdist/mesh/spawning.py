@@ -48,8 +48,9 @@ T = TypeVar("T")
 
 _COMMAND = """
 import sys
-sys.path.append({root!r})
+sys.path.insert(0, {root!r})  # this very package, whatever lies in the current folder
 from meshdist.mesh.spawned import serve_rank
+sys.path.append(sys.path.pop(0))
 serve_rank({call}, {answer}, {parent})
 """
 _ROOT = str(Path(__file__).resolve().parents[2])

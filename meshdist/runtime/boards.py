@@ -132,7 +132,7 @@ class BoardView:
 
     def __init__(self, address: BoardAddress) -> None:
         self._path = path = f"/proc/{address.pid}/fd/{address.file}"
-        if not self.is_kept():  # looked at first: to open some other file might do something
+        if not self._is_there():  # looked at first: to open some other file might do something
             raise OSError(f"{path} is no board")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -147,9 +147,14 @@ class BoardView:
     def is_kept(self) -> bool:
         """Whether the process lives, and has not closed its board."""
         try:
-            return os.readlink(self._path).startswith(_LINK)
+            return self._is_there()
+        except PermissionError:  # it lives, and has changed its user
+            return True
         except OSError:
             return False
+
+    def _is_there(self) -> bool:
+        return os.readlink(self._path).startswith(_LINK)
 
     def find(self, key: int, num_words: int) -> memoryview | None:
         """Return the words under ``key``, or None while there are none."""

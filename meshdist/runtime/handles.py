@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
 from ..errors import StoreError
 from .world import World
 
-__all__ = ["check_store_served", "cloned", "store_of_thread"]
+__all__ = ["check_store_served", "cloned", "store_of_thread", "telling_lost_store"]
 
 
 def cloned(store: Any) -> Store:
@@ -34,6 +36,16 @@ def store_of_thread(world: World) -> Store:
     return store
 
 
+@contextmanager
+def telling_lost_store(world: World) -> Iterator[None]:
+    """Raise StoreError where a request to the store finds that its server is no more."""
+    check_store_served(world)
+    try:
+        yield
+    except DistNetworkError:
+        raise _store_lost(world) from None
+
+
 def check_store_served(world: World) -> None:
     """Raise StoreError where the process that serves the store is known to have ended.
 
@@ -42,10 +54,14 @@ def check_store_served(world: World) -> None:
     """
     is_served = world.rooms.get("store probe")
     if is_served is not None and not is_served():
-        raise StoreError(
-            "the process that serves the store has ended",
-            where=f"rank {world.rank} of {world.size}",
-            expected="it to live as long as the others need it",
-            fix="look at what that rank (rank 0, as a rule) told last; let it leave last, for "
-            "example after a barrier",
-        )
+        raise _store_lost(world)
+
+
+def _store_lost(world: World) -> StoreError:
+    return StoreError(
+        "the process that serves the store has ended",
+        where=f"rank {world.rank} of {world.size}",
+        expected="it to live as long as the others need it",
+        fix="look at what that rank (rank 0, as a rule) told last; let it leave last, for "
+        "example after a barrier",
+    )

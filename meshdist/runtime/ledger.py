@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 __all__ = ["CHECK_EVERY", "WINDOW", "Ledger", "fingerprint"]
@@ -24,9 +25,10 @@ WINDOW = 1024
 CHECK_EVERY = 256
 """At every how many collectives to look whether a member is that far behind."""
 _UNEVEN_WINDOW = 64
-_MESSAGES = 128  # of one pair that can be looked back upon
+_MESSAGES = 128  # of one pair that can be ahead of who reads of them
 _PATIENT_LOOKS = 64  # for a member's words that are not there; then now and then only
 _SETTLE_S = 0.001
+_PUBLISH_S = 0.001
 _LOW = 0xFFFFFFFF
 
 FindRegion = Callable[[int, int], "memoryview | None"]
@@ -77,6 +79,7 @@ class Ledger:
         self._reaches_all = len(self._missing) == size - 1
         self._messages = {peer: _MessageLog(self, peer) for peer in others}
         self._turns = list(others)
+        self._publisher: threading.Thread | None = None
         self._messages_lock = threading.Lock()  # another thread may look for who has sent
 
     @staticmethod
@@ -200,6 +203,20 @@ class Ledger:
         start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MessageLog.num_words
         return words[start : start + _MessageLog.num_words]
 
+    def publish(self) -> bool:
+        """Write notes of messages that had no room before; returns whether none is left."""
+        with self._messages_lock:
+            waiting = [log for log in self._messages.values() if not log.publish()]
+        return not waiting
+
+    def publish_later(self) -> None:
+        """Let a thread publish, as soon as others have read what is there; called by a log."""
+        if self._publisher is None:
+            self._publisher = threading.Thread(
+                target=self._publish_all, name="meshdist-ledger", daemon=True
+            )
+            self._publisher.start()
+
     @property
     def member(self) -> int:
         """This member's place in the group."""
@@ -208,6 +225,19 @@ class Ledger:
     def is_current(self, member: int) -> bool:
         """Whether a member's words are still this group's."""
         return self._is_current(member)
+
+    def is_alive(self, member: int) -> bool:
+        """Whether a member may read or write more."""
+        return self._is_alive(member)
+
+    def _publish_all(self) -> None:
+        while True:
+            time.sleep(_PUBLISH_S)
+            with self._messages_lock:
+                waiting = [log for log in self._messages.values() if not log.publish()]
+                if not waiting:
+                    self._publisher = None
+                    return
 
     @property
     def _left_word(self) -> int:
@@ -263,11 +293,12 @@ class Ledger:
 class _MessageLog:
     """The messages between this member and one other, as both note them.
 
-    First come two words: how many entries were written, and whether one of them is a receive whose
-    sender is never known. An entry is two words: direction, tag and number; and the fingerprint
-    under a seal that tells whether both are of this entry. The number counts the messages of one
-    direction and tag, so that the n-th send meets the n-th receive; it is 0 for a receive whose
-    sender is never known, after which messages of that tag cannot be told apart.
+    First come two words: how many entries were written, and how many of the other's were read. An
+    entry is two words: direction, tag and number; and the fingerprint under a seal that tells
+    whether both are of this entry. The number counts the messages of one direction and tag, so that
+    the n-th send meets the n-th receive; it is 0 for a receive whose sender is never known, after
+    which messages of that tag cannot be told apart. What the other has not read is not overwritten:
+    further entries wait in this process.
     """
 
     num_words = 2 + 2 * _MESSAGES
@@ -279,13 +310,13 @@ class _MessageLog:
         self._theirs: memoryview | None = None
         self._num_mine = 0
         self._num_read = 0
+        self._room_until = _MESSAGES
         self._counts: dict[int, int] = {}
         self._ahead: dict[int, dict[int, int]] = {}
         self._latest: dict[int, int] = {}
+        self._backlog: deque[tuple[int, int, int]] = deque()
         self._loose: set[int] = set()
-        self._is_all_loose = False
         self._has_gaps = False
-        self._since_gap: set[int] = set()
 
     def note(self, kind: int, header: int) -> int | None:
         """Note one transfer; returns its number where its counterpart is there and differs.
@@ -303,7 +334,7 @@ class _MessageLog:
         ahead = self._ahead.get(kind ^ 1)
         if not ahead or ahead.pop(number, header) == header:
             return None
-        if self._is_all_loose or kind >> 1 in self._loose:
+        if self._has_gaps or kind >> 1 in self._loose:
             return None
         return number if self._ledger.is_current(self._peer) else None
 
@@ -316,18 +347,38 @@ class _MessageLog:
     def sees_sends(self, tag: int) -> bool:
         """Whether all that the other has sent under ``tag`` is known here."""
         self._read()
-        if self._is_all_loose or tag in self._loose:
-            return False
-        return not self._has_gaps or tag in self._since_gap
+        return not self._has_gaps and tag not in self._loose
 
     def note_any(self, tag: int) -> None:
         """Note a receive whose sender is never known."""
         if tag not in self._loose:
             self._loose.add(tag)
-            self._mine[1] = 1
             self._write(tag << 1 | 1, 0, 0)
 
+    def publish(self) -> bool:
+        """Write what has waited, as far as there is room; returns whether all of it is written."""
+        if self._backlog and not self._ledger.is_alive(self._peer):
+            self._backlog.clear()  # nobody will read it
+        while self._backlog and self._has_room():
+            self._put(*self._backlog.popleft())
+        return not self._backlog
+
     def _write(self, kind: int, number: int, header: int) -> None:
+        if not self._backlog and self._has_room():
+            self._put(kind, number, header)
+        else:
+            self._backlog.append((kind, number, header))
+            self._ledger.publish_later()
+
+    def _has_room(self) -> bool:
+        if self._num_mine < self._room_until:
+            return True  # the common case
+        if self._theirs is None:
+            return not self._find_theirs()  # who cannot be read may not read either
+        self._room_until = self._theirs[1] + _MESSAGES
+        return self._num_mine < self._room_until
+
+    def _put(self, kind: int, number: int, header: int) -> None:
         entry = self._num_mine
         place = 2 + 2 * (entry % _MESSAGES)
         name = kind << 32 | number & _LOW
@@ -335,16 +386,20 @@ class _MessageLog:
         self._mine[place + 1] = fingerprint(entry, name) << 32 | header
         self._num_mine = self._mine[0] = entry + 1
 
-    def _read(self) -> None:
-        if self._theirs is None:
-            view = self._ledger.view_of(self._peer)
-            if view is None:
-                return
+    def _find_theirs(self) -> bool:
+        view = self._ledger.view_of(self._peer)
+        if view is not None:
             self._theirs = self._ledger.message_words(view, self._ledger.member)
+        return view is not None
+
+    def _read(self) -> None:
+        if self._theirs is None and not self._find_theirs():
+            return
         theirs = self._theirs
+        assert theirs is not None  # it was found
         written = theirs[0]
         if written - self._num_read > _MESSAGES:
-            self._miss(theirs)
+            self._has_gaps = True
             self._num_read = written - _MESSAGES
         for entry in range(self._num_read, written):
             place = 2 + 2 * (entry % _MESSAGES)
@@ -352,17 +407,11 @@ class _MessageLog:
             if word >> 32 == fingerprint(entry, name):
                 self._take(name >> 32, name & _LOW, word & _LOW)
             elif theirs[0] - entry >= _MESSAGES:  # overwritten meanwhile
-                self._miss(theirs)
+                self._has_gaps = True
             else:  # not all of it has arrived yet
-                self._num_read = entry
-                return
-        self._num_read = written
-
-    def _miss(self, theirs: memoryview) -> None:
-        """Entries are lost, whatever they were."""
-        self._has_gaps = True
-        self._since_gap.clear()
-        self._is_all_loose = self._is_all_loose or bool(theirs[1])
+                written = entry
+                break
+        self._num_read = self._mine[1] = written
 
     def _take(self, kind: int, number: int, header: int) -> None:
         if number == 0:
@@ -370,7 +419,5 @@ class _MessageLog:
             return
         if not kind & 1:
             self._latest[kind] = number  # which tells of all before it under its tag
-            if self._has_gaps:
-                self._since_gap.add(kind >> 1)
         if number > self._counts.get(kind ^ 1, 0):
             self._ahead.setdefault(kind, {})[number] = header

@@ -110,18 +110,17 @@ class Recorder:
         tag: int,
         *,
         is_numbered: bool = True,
-    ) -> int:
-        """Note a send to or a receive from ``peer`` (None: any member); return its number.
+    ) -> None:
+        """Note a send to or a receive from ``peer`` (None: any member).
 
-        The number counts those of one direction, peer and tag; the sequence is of collectives.
-        It is 0 for a receive that ``name_sender`` shall number.
+        Those of one direction, peer and tag are numbered, but for a receive that ``name_sender``
+        shall number; the sequence is of collectives.
         """
         kind = ("send" in verb, peer, tag)
         number = 0
         if is_numbered:
             number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
         self._keep(group, verb, tensor, (*kind, number), sys._getframe(2))
-        return number
 
     def insides(self) -> dict[str, Any]:
         """What a native caller needs to note calls just as ``note`` does; {} where it may not."""
@@ -149,10 +148,6 @@ class Recorder:
             place = (note - 1) % NUM_NOTES
             noted = self._notes[place]
             self._notes[place] = (*noted[:4], (*kind, number), *noted[5:])
-
-    def num_messages(self, is_send: bool, peer: int | None, tag: int) -> int:
-        """How many sends to or receives from ``peer`` under ``tag`` were noted."""
-        return self._num_messages.get((is_send, peer, tag), 0)
 
     def _keep(
         self,
@@ -191,6 +186,12 @@ class Recorder:
             return {"sequence": 0, **empty}
         if number is None or number <= self.num_notes - NUM_NOTES:
             number = self.num_notes
+        return self._described(self._notes[(number - 1) % NUM_NOTES])
+
+    def find_note(self, number: int) -> dict[str, Any] | None:
+        """The call noted under ``number``, if it is remembered."""
+        if not max(0, self.num_notes - NUM_NOTES) < number <= self.num_notes:
+            return None
         return self._described(self._notes[(number - 1) % NUM_NOTES])
 
     def find_call(self, sequence: int) -> dict[str, Any] | None:

@@ -98,16 +98,23 @@ class MembersDisagree(WireFailure):
 
     Args:
         text: what differs.
-        number: of the call; None for the last.
+        number: of the call; None for the last. Of a message what the verbs gave as ``number``
+            where the peer's is known as well; else how many of its kind there were.
         message: for a message whether it is a send, the peer and the tag.
+        other_number: what the peer's verb gave as ``number``.
     """
 
     def __init__(
-        self, text: str, number: int | None, message: tuple[bool, int, int] | None
+        self,
+        text: str,
+        number: int | None,
+        message: tuple[bool, int, int] | None = None,
+        other_number: int | None = None,
     ) -> None:
         super().__init__(text)
         self.number = number
         self.message = message
+        self.other_number = other_number
 
 
 @dataclass(frozen=True)

@@ -231,8 +231,8 @@ class GlooCommunicator(C10dCommunicator):
                     self._store.set(f"tag/{tag}", str(number))
                 else:
                     number = int(self._store.get(f"tag/{tag}"))
-            except RuntimeError as error:
-                raise self._failure(error) from None
+            except RuntimeError:  # the store is lost, to the others as well
+                return _MOST_NUMBERED
             self._tag_numbers[tag] = number
         return number
 

@@ -24,6 +24,19 @@ STATUSES: dict[str, int]
 VECTORS: str
 """The vector width that was chosen for this processor."""
 
+class PlainSum:
+    """The shortest way of the plainest call: see ``Communicator.plain_sum``.
+
+    ``facts``: ``tensor_type``, ``codes`` (dtype to code), ``increment_version``, and what
+    ``meshdist.mesh.channel`` gives to note calls.
+    """
+
+    def __init__(
+        self, communicator: Communicator, facts: dict[str, Any], timeout: float
+    ) -> None: ...
+    def run(self, tensor: object) -> int:
+        """The status; -1 where the call is not so plain, and nothing has happened."""
+
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:
     """Whether the time that timeouts count stands still, in this process."""
@@ -314,15 +327,36 @@ class Communicator:
     ) -> Ticket: ...
     def barrier_async(self, timeout: float, /) -> Ticket: ...
     def send(
-        self, data: int, count: int, dtype: int, peer: int, tag: int, timeout: float, /
+        self,
+        data: int,
+        count: int,
+        dtype: int,
+        peer: int,
+        tag: int,
+        timeout: float,
+        note: int = 0,
     ) -> int: ...
     def recv(
-        self, data: int, count: int, dtype: int, peer: int, tag: int, timeout: float, /
+        self,
+        data: int,
+        count: int,
+        dtype: int,
+        peer: int,
+        tag: int,
+        timeout: float,
+        note: int = 0,
     ) -> int:
-        """``peer`` -1 takes from anyone; ``last_source`` tells from whom."""
+        """``peer`` -1 takes from anyone; ``last_source`` tells from whom.
 
-    def send_async(self, data: int, count: int, dtype: int, peer: int, tag: int, /) -> Transfer: ...
-    def recv_async(self, data: int, count: int, dtype: int, peer: int, tag: int, /) -> Transfer: ...
+        ``note`` is what the other side gets as ``other_note`` where the two do not fit.
+        """
+
+    def send_async(
+        self, data: int, count: int, dtype: int, peer: int, tag: int, note: int = 0
+    ) -> Transfer: ...
+    def recv_async(
+        self, data: int, count: int, dtype: int, peer: int, tag: int, note: int = 0
+    ) -> Transfer: ...
     @property
     def last_source(self) -> int: ...
     def last_failure(self) -> dict[str, Any]:
@@ -336,8 +370,8 @@ class Communicator:
         """
 
     def last_transfer_failure(self) -> dict[str, Any]:
-        """The same for send and recv, with ``peer``, ``tag``, ``source``, ``other_dtype`` and
-        ``other_count``: what the other side has.
+        """The same for send and recv, with ``peer``, ``tag``, ``source``; and ``other_dtype``,
+        ``other_count`` and ``other_note``: what the other side has.
         """
 
     def members(self) -> list[dict[str, Any]]:

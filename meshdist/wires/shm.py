@@ -258,9 +258,9 @@ class ShmCommunicator(Communicator):
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> Pending:
         arguments = (tensor.data_ptr(), *_amount(tensor), peer, tag)
         if not self._is_waiting:
-            ticket = self._core.send_async(*arguments)
+            ticket = self._core.send_async(*arguments, self.number)
             return self._keep(_Started(ticket, self.number, tensor, (True, peer, tag)))
-        status = self._core.send(*arguments, timeout.total_seconds())
+        status = self._core.send(*arguments, timeout.total_seconds(), self.number)
         if status:
             raise self._transfer_failure(status, (True, peer, tag))
         return None
@@ -269,9 +269,9 @@ class ShmCommunicator(Communicator):
         place = -1 if peer is None else peer
         arguments = (tensor.data_ptr(), *_amount(tensor), place, tag)
         if not self._is_waiting:
-            ticket = self._core.recv_async(*arguments)
+            ticket = self._core.recv_async(*arguments, self.number)
             return self._keep(_Started(ticket, self.number, tensor, (False, place, tag)))
-        status = self._core.recv(*arguments, timeout.total_seconds())
+        status = self._core.recv(*arguments, timeout.total_seconds(), self.number)
         if status:
             raise self._transfer_failure(status, (False, place, tag))
         return _Received(self._core.last_source)
@@ -353,7 +353,7 @@ class ShmCommunicator(Communicator):
         return started
 
     def _transfer_failure(self, status: int, message: tuple[bool, int, int]) -> WireFailure:
-        return self._failure(status, self._core.last_transfer_failure(), None, message)
+        return self._failure(status, self._core.last_transfer_failure(), self.number, message)
 
     def _failure(
         self,
@@ -368,7 +368,12 @@ class ShmCommunicator(Communicator):
         if cause == known["TIMEOUT"]:
             return WireTimeout(text or "not finished in time")
         if cause == known["MISMATCH"]:
-            return MembersDisagree(text or "the members' calls differ", number, message)
+            if message is None:
+                return MembersDisagree(text or "the members' calls differ", number)
+            is_send, peer, tag = message
+            message = is_send, peer if peer >= 0 else failure["source"], tag
+            other = failure["other_note"]
+            return MembersDisagree("a message does not fit", number, message, other)
         if cause == known["DIED"] or (cause == known["ABORTED"] and _gone(failure)):
             return _lost(failure, message)
         if cause == known["CLOSED"]:

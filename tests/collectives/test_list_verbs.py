@@ -27,16 +27,16 @@ X = torch.ones(2)
             "all_gather has arguments of different dtypes\n"
             "  where:    rank 0, the world\n"
             "  expected: one dtype\n"
-            "  found:    tensor_list float64, tensor float32\n"
-            "  fix:      give tensor_list the dtype of tensor, torch.float32",
+            "  found:    tensor_list[0] float64, tensor float32\n"
+            "  fix:      give tensor_list[0] the dtype of tensor, torch.float32",
         ),
         (
             lambda: md.all_gather([X.to("meta")] * 4, X),
             "all_gather has arguments on different devices\n"
             "  where:    rank 0, the world\n"
             "  expected: one device\n"
-            "  found:    tensor_list on meta, tensor on cpu\n"
-            "  fix:      give tensor_list the device of tensor, 'cpu'",
+            "  found:    tensor_list[0] on meta, tensor on cpu\n"
+            "  fix:      give tensor_list[0] the device of tensor, 'cpu'",
         ),
         (
             lambda: md.all_gather([torch.ones(3)] * 4, X),

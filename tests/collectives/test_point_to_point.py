@@ -397,3 +397,51 @@ def test_a_wrong_tag_opens_nothing() -> None:
         return list(mesh.get_group()._channels)
 
     assert md.simulate(program, 2) == [[], []]
+
+
+def from_anyone_and_too_large(is_async: bool) -> str:
+    def call() -> None:
+        if md.get_rank() == 2:
+            md.send(torch.ones(5), 1, tag=9)
+        elif md.get_rank() == 1:
+            md.recv(torch.ones(2), 0, tag=9)
+            if is_async:
+                md.irecv(torch.ones(3), tag=9).wait()
+            else:
+                md.recv(torch.ones(3), tag=9)
+        else:
+            md.send(torch.ones(2), 1, tag=9)
+        md.barrier()
+
+    with pytest.raises(md.AgreementError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_anyone_sent_and_does_not_fit_is_told_with_both_calls(
+    pool: Pool, backend: str, is_async: bool
+) -> None:
+    verb = "irecv" if is_async else "recv"
+    for text in pool.run(from_anyone_and_too_large, 3, is_async, backend=backend):
+        assert f"rank 1: {verb}((3,) float32, from " in text
+        assert "rank 2: send((5,) float32, to rank 1, tag 9)" in text
+
+
+def all_wait_for_each_other() -> str:
+    group = md.new_group(timeout=timedelta(seconds=1))
+    right = (md.get_rank() + 1) % md.get_world_size()
+    with pytest.raises(md.CollectiveTimeoutError) as caught:
+        md.recv(torch.ones(3), right, group=group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_deadlock_of_messages_is_told_by_every_rank_with_all_calls(
+    pool: Pool, backend: str
+) -> None:
+    for rank, text in enumerate(pool.run(all_wait_for_each_other, 3, backend=backend)):
+        for other in {0, 1, 2} - {rank}:
+            call = f"recv((3,) float32, from rank {(other + 1) % 3})"
+            assert f"rank {other}: last {call}" in text

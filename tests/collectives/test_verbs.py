@@ -415,6 +415,16 @@ REFUSED = [
         TypeError,
         "name the axis on its mesh: group=mesh[('dp', 'tp')]",
     ),
+    (
+        lambda: md.all_reduce(X, group=torch.distributed.HashStore()),
+        TypeError,
+        "found:    torch._C._distributed_c10d.HashStore",
+    ),
+    (
+        lambda: md.all_reduce(X, group=torch.distributed.ProcessGroup(0, 1)),
+        TypeError,
+        "make ours of the same ranks: meshdist.new_group(ranks)",
+    ),
     (lambda: md.broadcast(X), ValueError, "broadcast needs src or group_src"),
     (lambda: md.broadcast(X, src=0, group_src=0), ValueError, "both src and group_src"),
     (lambda: md.broadcast(X, src=5), ValueError, "src=5 is not a member"),

@@ -313,6 +313,45 @@ def test_ctrl_c_ends_a_receive_and_leaves_the_message_to_the_next(pool: Pool) ->
     assert pool.run(interrupted, 2) == [1.0, 1.0]
 
 
+def found_while_nobody_waits() -> str:
+    group = md.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    begin = time.monotonic()
+    with pytest.raises(md.AgreementError) as caught:
+        found_by_the_barrier(group)
+    assert time.monotonic() - begin < 10.0
+    return str(caught.value)
+
+
+def found_by_the_barrier(group: Any) -> None:
+    if md.get_rank() == 1:
+        md.send(torch.ones(5), 0, group=group)
+    else:
+        kept = md.irecv(torch.ones(3), group=group)  # noqa: F841
+    md.barrier(group)
+
+
+def test_a_disagreement_is_told_to_who_waits_for_something_else(pool: Pool) -> None:
+    for text in pool.run(found_while_nobody_waits, 2):
+        assert "rank 0: irecv((3,) float32, from rank 1)" in text
+        assert "rank 1: send((5,) float32, to rank 0)" in text
+
+
+def in_order_behind_many(count: int) -> list[float]:
+    group = md.new_group(backend="gloo")
+    got = [torch.full((1,), -1.0) for _ in range(count)]
+    if md.get_rank() == 1:
+        works = [md.isend(torch.tensor([float(i)]), 0, group=group) for i in range(count)]
+    else:
+        works = [md.irecv(x, (None, None, 1)[i % 3], group=group) for i, x in enumerate(got)]
+    for work in works:
+        work.wait()
+    return [x.item() for x in got]
+
+
+def test_any_number_of_messages_under_way_keeps_its_order(pool: Pool) -> None:
+    assert pool.run(in_order_behind_many, 2, 500)[0] == [float(i) for i in range(500)]
+
+
 def objects_from_anyone() -> Any:
     group = md.new_group(backend="gloo")
     if md.get_rank():

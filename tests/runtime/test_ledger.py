@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -371,6 +372,8 @@ def test_overwritten_logs_raise_no_false_alarm(lead: int) -> None:
         assert team.ledgers[0].send(1, 0, number) is None
     for number in range(1, lead + 1):
         assert team.ledgers[1].recv(0, 0, number) is None
+    while not team.ledgers[0].publish():
+        assert team.ledgers[1].find_sender(0) is None
     assert team.ledgers[0].send(1, 0, 1) is None
     assert team.ledgers[1].recv(0, 0, 2) == lead + 1  # and are of use again
 
@@ -433,18 +436,44 @@ def test_members_who_have_sent_take_turns() -> None:
     assert found == [1, 2, 1, 2, 1, 2]
 
 
-def test_what_was_overwritten_is_found_by_what_came_after_it_under_its_tag() -> None:
+@pytest.mark.parametrize("count", [127, 128, 129, 400])
+def test_no_send_is_missed_however_many_there_were(count: int) -> None:
     team = Team(2)
-    assert team.ledgers[1].can_find_sender(4)
+    first, second = team.ledgers
+    assert second.can_find_sender(4)
+    first.recv(1, 0, 0)  # each has looked at the other's words once
+    for number in range(count):
+        first.send(1, 4 + number % 2, number)
+    for tag in (4, 5):
+        numbers = [number for number in range(count) if 4 + number % 2 == tag]
+        for number in numbers:
+            end = time.monotonic() + 10.0
+            while second.find_sender(tag) is None and time.monotonic() < end:
+                time.sleep(0.001)  # the rest is published as this side reads
+            assert second.recv(0, tag, number) is None
+        assert second.find_sender(tag) is None and second.can_find_sender(tag)
+    assert first.publish()
+
+
+def test_what_nobody_will_read_does_not_wait() -> None:
+    team = Team(2)
+    team.ledgers[0].recv(1, 0, 0)
     for _ in range(300):
         team.ledgers[0].send(1, 4, 7)
+    assert not team.ledgers[0].publish()
+    team.dead |= {1}
+    assert team.ledgers[0].publish()
+
+
+def test_where_entries_were_overwritten_nothing_is_compared_and_no_sender_found() -> None:
+    """A member that cannot read the other's words cannot know what that one has read."""
+    team = Team(2)
+    team.present.remove(1)
+    for number in range(300):
+        assert team.ledgers[0].send(1, 4, number) is None
+    assert not team.ledgers[1].can_find_sender(4)
     for _ in range(300):
-        assert team.ledgers[1].find_sender(4) == 0
-        assert team.ledgers[1].recv(0, 4, 7) is None
-    assert team.ledgers[1].find_sender(4) is None
-    assert not team.ledgers[1].can_find_sender(5)  # something may have been sent under it
-    team.ledgers[0].send(1, 5, 7)
-    assert team.ledgers[1].can_find_sender(5)  # and tells how often
+        assert team.ledgers[1].recv(0, 4, 999) is None
 
 
 def test_senders_are_found_where_all_members_share_memory_alone() -> None:

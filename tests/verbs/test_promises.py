@@ -202,6 +202,21 @@ def test_every_verb_has_a_future_that_chains(wire: str, pool: Pool) -> None:
     assert WIRES[wire](pool, futures, 2) == [dict.fromkeys(ASYNC, ("list", True, True))] * 2
 
 
+def rooted_results() -> list[Any]:
+    x = torch.full((2,), md.get_rank() + 1.0)
+    work = md.broadcast(x, src=1, async_op=True)
+    first = work.get_future().then(lambda done: done.value()[0].tolist()).wait()
+    y = torch.full((2,), md.get_rank() + 1.0)
+    work = md.reduce(y, dst=0, async_op=True)
+    work.wait()
+    return [first, work.result()[0] is y]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_rooted_verbs_have_their_tensor_as_result_on_every_rank(wire: str, pool: Pool) -> None:
+    assert WIRES[wire](pool, rooted_results, 2) == [[[2.0, 2.0], True]] * 2
+
+
 def sparse() -> str:
     x = torch.eye(3).to_sparse()
     with pytest.raises(md.MeshdistError) as caught:

@@ -268,7 +268,7 @@ def test_what_a_class_lacks_is_built(pool: Pool) -> None:
     def program() -> list[str]:
         gloo = md.group.WORLD.communicator("cpu")
         meagre = Meagre(gloo._group)
-        wire = Asking("meagre", gloo.rank, gloo.size, meagre)
+        wire = Asking("meagre", gloo.rank, gloo.size, meagre, HashStore())
         check_every_verb(wire, (torch.float32, torch.uint8))
         return sorted(meagre.refused)
 

@@ -133,7 +133,7 @@ def test_every_member_gets_one_memory_and_a_handle_to_every_other(size: int) -> 
     assert len({inode for inode, _ in seen.values()}) == 1
     for member, (_, processes) in seen.items():
         assert processes == [None if one == member else os.getpid() for one in range(size)]
-    assert num_files() == before
+    assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 def test_more_handles_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_more_handles_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch)
 
     assert Circle(9).run(attach) == [None] * 9
     assert seen == [9] * 9
-    assert num_files() == before
+    assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 def test_too_many_files_under_way_are_sent_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_member_that_cannot_attach_is_a_refusal_for_all(member: int, error: Ex
 
     told = str(error) or "MemoryError"
     all_tell(Circle(4).run(attach), WireRefused, f"rank {10 + member}: {told}")
-    assert num_files() == before
+    assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 def test_memory_that_cannot_be_made_is_a_refusal_for_all() -> None:
@@ -273,7 +273,7 @@ def test_members_that_never_come_are_named_by_all_others(missing: list[int]) -> 
         len(missing) if len(missing) > 1 else missing[0]
     ]
     all_tell(found, WireTimeout, f"{named} did not come to share memory")
-    assert num_files() == before
+    assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 @pytest.mark.parametrize("stage", ["silent", "greeted"])

@@ -49,15 +49,15 @@ def test_a_send_is_buffered_for_whoever_waits_for_it() -> None:
     box = Mailbox()
     x = torch.ones(2)
     sent = box.send(x, 0)
-    sent.buffer()
+    box.buffer(sent)
     assert sent.done
     x.zero_()
     got = torch.zeros(2)
     received = box.recv(got, 0)
-    received.buffer()
+    box.buffer(received)
     assert received.done and got.tolist() == [1.0, 1.0]
     waiting = box.recv(torch.zeros(2), 0)
-    waiting.buffer()
+    box.buffer(waiting)
     assert not waiting.done
 
 
