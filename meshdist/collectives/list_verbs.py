@@ -355,7 +355,8 @@ def all_to_all_single(
     check_alike(buffer, source, target, name, ("output", "input"))
     taken = _sizes(buffer, output_split_sizes, "output", name, target)
     sent = _sizes(source, input_split_sizes, "input", name, target)
-    if buffer.shape[1:].numel() != source.shape[1:].numel():
+    is_flat = buffer.dim() == source.dim() == 1
+    if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
         raise ShapeError(
             f"{name}: the rows of output and input have different sizes",
             where=f"rank {target.world.rank}, {target.name}",
@@ -433,6 +434,8 @@ def _sizes(
 ) -> list[int]:
     """How many elements of ``tensor`` belong to each member."""
     size = target.size()
+    if rows is None and tensor.dim() and not tensor.shape[0] % size:
+        return [tensor.numel() // size] * size  # the common case
     if tensor.dim() == 0:
         raise ShapeError(
             f"{name} cuts along dim 0, and {role} has none",

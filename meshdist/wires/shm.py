@@ -13,7 +13,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -526,11 +525,15 @@ def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 def _cuts(tensor: torch.Tensor, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     """Addresses and counts of consecutive parts."""
-    item = tensor.element_size()
-    scale = 1 if _dtype_code(tensor.dtype) is not None else item
-    starts = [0, *accumulate(sizes)][:-1]
-    address = tensor.data_ptr()
-    return [address + start * item for start in starts], [size * scale for size in sizes]
+    item, address = tensor.itemsize, tensor.data_ptr()
+    places = [address]
+    for size in sizes:
+        address += size * item
+        places.append(address)
+    del places[-1]
+    if _dtype_code(tensor.dtype) is not None:
+        return places, list(sizes)
+    return places, [size * item for size in sizes]
 
 
 register_wire(ShmWire())
