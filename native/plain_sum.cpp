@@ -30,6 +30,12 @@ nb::object call(nb::handle on, const Name& name) {
   return checked(PyObject_VectorcallMethod(name.object, arguments, 1, nullptr));
 }
 
+// With one argument. (PyObject_CallOneArg is not in the stable ABI.)
+nb::object call_with(nb::handle function, nb::handle argument) {
+  PyObject* const arguments[] = {argument.ptr()};
+  return checked(PyObject_Vectorcall(function.ptr(), arguments, 1, nullptr));
+}
+
 bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
 
 void set(nb::handle on, const Name& name, nb::handle value) {
@@ -81,7 +87,8 @@ bool PlainSum::begin(nb::handle tensor, Buffer& buffer) {
   nb::object data;
   try {
     data = read(tensor, buffer);
-  } catch (nb::python_error&) {  // sparse and nested tensors have no address, or no shape
+  } catch (nb::python_error& error) {  // sparse and nested tensors have no address, or no shape
+    if (!error.matches(PyExc_RuntimeError)) throw;
   }
   if (!data.is_valid()) return false;
   note(data);
@@ -91,7 +98,7 @@ bool PlainSum::begin(nb::handle tensor, Buffer& buffer) {
 // Whether there is nothing to refuse or to tell: no fork, no broken group, no log of all verbs.
 bool PlainSum::is_quiet() const {
   if (num_forks_ != forks || PyDict_Size(aborts_.ptr()) != 0) return false;
-  return !is_true(checked(PyObject_CallOneArg(is_told_.ptr(), level_.ptr())));
+  return !is_true(call_with(is_told_, level_));
 }
 
 // The shape and dtype of a tensor whose memory is the call's; null where it is not so plain.
@@ -111,6 +118,7 @@ nb::object PlainSum::read(nb::handle tensor, Buffer& buffer) const {
     buffer.count *= number(PyTuple_GetItem(shape.ptr(), i));
   }
   buffer.address = number(call(tensor, n.data_ptr));
+  if (buffer.address == 0 && buffer.count != 0) return {};  // its memory was taken away
   return checked(PyTuple_Pack(2, shape.ptr(), dtype.ptr()));
 }
 
@@ -138,7 +146,7 @@ void PlainSum::note(nb::handle data) {
 
 void PlainSum::note_write(nb::handle tensor) {
   const nb::object one = checked(PyTuple_Pack(1, tensor.ptr()));
-  checked(PyObject_CallOneArg(increment_version_.ptr(), one.ptr()));
+  call_with(increment_version_, one);
 }
 
 }  // namespace meshdist

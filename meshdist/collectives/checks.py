@@ -144,9 +144,17 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
     """
     is_plain = type(x) is _Tensor and x.layout is _STRIDED and not x.requires_grad
     is_plain = is_plain and x.is_contiguous() and not x.is_nested
+    is_plain = is_plain and (x.data_ptr() or not x.numel())
     if is_plain and not (x.is_conj() or x.is_neg() or x.dtype in QUANTIZED):
         return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
+    if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
+        raise ArgumentError(
+            f"{verb} cannot use {argument}: it has no memory",
+            where=f"argument {argument} of {verb}, {describe(tensor)}",
+            found="a storage that was resized to nothing, or zeros that are nowhere stored",
+            fix=f"pass {argument}.clone(), or give the storage its memory back first",
+        )
     if writable:
         _check_writable(tensor, argument, verb)
     plain = tensor.detach().resolve_conj().resolve_neg()

@@ -23,7 +23,7 @@ from ..errors import MeshdistError
 from ..mesh.groups import resolve_group
 from ..wires.work import Work
 
-__all__ = ["bare_verb", "shown", "verb"]
+__all__ = ["bare_verb", "profiled", "verb"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -55,15 +55,15 @@ def verb(function: _F) -> _F:
 
 
 def bare_verb(function: _F) -> _F:
-    """Mark a public verb that looks for a profiler itself, and opens ``shown`` where there is one.
+    """Mark a public verb that looks for a profiler itself, and then opens ``profiled``.
 
-    ``verb`` does that for others, in a call around them that takes a quarter of a microsecond.
+    For others ``verb`` does that, by a call around them that takes a quarter of a microsecond.
     """
     _leave_untraced(function)
     return function
 
 
-def shown(function: Callable[..., Any], *args: Any) -> AbstractContextManager[Any]:
+def profiled(function: Callable[..., Any], *args: Any) -> AbstractContextManager[Any]:
     """What shows a call of ``function`` in torch's profiler, while it is open."""
     return profiler.record_function(_title(function, args, {}))
 

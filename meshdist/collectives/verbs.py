@@ -34,7 +34,7 @@ from .checks import (
     premultiplied,
     stated,
 )
-from .instruments import bare_verb, shown, verb
+from .instruments import bare_verb, profiled, verb
 from .running import run
 
 __all__ = [
@@ -79,11 +79,12 @@ def all_reduce(
         [[4, 6], [4, 6]]
     """
     if profiler._is_profiler_enabled:
-        with shown(all_reduce, tensor, op, group, async_op):
+        with profiled(all_reduce, tensor, op, group, async_op):
             return _all_reduce(tensor, op, resolve_group(group), async_op)
     target = group if type(group) is ProcessGroup else resolve_group(group)
-    if op is SUM and target.plain_sum is not None and not async_op:
-        status = target.plain_sum(tensor)
+    plain_sum = target.plain_sum
+    if op is SUM and plain_sum is not None and not async_op:
+        status = plain_sum(tensor)
         if status == 0:
             return None
         if status > 0:

@@ -175,7 +175,6 @@ class Channel:
 
     def explain_plain(self, status: int) -> MeshdistError:
         """The error of a failed ``plain_sum``."""
-        self.communicator.number = self.recorder.sequence
         return explain(self.group, self.waiting.plain_failure(status), self)
 
     def is_broken(self) -> bool:

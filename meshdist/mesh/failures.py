@@ -76,7 +76,7 @@ def explain(
             found=reason,
             fix="make a new group or mesh on the ranks that are left",
         )
-    # Others may end as soon as they see the group broken: ask them what they called before.
+    # Others may end as soon as they see the group broken: ask them before it is.
     report = _report(group, channel, call) if isinstance(failure, WireTimeout) else ""
     registry.break_here(channel.opened, f"{call['verb']} failed before: {text}")
     # Asked before it says who was first: a time-out closes connections, and is to be told first.

@@ -26,7 +26,7 @@ __all__ = ["Matching"]
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
 _CHECK_S = 0.1
-_MOST_OF_A_CORE = 20  # a twentieth
+_REST_PER_LOOK = 20.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Matching:
                     return
                 has_found = len(self._receives) < num_receives
             pause = _PAUSE_S if has_found else min(2 * pause, _LONGEST_PAUSE_S)
-            pause = max(pause, _MOST_OF_A_CORE * took)
+            pause = max(pause, _REST_PER_LOOK * took)
 
     def _look(self) -> None:
         """Start every receive whose sender is known by now."""
@@ -167,13 +167,12 @@ class Matching:
                     return False
             self._recorder.name_sender(receive.note, peer, tag)
             number = self._ledger.recv(peer, tag, receive.header)
+            if number is not None:
+                raise receive.explain(MembersDisagree("", number, (False, peer, tag)))
         except Exception as failure:  # whatever it is, who waits shall have it
             self._end(receive, failure)
             return True
-        if number is None:
-            self._start(receive, peer)
-        else:
-            self._end(receive, receive.explain(MembersDisagree("", number, (False, peer, tag))))
+        self._start(receive, peer)
         return True
 
     def _start(self, receive: _Receive, peer: int | None) -> None:

@@ -164,8 +164,13 @@ class Registry:
             options,
         )
         if self._is_among_processes:
-            with telling_lost_store(world):
-                store_of_thread(world).add(f"{label}/opened", 1)
+            try:
+                with telling_lost_store(world):
+                    store_of_thread(world).add(f"{label}/opened", 1)
+            except BaseException:
+                opened.close()
+                self._drop_ledger(label, ledger)
+                raise
         with self._lock:
             self._by_label[label] = opened
             if not is_private:

@@ -48,9 +48,9 @@ T = TypeVar("T")
 
 _COMMAND = """
 import sys
-sys.path.insert(0, {root!r})  # this very package, whatever lies in the current folder
-from meshdist.mesh.spawned import serve_rank
-sys.path.append(sys.path.pop(0))
+given, sys.path = sys.path, [place for place in sys.path if place] + [{root!r}]
+from meshdist.mesh.spawned import serve_rank  # not one that lies in the current folder
+sys.path = [*given, {root!r}]
 serve_rank({call}, {answer}, {parent})
 """
 _ROOT = str(Path(__file__).resolve().parents[2])

@@ -29,6 +29,7 @@ _MESSAGES = 128  # of one pair that can be ahead of who reads of them
 _PATIENT_LOOKS = 64  # for a member's words that are not there; then now and then only
 _SETTLE_S = 0.001
 _PUBLISH_S = 0.001
+_LONGEST_PUBLISH_S = 0.02
 _LOW = 0xFFFFFFFF
 
 FindRegion = Callable[[int, int], "memoryview | None"]
@@ -231,13 +232,17 @@ class Ledger:
         return self._is_alive(member)
 
     def _publish_all(self) -> None:
+        pause, num_waiting = _PUBLISH_S, 0
         while True:
-            time.sleep(_PUBLISH_S)
+            time.sleep(pause)
             with self._messages_lock:
                 waiting = [log for log in self._messages.values() if not log.publish()]
                 if not waiting:
                     self._publisher = None
                     return
+            num_before, num_waiting = num_waiting, sum(log.num_waiting for log in waiting)
+            has_moved = num_waiting < num_before
+            pause = _PUBLISH_S if has_moved else min(2 * pause, _LONGEST_PUBLISH_S)
 
     @property
     def _left_word(self) -> int:
@@ -298,7 +303,8 @@ class _MessageLog:
     whether both are of this entry. The number counts the messages of one direction and tag, so that
     the n-th send meets the n-th receive; it is 0 for a receive whose sender is never known, after
     which messages of that tag cannot be told apart. What the other has not read is not overwritten:
-    further entries wait in this process.
+    further entries wait in this process. Those are not compared with what the other has started by
+    the time that they are written.
     """
 
     num_words = 2 + 2 * _MESSAGES
@@ -354,6 +360,11 @@ class _MessageLog:
         if tag not in self._loose:
             self._loose.add(tag)
             self._write(tag << 1 | 1, 0, 0)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many entries wait for room."""
+        return len(self._backlog)
 
     def publish(self) -> bool:
         """Write what has waited, as far as there is room; returns whether all of it is written."""

@@ -144,7 +144,7 @@ class Recorder:
         """
         kind = (False, peer, tag)
         number = self._num_messages[kind] = self._num_messages.get(kind, 0) + 1
-        if note > self.num_notes - NUM_NOTES:
+        if note > self.num_notes - NUM_NOTES + 1:  # the oldest may be overwritten right now
             place = (note - 1) % NUM_NOTES
             noted = self._notes[place]
             self._notes[place] = (*noted[:4], (*kind, number), *noted[5:])

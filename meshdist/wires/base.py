@@ -221,7 +221,7 @@ class Communicator(ABC):
         return False
 
     def plain_sum(self, noting: dict[str, Any], timeout: timedelta) -> PlainSum | None:
-        """A shorter way to notice, note and run the plainest all-reduce; None where there is none.
+        """A shorter way to check, note and run the plainest all-reduce; None where there is none.
 
         Args:
             noting: what it needs to note calls: a recorder's insides, and what stays the same in

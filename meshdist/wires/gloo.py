@@ -28,7 +28,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import DistNetworkError, ProcessGroupGloo, Store, Work
 
 from ..errors import BackendError
 from ..reduce_ops import ReduceKind
@@ -57,6 +57,7 @@ _SPIN_S = 0.0005
 _WATCH_S = 0.1
 _PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.001
+_DRAWING_S = 10.0
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _LOOPBACK = ("127.0.0.1",)
@@ -98,6 +99,7 @@ class GlooCommunicator(C10dCommunicator):
         super().__init__(wire, rank, size, process_group)
         self._store = store
         self._tag_numbers: dict[int, int] = {}
+        self._numbering = threading.Lock()
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
         self._is_lazy = _connects_late()
@@ -224,17 +226,31 @@ class GlooCommunicator(C10dCommunicator):
     def _number_of(self, tag: int) -> int:
         """A large tag's number, which the first member that uses it draws for all."""
         number = self._tag_numbers.get(tag)
-        if number is None:
+        if number is not None:
+            return number
+        with self._numbering:  # another thread may start a receive meanwhile
             try:
-                if self._store.add(f"tag/{tag}/users", 1) == 1:
-                    number = self._store.add("tags", 1) - 1
-                    self._store.set(f"tag/{tag}", str(number))
-                else:
-                    number = int(self._store.get(f"tag/{tag}"))
-            except RuntimeError:  # the store is lost, to the others as well
+                number = self._tag_numbers[tag] = self._drawn_number(f"tag/{tag}")
+            except DistNetworkError:  # the store's server has ended: no tag has a new number
                 return _MOST_NUMBERED
-            self._tag_numbers[tag] = number
+            except RuntimeError as error:
+                raise self._failure(error) from None
         return number
+
+    def _drawn_number(self, key: str) -> int:
+        store = self._store
+        if store.add(f"{key}/users", 1) == 1:
+            number = store.add("tags", 1) - 1
+            store.set(key, str(number))
+            return number
+        deadline = clock.now() + _DRAWING_S
+        while not store.check([key]):  # not by waiting in the store, which other threads need
+            if self._aborted:
+                raise WireAborted("aborted while a tag was given its number")
+            if clock.now() > deadline:
+                raise WireTimeout("the member that was to number a tag has not done so")
+            time.sleep(_PAUSE_S)
+        return int(store.get(key))
 
     def _bound(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
@@ -314,7 +330,8 @@ class GlooCommunicator(C10dCommunicator):
             return deferred.failure is not None or self.is_finished(deferred.started)
         if deferred.deadline is None:
             deferred.deadline = clock.now() + deferred.timeout.total_seconds()
-        deferred.is_late = deferred.is_late or clock.now() > deferred.deadline
+        if clock.now() > deferred.deadline:
+            deferred.is_late = deferred.is_cancelled = True
         return deferred.is_late
 
     def _has_ended(self, transfer: Transfer, seconds: float = 0.0) -> bool:

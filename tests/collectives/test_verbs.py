@@ -416,6 +416,11 @@ REFUSED = [
         "name the axis on its mesh: group=mesh[('dp', 'tp')]",
     ),
     (
+        lambda: md.all_reduce(torch._efficientzerotensor(2)),
+        ValueError,
+        "all_reduce cannot use tensor: it has no memory",
+    ),
+    (
         lambda: md.all_reduce(X, group=torch.distributed.HashStore()),
         TypeError,
         "found:    torch._C._distributed_c10d.HashStore",

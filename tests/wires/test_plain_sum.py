@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -63,6 +66,7 @@ def answers_of_the_short_way() -> dict[str, int]:
         "nested": torch.nested.nested_tensor([x, x]),
         "meta": torch.ones(2, device="meta"),
         "no sum in the core": x.to(torch.float8_e5m2),
+        "without memory": torch._efficientzerotensor(2),
         "an array": x.numpy(),
         "nothing": None,
     }
@@ -137,6 +141,59 @@ def test_a_disagreement_is_told_as_ever(pool: Pool) -> None:
     for text in pool.run(differ, 2, backend="shm"):
         assert "rank 0: all_reduce((3,) float32, SUM) at " in text
         assert "rank 1: all_reduce((4,) float32, SUM) at " in text
+
+
+def fails(how: str) -> str:
+    group = md.new_group(timeout=timedelta(seconds=1.0))
+    md.all_reduce(torch.ones(1), group=group)
+    md.barrier()
+    if md.get_rank() == 1:
+        if how == "dies":
+            os._exit(7)
+        time.sleep(0.2)
+        if how == "aborts":
+            group.abort("enough")
+        time.sleep(2.0)
+        return ""
+    with pytest.raises(md.MeshdistError) as caught:
+        md.all_reduce(torch.ones(3), group=group)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("is late", "CollectiveTimeoutError: all_reduce on group of ranks 0-1 was not finished"),
+        ("dies", "BackendError: all_reduce on group of ranks 0-1 failed on wire 'shm'"),
+        ("aborts", "AbortedError: all_reduce on group of ranks 0-1 was aborted"),
+    ],
+)
+def test_failures_are_told_as_ever(pool: Pool, how: str, told: str) -> None:
+    text = pool.outcomes(fails, 2, how, backend="shm")[0]
+    assert text.startswith(told)
+    assert "call 2 on group of ranks 0-1: all_reduce((3,) float32, SUM) at " in text
+
+
+def interrupted() -> float:
+    md.all_reduce(torch.ones(1))
+    if md.get_rank() == 1:
+        time.sleep(1.0)
+        return 0.0
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        md.all_reduce(torch.ones(1))
+    signal.signal(signal.SIGALRM, before)
+    return time.monotonic() - begin
+
+
+def test_ctrl_c_ends_it(pool: Pool) -> None:
+    assert pool.run(interrupted, 2, backend="shm")[0] < 0.9
 
 
 def closed_and_forked() -> list[str]:
