@@ -471,6 +471,7 @@ Status Collectives::broadcast(Job& job) {
   const auto root = static_cast<unsigned>(job.root());
   const std::size_t bytes = job.count() * item_;
   const bool is_inline = bytes <= kInlineBytes;
+  chunk_ = std::min<std::size_t>(tuning.broadcast_chunk_bytes, end_.segment.geometry().slot_bytes);
   const std::size_t chunk = piece_bytes(1);
   streams_out_ = bytes > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {

@@ -487,7 +487,7 @@ NB_MODULE(native, m) {
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;
     if (name == "chunk_bytes") {
-      tuning.chunk_bytes = tuning.stream_chunk_bytes = value;
+      tuning.chunk_bytes = tuning.stream_chunk_bytes = tuning.broadcast_chunk_bytes = value;
     } else if (name == "whole_reduce_bytes") {
       tuning.whole_reduce_bytes = value;
     } else if (name == "shared_bytes") {

@@ -36,6 +36,11 @@ nb::object call_with(nb::handle function, nb::handle argument) {
   return checked(PyObject_Vectorcall(function.ptr(), arguments, 1, nullptr));
 }
 
+nb::object code_of(nb::handle frame) {
+  return checked(
+      reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+}
+
 bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
 
 void set(nb::handle on, const Name& name, nb::handle value) {
@@ -45,7 +50,7 @@ void set(nb::handle on, const Name& name, nb::handle value) {
 struct Names {
   Name requires_grad{"requires_grad"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"};
   Name is_cpu{"is_cpu"}, dtype{"dtype"}, data_ptr{"data_ptr"}, shape{"shape"};
-  Name back{"f_back"}, code{"f_code"}, instruction{"f_lasti"}, file{"co_filename"};
+  Name back{"f_back"}, instruction{"f_lasti"}, file{"co_filename"};
   Name sequence{"sequence"}, moment{"moment"}, num_notes{"num_notes"};
 };
 
@@ -125,11 +130,15 @@ nb::object PlainSum::read(nb::handle tensor, Buffer& buffer) const {
 void PlainSum::note(nb::handle data) {
   const Names& n = names();
   nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));  // the verb's
-  nb::object code = get(frame, n.code);
+  nb::object code = code_of(frame);
   for (nb::object back = get(frame, n.back); !back.is_none(); back = get(frame, n.back)) {
     frame = std::move(back);  // out to the program
-    code = get(frame, n.code);
-    if (!is_true(checked(PyObject_GetItem(between_files_.ptr(), get(code, n.file).ptr())))) break;
+    code = code_of(frame);
+    if (code.is(last_code_)) break;  // programs repeat their calls
+    if (!is_true(checked(PyObject_GetItem(between_files_.ptr(), get(code, n.file).ptr())))) {
+      last_code_ = code;
+      break;
+    }
   }
   const nb::object sequence =
       checked(PyLong_FromUnsignedLongLong(number(get(recorder_, n.sequence)) + 1));

@@ -39,6 +39,7 @@ class PlainSum {
   nanobind::object recorder_, notes_, moments_, between_files_;
   nanobind::object group_, verb_, more_, no_stack_;
   nanobind::object increment_version_;
+  nanobind::object last_code_;  // the program's that called last
   Py_ssize_t num_kept_;
 };
 

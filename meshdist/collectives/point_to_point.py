@@ -268,7 +268,7 @@ class Message:
         try:
             self.communicator.finish(self.pending, self.channel.timeout)
         except WireFailure as failure:
-            raise self.target.explain(failure, self.channel) from None
+            raise self.target.explain(failure, self.channel, self.number) from None
         if not self.is_send and self._is_apart:
             self._forbid_gradient()
             self._bring_home()

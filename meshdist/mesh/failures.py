@@ -256,6 +256,8 @@ def _one_call(call: dict[str, Any] | None) -> str:
 def _answered(answer: Answer | None) -> str:
     if answer is None:
         return _SILENT
+    if answer["is_forgotten"]:
+        return _one_call(None)
     if answer["about"] is None:
         return "has not come there yet"
     return _one_call(answer["about"])

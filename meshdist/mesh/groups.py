@@ -277,9 +277,14 @@ class ProcessGroup:
         labels = [channel.opened.label for channel in self._channels.values()]
         get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
 
-    def explain(self, failure: WireFailure, channel: Channel) -> MeshdistError:
-        """Turn a wire's failure into the error that tells who, where and why."""
-        return explain(self, failure, channel)
+    def explain(
+        self, failure: WireFailure, channel: Channel, number: int | None = None
+    ) -> MeshdistError:
+        """Turn a wire's failure into the error that tells who, where and why.
+
+        ``number`` is the note of the call that failed; None means the last one.
+        """
+        return explain(self, failure, channel, number)
 
     def _serves_cpu(self) -> bool:
         return "cpu" in self.backends
@@ -388,7 +393,8 @@ def resolve_group(group: object) -> ProcessGroup:
         KindError: not one of these.
     """
     if group is None:
-        return world_group(get_usable_world())
+        world = get_usable_world()
+        return world.rooms.get("world group") or world_group(world)
     if isinstance(group, ProcessGroup):
         return group
     group_of_mesh = getattr(group, "communication_group", None)

@@ -272,13 +272,16 @@ class Registry:
         used.sort(key=lambda one: one[1].moment)
         calls = [{"label": label, **recorder.describe()} for label, recorder in used]
         found = None
-        if asked is not None and "sequence" in about:
+        if not about:
+            asked = None
+        elif asked is not None and "sequence" in about:
             found = asked.recorder.find_call(about["sequence"])
         elif asked is not None and "note" in about:
             found = asked.recorder.find_note(about["note"])
         elif asked is not None:
             found = asked.recorder.find_message(*about["message"])
-        return {"calls": calls, "about": found}
+        is_forgotten = asked is not None and found is None and asked.recorder.has_noted(about)
+        return {"calls": calls, "about": found, "is_forgotten": is_forgotten}
 
     def close(self) -> None:
         """Close all communicators and stop watching."""

@@ -44,7 +44,9 @@ class Answer(TypedDict):
     calls: list[dict[str, Any]]
     """What it called last on each communicator, the most recent last."""
     about: dict[str, Any] | None
-    """The one call or message that was asked about, if it has come there."""
+    """The one call or message that was asked about, if it has come there and is remembered."""
+    is_forgotten: bool
+    """Whether it has come there, and is no longer remembered."""
 
 
 class Sentinel:

@@ -22,6 +22,7 @@ NUM_NOTES = 128
 
 _moments = count(1)
 _NO_STACK: Sequence[str] = ()
+_FORGOTTEN = f"a call before the last {NUM_NOTES}"
 
 Data: TypeAlias = "tuple[Any, ...] | None"
 """The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
@@ -176,23 +177,34 @@ class Recorder:
         return data
 
     def describe(self, number: int | None = None) -> dict[str, Any]:
-        """The call noted under ``number``, or the last one where it is no longer remembered.
+        """The call noted under ``number`` (None: the last one).
 
         As plain values: sequence, group, verb, argument, where; and for a send or receive what it
-        waits for.
+        waits for. All are empty where there is no such call; where it is no longer remembered,
+        ``verb`` says so.
         """
-        if not self.num_notes:
-            empty = dict.fromkeys(("group", "verb", "argument", "where", "waits_for"), "")
-            return {"sequence": 0, **empty}
-        if number is None or number <= self.num_notes - NUM_NOTES:
-            number = self.num_notes
-        return self._described(self._notes[(number - 1) % NUM_NOTES])
+        found = self.find_note(self.num_notes if number is None else number)
+        if found is not None:
+            return found
+        empty = dict.fromkeys(("group", "verb", "argument", "where", "waits_for"), "")
+        if self.num_notes:
+            empty["verb"] = _FORGOTTEN
+        return {"sequence": 0, **empty}
 
     def find_note(self, number: int) -> dict[str, Any] | None:
         """The call noted under ``number``, if it is remembered."""
         if not max(0, self.num_notes - NUM_NOTES) < number <= self.num_notes:
             return None
         return self._described(self._notes[(number - 1) % NUM_NOTES])
+
+    def has_noted(self, about: dict[str, Any]) -> bool:
+        """Whether a call was noted, remembered or not; ``about`` tells which, as signals do."""
+        if "sequence" in about:
+            return bool(about["sequence"] <= self.sequence)
+        if "note" in about:
+            return bool(0 < about["note"] <= self.num_notes)
+        *kind, number = about["message"]
+        return bool(number <= self._num_messages.get((kind[0], kind[1], kind[2]), 0))
 
     def find_call(self, sequence: int) -> dict[str, Any] | None:
         """The collective numbered ``sequence``, if it was called and is remembered."""
@@ -282,6 +294,8 @@ def _where(code: Any, instruction: int) -> str:
 
 def call_text(call: dict[str, Any]) -> str:
     """One call as a recorder describes it, as text for messages."""
+    if call["verb"] == _FORGOTTEN:
+        return f"{_FORGOTTEN}, which is no longer known"
     told = f"{call['verb']}({call['argument']})"
     if call["waits_for"]:  # messages are not counted: their two ends need not agree on a number
         return f"{told} on {call['group']} at {call['where']}"

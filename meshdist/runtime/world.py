@@ -148,8 +148,10 @@ def get_world() -> World:
 
 def get_usable_world() -> World:
     """Return the world in force, open and owned by this process; raises otherwise."""
-    world = get_world()
-    world.check_usable()
+    world = _of_context.get() or _of_process
+    if world is None or world.is_closed or world._num_forks != num_forks():
+        world = get_world()
+        world.check_usable()
     return world
 
 

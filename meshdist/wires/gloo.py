@@ -58,6 +58,7 @@ _WATCH_S = 0.1
 _PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.001
 _DRAWING_S = 10.0
+_AT_ONCE = timedelta(milliseconds=10)
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _LOOPBACK = ("127.0.0.1",)
@@ -273,6 +274,9 @@ class GlooCommunicator(C10dCommunicator):
                 raise _late(timeout)
 
     def _finish_transfer(self, transfer: Transfer, timeout: timedelta) -> None:
+        if self._group is CLOSED:  # nothing could free who waits
+            self._finish_closed(transfer)
+            return
         if transfer.peer is None or transfer.has_waiter:
             self._finish_beside(transfer, timeout)
             return
@@ -285,6 +289,13 @@ class GlooCommunicator(C10dCommunicator):
             raise _late(timeout) from None
         if not alarm.off():
             raise _late(timeout)
+
+    def _finish_closed(self, transfer: Transfer) -> None:
+        """Finish what was done before the end; Gloo tells that only to who waits."""
+        try:
+            transfer.work.wait(_AT_ONCE)
+        except RuntimeError:
+            raise WireFailure("the group was closed before this message came or went") from None
 
     def _finish_beside(self, transfer: Transfer, timeout: timedelta) -> None:
         # A receive from any member belongs to no connection, so that closing all of them does

@@ -110,6 +110,22 @@ def test_earlier_calls_are_found_as_long_as_they_are_remembered() -> None:
     assert recorder.find_call(NUM_NOTES + 3) is None
 
 
+def test_a_call_that_is_no_longer_remembered_is_not_taken_for_another() -> None:
+    recorder = Recorder()
+    assert call_text(recorder.describe(3)) == "call 0 on : () at "
+    message(recorder, "send", torch.ones(1), 1, 0)
+    for _ in range(NUM_NOTES):
+        verb(recorder, "all_reduce", torch.ones(2))
+    assert recorder.describe(2)["verb"] == "all_reduce"
+    told = call_text(recorder.describe(1))
+    assert told == f"a call before the last {NUM_NOTES}, which is no longer known"
+    assert recorder.find_note(1) is None and recorder.find_message(True, 1, 0, 1) is None
+    for about in ({"note": 1}, {"message": [True, 1, 0, 1]}, {"sequence": 1}):
+        assert recorder.has_noted(about)
+    for about in ({"note": 200}, {"message": [True, 1, 0, 2]}, {"sequence": 200}):
+        assert not recorder.has_noted(about)
+
+
 def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
     recorder = Recorder((0, 1, 2))
     verb(recorder, "barrier", None)
@@ -191,7 +207,7 @@ def test_a_call_is_described_by_its_number_as_long_as_it_is_remembered() -> None
         verb(recorder, "barrier", None)
     assert recorder.describe(number)["verb"] == "all_reduce"
     verb(recorder, "barrier", None)
-    assert recorder.describe(number)["verb"] == "barrier"  # the last one stands in
+    assert recorder.describe(number)["verb"] == f"a call before the last {NUM_NOTES}"
 
 
 def test_stacks_are_kept_where_the_environment_asks_for_them(

@@ -407,3 +407,26 @@ def after_all_was_closed() -> str:
 def test_verbs_after_the_end_of_the_program_say_so(pool: Pool) -> None:
     told = "the group's connection was closed, as at the end of the program"
     assert pool.run(after_all_was_closed, 2) == [told] * 2
+
+
+def works_of_a_closed_group() -> tuple[list[float], str, float]:
+    group = md.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    other, got = 1 - md.get_rank(), torch.zeros(2)
+    come, sent = md.irecv(got, other, group=group), md.isend(torch.ones(2), other, group=group)
+    sent.wait()
+    md.barrier(group)  # what was sent has come
+    never = md.irecv(torch.zeros(3), other, group=group, tag=1)
+    md.destroy_process_group(group)
+    begin = time.monotonic()
+    with pytest.raises(md.BackendError) as caught:
+        never.wait()
+    come.wait()
+    return got.tolist(), str(caught.value), time.monotonic() - begin
+
+
+def test_waiting_for_a_message_of_a_closed_group_ends(pool: Pool) -> None:
+    for got, text, seconds in pool.run(works_of_a_closed_group, 2):
+        assert got == [1.0, 1.0]
+        assert "irecv on group of ranks 0-1 failed on wire 'gloo'" in text
+        assert "the group was closed before this message came or went" in text
+        assert seconds < 5.0
