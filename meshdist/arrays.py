@@ -233,7 +233,9 @@ def _from_numpy(x: Any, argument: str, verb: str, writable: bool) -> torch.Tenso
                 fix=f"pass a copy, {argument} = {argument}.copy(), and read the result there",
             )
         array = numpy.asarray(_AsIfWritable(array))
-    return torch.from_numpy(array)
+    tensor = torch.from_numpy(array)
+    # Under a mode of torch's, such as FakeTensorMode, it may be of another kind.
+    return tensor if type(tensor) is _Tensor else _checked_tensor(tensor, argument, verb)
 
 
 class _AsIfWritable:

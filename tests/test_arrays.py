@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshdist as md
 from meshdist.arrays import as_tensor, describe, dtype_name, finish_writes, like, shape_text
@@ -468,3 +469,8 @@ def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int
     for _ in range(rounds):
         expected = np.float32((expected + 1) * 2)
     assert (cupy.asnumpy(array) == expected).all()
+
+
+def test_an_array_under_a_mode_that_keeps_no_values_is_refused() -> None:
+    with FakeTensorMode(), pytest.raises(KindError, match="cannot take a FakeTensor as tensor"):
+        as_tensor(np.ones(2, dtype=np.float32), argument="tensor", verb="all_reduce")
