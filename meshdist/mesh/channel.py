@@ -175,7 +175,8 @@ class Channel:
 
     def explain_plain(self, status: int) -> MeshdistError:
         """The error of a failed ``plain_sum``."""
-        return explain(self.group, self.waiting.plain_failure(status), self)
+        assert self.plain_sum is not None  # it was what failed
+        return explain(self.group, self.plain_sum.failure(status), self)
 
     def is_broken(self) -> bool:
         """Whether the group failed or was aborted, so that every call on it is refused."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,6 @@ from ..runtime.forks import num_forks
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import (
     Communicator,
-    PlainSum,
     Wire,
     WireFailure,
     WireRefused,
@@ -103,7 +103,7 @@ class ProcessGroup:
         self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
-        self.plain_sum: PlainSum | None = None
+        self.plain_sum: Callable[[Any], int] | None = None
         """The plainest all-reduce of a CPU tensor, where the open wire has a short way for it."""
 
     def rank(self) -> int:
@@ -344,8 +344,8 @@ class ProcessGroup:
             ) from failure
         channel = Channel(self, wire, opened, device_type, timeout)
         self._channels[device_type] = channel
-        if device_type == "cpu":
-            self.plain_sum = channel.plain_sum
+        if device_type == "cpu" and channel.plain_sum is not None:
+            self.plain_sum = channel.plain_sum.run
         _log.info(
             "rank %d opened %s, %s, on wire %s for %s tensors",
             self.world.rank,

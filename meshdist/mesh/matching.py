@@ -26,7 +26,8 @@ __all__ = ["Matching"]
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
 _CHECK_S = 0.1
-_REST_PER_LOOK = 20.0
+_REST_PER_LOOK = 20.0  # times what a look took, as long as that is no hold-up
+_LONGEST_REST_S = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,7 @@ class Matching:
                     return
                 has_found = len(self._receives) < num_receives
             pause = _PAUSE_S if has_found else min(2 * pause, _LONGEST_PAUSE_S)
-            pause = max(pause, _REST_PER_LOOK * took)
+            pause = max(pause, min(_REST_PER_LOOK * took, _LONGEST_REST_S))
 
     def _look(self) -> None:
         """Start every receive whose sender is known by now."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed import Store
@@ -56,9 +56,17 @@ REDUCING_VERBS = frozenset(
 """The verbs of a communicator that take an op."""
 
 
-PlainSum: TypeAlias = Callable[[Any], int]
-"""Sums a tensor in place over all members: 0 when done, -1 where it leaves that to the caller, who
-has to check and note the call then; any other status is a failure."""
+class PlainSum(NamedTuple):
+    """A short way for the plainest all-reduce.
+
+    Args:
+        run: sums a tensor in place over all members: 0 when done, -1 where it leaves that to the
+            caller, who has to check and note the call then; any other status is a failure.
+        failure: makes the failure of such a status.
+    """
+
+    run: Callable[[Any], int]
+    failure: Callable[[int], WireFailure]
 
 
 class WireFailure(Exception):
@@ -230,10 +238,6 @@ class Communicator(ABC):
             timeout: how long one may take.
         """
         return None
-
-    def plain_failure(self, status: int) -> WireFailure:
-        """What ``plain_sum`` returned, other than 0 and -1, as a failure."""
-        raise NotImplementedError
 
     def batch(self) -> AbstractContextManager[None]:
         """Sends and receives started inside wait for each other in no order, whatever theirs is.

@@ -284,11 +284,8 @@ class ShmCommunicator(Communicator):
             "codes": _plain_codes(),
             "increment_version": torch._C._increment_version,
         }
-        run: PlainSum = _core.PlainSum(self._core, facts, timeout.total_seconds()).run
-        return run
-
-    def plain_failure(self, status: int) -> WireFailure:
-        return self._failure(status, self._core.last_failure())
+        native = _core.PlainSum(self._core, facts, timeout.total_seconds())
+        return PlainSum(native.run, lambda status: self._failure(status, self._core.last_failure()))
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         kind = type(pending)

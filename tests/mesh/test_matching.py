@@ -8,11 +8,13 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import meshdist as md
+from meshdist.mesh.matching import Matching
 from tests.pool import Pool
 
 TAGS = [0, 5, 8191, 8192, (1 << 30) - 3]
@@ -271,46 +273,73 @@ def test_closing_the_group_ends_receives_that_wait_for_their_sender(pool: Pool) 
         assert "the group was closed while a receive waited for its sender" in text
 
 
-def dropped() -> float:
-    group = md.new_group(backend="gloo")
+def the_only_message(group: Any) -> float:
+    md.barrier()
     x = torch.zeros(1)
     if md.get_rank() == 0:
-        md.irecv(torch.zeros(1), group=group)  # and its Work is dropped
-        md.barrier()
         md.recv(x, group=group)
         return x.item()
-    md.barrier()
     md.send(torch.ones(1), 0, group=group)
     return 1.0
+
+
+def dropped() -> float:
+    group = md.new_group(backend="gloo")
+    if md.get_rank() == 0:
+        md.irecv(torch.zeros(1), group=group)  # and its Work is dropped
+    return the_only_message(group)
 
 
 def test_a_receive_whose_work_was_dropped_takes_no_message(pool: Pool) -> None:
     assert pool.run(dropped, 2) == [1.0, 1.0]
 
 
+def interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def interrupted() -> float:
     group = md.new_group(backend="gloo")
-    x = torch.zeros(1)
     if md.get_rank() == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-
-        def interrupt(number: int, frame: Any) -> None:
-            raise KeyboardInterrupt
-
         before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            md.recv(x, group=group)
+            md.recv(torch.zeros(1), group=group)
         signal.signal(signal.SIGALRM, before)
-        md.barrier()
-        md.recv(x, group=group)
-        return x.item()
-    md.barrier()
-    md.send(torch.ones(1), 0, group=group)
-    return 1.0
+    return the_only_message(group)
 
 
 def test_ctrl_c_ends_a_receive_and_leaves_the_message_to_the_next(pool: Pool) -> None:
     assert pool.run(interrupted, 2) == [1.0, 1.0]
+
+
+def test_a_look_that_was_held_up_does_not_hold_up_the_next() -> None:
+    ledger, communicator = mock.Mock(), mock.Mock(rank=0)
+    communicator.has_sent_itself.return_value = False
+    looks = iter([0.0, 0.5])  # the first is the program's, the second the thread's
+    sent = threading.Event()
+
+    def find_sender(tag: int) -> int | None:
+        time.sleep(next(looks, 0.0))
+        return 1 if sent.is_set() else None
+
+    ledger.find_sender.side_effect = find_sender
+    ledger.find_lost.return_value = ledger.recv.return_value = None
+    matching = Matching(communicator, ledger, mock.Mock(), lambda: False)
+    deferred = matching.add(
+        torch.zeros(1),
+        peer=None,
+        tag=0,
+        header=0,
+        note=1,
+        timeout=timedelta(seconds=9),
+        explain=mock.Mock(),
+        waits=False,
+    )
+    time.sleep(0.7)
+    sent.set()
+    time.sleep(0.5)
+    assert deferred.started is communicator.recv.return_value
 
 
 def found_while_nobody_waits() -> str:
