@@ -30,7 +30,9 @@ def report_path(name: str) -> Path:
     return Path(sys.argv[1]) if len(sys.argv) > 1 else REPORTS / f"{name}.json"
 
 
-def write_report(name: str, rows: list[dict[str, Any]], notes: str) -> None:
+def write_report(
+    name: str, rows: list[dict[str, Any]], notes: str, path: Path | None = None
+) -> None:
     """Print the rows as a table and write them, with the machine, as JSON."""
     from rich.console import Console
     from rich.table import Table
@@ -43,7 +45,7 @@ def write_report(name: str, rows: list[dict[str, Any]], notes: str) -> None:
         cells = [row.get(column, "") for column in columns]
         table.add_row(*(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
     Console(width=140).print(table)
-    path = report_path(name)
+    path = path or report_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     about = {**machine(), "gpu": gpu}

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
-import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._mpi import PACKAGES, mpich_python
 from meshdist.bench.measuring import Cell, Entrant, measure, running
 from meshdist.bench.reporting import plot, size_text, table_text, to_json, write
 from meshdist.bench.sides import VERBS
@@ -35,9 +35,10 @@ from meshdist.bench.sides import VERBS
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = Path(__file__).resolve().parent / "reports"
 KIB, MIB = 1 << 10, 1 << 20
-SHM, SHARED, TORCH, OPEN_MPI, MPICH, JAX = (
+SHM, SHARED, COPY, TORCH, OPEN_MPI, MPICH, JAX = (
     "meshdist/shm",
     "meshdist/shm/shared",
+    "copy",
     "torch/gloo",
     "Open MPI",
     "MPICH",
@@ -93,7 +94,6 @@ class Target:
     most_us: float | None = None
 
 
-MPICH_PACKAGES = ("mpich==5.0.2", "mpi4py==4.1.2", "numpy")
 MPI = (OPEN_MPI, MPICH)
 FROM_1_MIB = (MIB, 4 * MIB, 64 * MIB, 256 * MIB)
 MOVED = ("broadcast", "all_to_all_single", "send_recv")
@@ -101,6 +101,7 @@ TARGETS = {
     "shm": (
         Target("all_reduce", (64 * MIB, 256 * MIB), (OPEN_MPI,), 2.5),
         Target("all_reduce", (64 * MIB, 256 * MIB), (TORCH,), 4.5),
+        Target("all_reduce", (64 * MIB, 256 * MIB), (COPY,), 0.8),
         Target("all_reduce", (256 * KIB, MIB, 4 * MIB), MPI, 1.5),
         Target("all_reduce", (8,), (TORCH,), 100.0, 3.0),
         Target("all_reduce", (4 * KIB,), (OPEN_MPI,), 1.0),
@@ -159,26 +160,13 @@ def verdicts(part: str, cells: Sequence[Cell]) -> list[str]:
     return lines
 
 
-def mpich_python() -> Path | None:
-    """The interpreter of an environment with MPICH, made now if need be; None where it cannot."""
-    folder = ROOT / "build" / "mpich"
-    python = folder / "bin" / "python"
-    if not (folder / "bin" / "mpiexec").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", *MPICH_PACKAGES]
-        if subprocess.run(pip, check=False).returncode != 0:
-            return None
-    return python
-
-
 def entrants_of(part: str) -> list[Entrant]:
     """All sides of a part that this machine can run; ours comes first."""
     if part == "gloo":
         return [Entrant("meshdist/gloo", "meshdist/gloo"), Entrant(TORCH, TORCH)]
     sides = [Entrant(SHM, SHM), Entrant(TORCH, TORCH)]
     if part == "shm":
-        sides.insert(1, Entrant(SHARED, SHARED))
+        sides[1:1] = [Entrant(SHARED, SHARED), Entrant(COPY, COPY)]
     mpiexec = Path(sys.executable).with_name("mpiexec")
     path = os.environ.get("PYTHONPATH", "")
     here = {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
@@ -212,7 +200,7 @@ def run(name: str, verbs: Sequence[str], rounds: int, sizes: Sequence[int], fold
             if verb in verbs:
                 cells += measure(ranks, [verb], [num_bytes], rounds, tell, dtype)
     report = to_json(cells, part.num_ranks, rounds, __doc__)
-    report["mpich"] = MPICH_PACKAGES
+    report["mpich"] = PACKAGES
     if name == "gloo":
         slower = [f"{c.verb} {size_text(c.num_bytes)}" for c in cells if is_slower(c, *labels)]
         print("slower than torch beyond 5 % and the run's spread:", ", ".join(slower) or "none")

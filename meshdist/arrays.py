@@ -26,6 +26,8 @@ from .errors import ArgumentError, DtypeError, KindError
 __all__ = [
     "QUANTIZED",
     "Array",
+    "apart",
+    "apart_from_all",
     "as_tensor",
     "describe",
     "dtype_name",
@@ -132,6 +134,32 @@ def finish_writes(x: Array) -> None:
     event = torch.cuda.current_stream(x.device.id).record_event()
     with x.device:
         cuda.runtime.streamWaitEvent(cuda.get_current_stream().ptr, event.cuda_event)
+
+
+def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a copy where what arrives in ``output`` would change it.
+
+    Both are contiguous. A wire may write what has come before it has read all that is to go.
+    """
+    start, begin = tensor.data_ptr(), output.data_ptr()
+    if start < begin + output.nbytes and begin < start + tensor.nbytes:
+        return tensor.clone()
+    return tensor
+
+
+def apart_from_all(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """``tensors``, each apart from every one of ``outputs``."""
+    begin = min(output.data_ptr() for output in outputs)
+    end = max(output.data_ptr() + output.nbytes for output in outputs)
+    found = list(tensors)
+    for place, tensor in enumerate(found):
+        if begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+            for output in outputs:
+                tensor = apart(tensor, output)
+            found[place] = tensor
+    return found
 
 
 def dtype_name(dtype: Any) -> str:

@@ -25,6 +25,9 @@ void for_stretches(const Part* parts, std::size_t num_parts, std::uint64_t start
   }
 }
 
+// Copies of less are not worth a fence.
+constexpr std::size_t kStreamableBytes = 4096;
+
 std::uint64_t num_chunks(std::uint64_t count, std::uint64_t per_chunk) {
   return count == 0 ? 1 : (count + per_chunk - 1) / per_chunk;
 }
@@ -51,18 +54,13 @@ Status Collectives::run(Job& job) {
   item_ = dtype_facts(job.dtype()).bytes;
   mismatch_.clear();
   mismatch_culprit_ = -1;
-  // What all members heeded with the last call; what this one's probe finds counts from its
-  // announcement on, when the first chunk is cut already.
-  chunk_ = end_.streams_into_slots.load(std::memory_order_relaxed) ? tuning.stream_chunk_bytes
-                                                                   : tuning.chunk_bytes;
-  chunk_ = std::min<std::size_t>(chunk_, end_.segment.geometry().slot_bytes);
+  chunk_ = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
   Status status = probe_.before(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) {
     std::uint64_t count = job.count();
     for (const Part& part : job.ins) count += part.count;
     probe_.consider(count * item_);
-    choose_stores();
     status = dispatch(job);
   }
   if (status == Status::ok) {
@@ -78,9 +76,11 @@ Status Collectives::run(Job& job) {
   return status;
 }
 
-void Collectives::choose_stores() {
-  streams_in_ = kept_stores_ >= 0 ? kept_stores_ != 0
-                                  : end_.streams_into_slots.load(std::memory_order_relaxed);
+// Whether what a member lays into slots, `bytes` a round, goes past the cache.
+bool Collectives::streams(std::size_t bytes) const {
+  if (kept_stores_ >= 0) return kept_stores_ != 0;
+  return (bytes < kLargeBytes ? end_.streams_little : end_.streams_much)
+      .load(std::memory_order_relaxed);
 }
 
 // Agree on the call that was announced in `round`, and heed what the first member found.
@@ -88,7 +88,7 @@ Status Collectives::agree(const Job& job, std::uint64_t round) {
   const Status status = rounds_.agree(round, job.call);
   if (status == Status::ok || status == Status::mismatch) {
     probe_.heed(round);
-    choose_stores();
+    streams_in_ = streams(span_);
   }
   return status;
 }
@@ -136,7 +136,7 @@ Status Collectives::dispatch(Job& job) {
 }
 
 void Collectives::copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const {
-  if (streams_in_ && bytes >= 4096) {
+  if (streams_in_ && bytes >= kStreamableBytes) {
     kernels_.stream(slot, from, bytes);
   } else if (bytes != 0) {
     std::memcpy(slot, from, bytes);
@@ -144,26 +144,33 @@ void Collectives::copy_in(Bytes slot, const std::uint8_t* from, std::size_t byte
 }
 
 void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const {
-  if (streams_out_ && bytes >= 4096) {
+  if (streams_out_ && bytes >= kStreamableBytes) {
     kernels_.stream(to, slot, bytes);
   } else if (bytes != 0) {
     std::memcpy(to, slot, bytes);
   }
 }
 
-// Bytes of each of `pieces` equal pieces of a chunk: whole cache lines.
-std::size_t Collectives::piece_bytes(std::size_t pieces) const {
-  const std::size_t bytes = chunk_ / std::max<std::size_t>(pieces, 1);
-  return bytes / kCacheLine * kCacheLine;
+// Lay out rounds of `pieces` equal pieces, of which the longest has `longest` bytes in all: return
+// the bytes of a piece in one round, whole cache lines.
+std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
+  const std::size_t most = chunk_ / std::max<std::size_t>(pieces, 1) / kCacheLine * kCacheLine;
+  const std::size_t needed = round_up(std::max<std::size_t>(longest, 1), kCacheLine);
+  const std::size_t piece = std::min(most, needed);
+  span_ = piece * std::max<std::size_t>(pieces, 1);
+  const bool spreads = span_ >= tuning.spread_bytes;
+  num_places_ = spreads ? end_.segment.geometry().slot_bytes / span_ : 1;
+  streams_in_ = streams(span_);
+  return piece;
 }
 
 // Tell the others, with the announcement in `round`, where `input` lies, if they can read it there.
 bool Collectives::offer(const Input& input, std::uint64_t round) {
   if (end_.size < 2 || input.bytes < tuning.shared_bytes) return false;
   if (input.giver != kEveryone && input.giver != static_cast<int>(end_.rank)) return false;
-  for (std::size_t i = 0; i < end_.memories.size(); ++i) {
-    if (!end_.memories[i]->holds(input.data, input.bytes)) continue;
-    const SharedPlace place{i, static_cast<std::uint64_t>(input.data - end_.memories[i]->data())};
+  for (const auto& [number, memory] : end_.memories) {
+    if (!memory->holds(input.data, input.bytes)) continue;
+    const SharedPlace place{number, static_cast<std::uint64_t>(input.data - memory->data())};
     std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
     rounds_.call_hints_ = kHintShared;
     return true;
@@ -301,7 +308,7 @@ Status Collectives::reduce_whole(Job& job) {
   const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
   const std::uint64_t count = job.count();
   const bool is_inline = count * item_ <= kInlineBytes;
-  const std::uint64_t per_chunk = piece_bytes(1) / item_;
+  const std::uint64_t per_chunk = lay_out(1, count * item_) / item_;
 
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * per_chunk;
@@ -361,7 +368,7 @@ Status Collectives::reduce_by_parts(Job& job) {
   const unsigned me = end_.rank;
   const std::uint64_t count = job.count();
   // A slot holds a chunk, cut into one piece per member, and the one piece that I have reduced.
-  const std::uint64_t piece = piece_bytes(n + 1) / item_;
+  const std::uint64_t piece = lay_out(n + 1, (count + n - 1) / n * item_) / item_;
   const std::uint64_t per_chunk = piece * n;
   const std::uint64_t chunks = num_chunks(count, per_chunk);
   const std::size_t result_at = per_chunk * item_;
@@ -379,20 +386,20 @@ Status Collectives::reduce_by_parts(Job& job) {
     from += start;
   };
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
-    Bytes slot = end_.segment.slot(me, round);
+    Bytes mine = slot(me, round);
     for (unsigned p = 0; p < n; ++p) {
       std::uint64_t from, len;
       cut(i, p, from, len);
       if (p == me || len == 0) continue;
       for_stretches(parts, num_parts, from, len, item_,
                     [&](Bytes data, std::uint64_t at, std::uint64_t m) {
-                      copy_in(slot + (p * piece + at) * item_, data, m * item_);
+                      copy_in(mine + (p * piece + at) * item_, data, m * item_);
                     });
     }
   };
   // Reduce my piece of the i-th chunk, given in `round`, for publishing in `result_round`.
   const auto reduce_mine = [&](std::uint64_t i, std::uint64_t round, std::uint64_t result_round) {
-    Bytes result = end_.segment.slot(me, result_round) + result_at;
+    Bytes result = slot(me, result_round) + result_at;
     std::uint64_t from, len;
     cut(i, me, from, len);
     for_stretches(parts, num_parts, from, len, item_,
@@ -401,7 +408,7 @@ Status Collectives::reduce_by_parts(Job& job) {
         const std::uint64_t b = std::min<std::uint64_t>(block, m - done);
         const std::size_t offset = (me * piece + at + done) * item_;
         for (unsigned j = 0; j < n; ++j) {
-          sources_[j] = j == me ? data + done * item_ : end_.segment.slot(j, round) + offset;
+          sources_[j] = j == me ? data + done * item_ : slot(j, round) + offset;
         }
         Bytes there = result + (at + done) * item_;
         if (takes) {
@@ -419,7 +426,7 @@ Status Collectives::reduce_by_parts(Job& job) {
       std::uint64_t from, len;
       cut(i, p, from, len);
       if (p == me || len == 0) continue;
-      const std::uint8_t* result = end_.segment.slot(p, round) + result_at;
+      const std::uint8_t* result = slot(p, round) + result_at;
       for_stretches(parts, num_parts, from, len, item_,
                     [&](Bytes data, std::uint64_t at, std::uint64_t m) {
                       copy_out(data, result + at * item_, m * item_);
@@ -471,8 +478,7 @@ Status Collectives::broadcast(Job& job) {
   const auto root = static_cast<unsigned>(job.root());
   const std::size_t bytes = job.count() * item_;
   const bool is_inline = bytes <= kInlineBytes;
-  chunk_ = std::min<std::size_t>(tuning.broadcast_chunk_bytes, end_.segment.geometry().slot_bytes);
-  const std::size_t chunk = piece_bytes(1);
+  const std::size_t chunk = lay_out(1, bytes);
   streams_out_ = bytes > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     if (!is_root || bytes == 0) return;
@@ -510,7 +516,7 @@ Status Collectives::all_gather(Job& job) {
     total += bytes_of(j);
   }
   const bool is_inline = !varies && longest <= kInlineBytes;
-  const std::size_t chunk = piece_bytes(1);
+  const std::size_t chunk = lay_out(1, longest);
   streams_out_ = total > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * chunk;
@@ -558,7 +564,7 @@ Status Collectives::gather(Job& job) {
     total += bytes_of(j);
   }
   const bool is_inline = !varies && longest <= kInlineBytes;
-  const std::size_t chunk = piece_bytes(1);
+  const std::size_t chunk = lay_out(1, longest);
   streams_out_ = total > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * chunk;
@@ -610,14 +616,14 @@ Status Collectives::scatter(Job& job) {
     longest = std::max(longest, bytes_of(j));
     total += bytes_of(j);
   }
-  const std::size_t piece = piece_bytes(n - 1);
+  const std::size_t piece = lay_out(n - 1, longest);
   streams_out_ = bytes_of(me) > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     if (me != root) return;
     const std::size_t start = i * piece;
     for (unsigned j = 0; j < n; ++j) {
       if (j == me || start >= bytes_of(j)) continue;
-      copy_in(end_.segment.slot(me, round) + place(me, j) * piece, job.ins[j].data + start,
+      copy_in(slot(me, round) + place(me, j) * piece, job.ins[j].data + start,
               std::min(piece, bytes_of(j) - start));
     }
   };
@@ -626,7 +632,7 @@ Status Collectives::scatter(Job& job) {
     if (start >= bytes_of(me)) return;
     const std::size_t bytes = std::min(piece, bytes_of(me) - start);
     if (me != root) {
-      copy_out(target + start, end_.segment.slot(root, round) + place(root, me) * piece, bytes);
+      copy_out(target + start, slot(root, round) + place(root, me) * piece, bytes);
     } else if (target != job.ins[me].data) {
       copy_out(target + start, job.ins[me].data + start, bytes);
     }
@@ -652,7 +658,7 @@ Status Collectives::reduce_scatter(Job& job) {
   std::uint64_t longest = 0;
   for (unsigned j = 0; j < n; ++j) longest = std::max<std::uint64_t>(longest, count_of(j));
   const bool is_inline = !varies && (n - 1) * job.count() * item_ <= kInlineBytes;
-  const std::uint64_t piece = piece_bytes(n - 1) / item_;
+  const std::uint64_t piece = lay_out(n - 1, longest * item_) / item_;
   const std::uint64_t stride = is_inline ? job.count() : piece;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * piece;
@@ -703,7 +709,7 @@ Status Collectives::all_to_all(Job& job) {
     for (unsigned j = 0; j < n; ++j) total += bytes_from(j);
   }
   const bool is_inline = !varies && (n - 1) * equal <= kInlineBytes;
-  const std::size_t piece = piece_bytes(n - 1);
+  const std::size_t piece = lay_out(n - 1, longest);
   const std::size_t stride = is_inline ? equal : piece;
   streams_out_ = total > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {

@@ -55,7 +55,7 @@ class Collectives {
   enum class Sharing { none, some, all };
 
   Status dispatch(Job& job);
-  void choose_stores();
+  bool streams(std::size_t bytes) const;
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
   template <class Direct>
@@ -89,14 +89,18 @@ class Collectives {
   Status agree_on_sizes(Job& job);
 
   Bytes area(unsigned member, std::uint64_t round, bool is_inline) const {
-    return is_inline ? rounds_.line(member, round).bytes : end_.segment.slot(member, round);
+    return is_inline ? rounds_.line(member, round).bytes : slot(member, round);
+  }
+  // Where a member lays its part in `round`: every fourth round in the same slot, at another place.
+  Bytes slot(unsigned member, std::uint64_t round) const {
+    return end_.segment.slot(member, round) + round / kDepth % num_places_ * span_;
   }
   // The place of `to`'s piece among those in `from`'s slot.
   static unsigned place(unsigned from, unsigned to) { return to < from ? to : to - 1; }
 
   void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const;
   void copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const;
-  std::size_t piece_bytes(std::size_t pieces) const;
+  std::size_t lay_out(std::size_t pieces, std::size_t longest);
   bool takes_others_sizes(Verb verb) const;
 
   const Endpoint& end_;
@@ -104,11 +108,13 @@ class Collectives {
   Rounds rounds_;
   Probe probe_;
   int kept_stores_ = -1;
-  bool streams_in_ = false;  // stores into slots, for the call that runs
   ReduceLoop loop_ = nullptr;
   std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
   std::size_t item_ = 1;         // bytes per element of the call that runs
-  bool streams_out_ = false;     // for the call that runs
+  std::size_t span_ = 0;         // bytes that it lays into a slot per round; equal on all members
+  std::size_t num_places_ = 1;   // for them in a slot
+  bool streams_in_ = false;      // its stores into slots
+  bool streams_out_ = false;     // its stores into results
   std::vector<double> factors_;  // one per member, for PREMUL_SUM
   std::vector<const void*> sources_;
   std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared

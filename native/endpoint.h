@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -61,11 +62,12 @@ class Endpoint {
   const Patience patience;
   const bool is_crowded;
 
-  // What the last probe found; see probe.h.
-  mutable std::atomic<bool> streams_into_slots{false};
+  // What the last probe found for rounds of less than kLargeBytes, and of more; see probe.h.
+  mutable std::atomic<bool> streams_little{false};
+  mutable std::atomic<bool> streams_much{false};
 
-  // Memory that all members have added, in the same order.
-  std::vector<std::shared_ptr<const Memory>> memories;
+  // Memory that all members have added, by its number, and that some still use.
+  std::map<std::uint64_t, std::shared_ptr<const Memory>> memories;
 
   Member& me() const { return segment.member(rank); }
 

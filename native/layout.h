@@ -33,12 +33,13 @@ struct SharedPlace {
 };
 static_assert(sizeof(SharedPlace) <= kInlineBytes, "a line holds it");
 
-// In a line's hints. The first three are the first member's alone, see probe.h.
+// In a line's hints. All but kHintShared are the first member's alone, see probe.h.
 enum Hint : std::uint32_t {
-  kHintStream = 1,
+  kHintStreamMuch = 1,
   kHintProbeNext = 2,
   kHintMeasureBoth = 4,
   kHintShared = 8,  // the line's bytes are a SharedPlace
+  kHintStreamLittle = 16,
 };
 
 // What one member says it is calling; members must agree on all of it.

@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -119,11 +121,23 @@ struct PyTransfer {
   }
 };
 
-// The mapping lives as long as this, an array made of it, or a communicator that it was added to.
-// (A communicator may end on a native thread, so it must not hold the Python object.)
+// The mapping lives as long as this, an array made of it, or, in the communicator that it was added
+// to, such an array of any member. (A communicator may end on a native thread, so it must not hold
+// the Python object.)
 struct PyMemory {
   explicit PyMemory(int fd) : memory(std::make_shared<Memory>(fd)) {}
+  PyMemory(const PyMemory&) = delete;
+  PyMemory& operator=(const PyMemory&) = delete;
+  ~PyMemory() {
+    if (getpid() != process) return;  // a forked child's copy is not the member's
+    memory->leave();
+    memory.reset();
+    if (const auto user = progress.lock()) user->sweep();
+  }
+
   std::shared_ptr<const Memory> memory;
+  std::weak_ptr<Progress> progress;
+  const pid_t process = getpid();
 
   Address address() const { return reinterpret_cast<Address>(memory->data()); }
   nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> array() const {
@@ -409,8 +423,7 @@ NB_MODULE(native, m) {
     return plan_geometry(size, slot_bytes, ring_bytes).total_bytes;
   });
 
-  m.def("create_memory", [](std::uint64_t bytes) { return create_memory(bytes, "meshdist-shared"); },
-        "bytes"_a);
+  m.def("create_memory", &create_memory, "bytes"_a);
   nb::class_<PyMemory>(m, "Memory")
       .def(nb::init<int>(), "fd"_a)
       .def_prop_ro("address", &PyMemory::address)
@@ -470,14 +483,15 @@ NB_MODULE(native, m) {
       .def(nb::init<nb::object, nb::dict, double>(), "communicator"_a, "facts"_a, "timeout"_a)
       .def("run", &PyPlainSum::run, "tensor"_a.none());
   c.def_prop_ro("streams_into_slots", [](const PyCommunicator& self) {
-    return self.end->streams_into_slots.load();
+    return self.end->streams_much.load();
   });
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);
   c.def("members", &PyCommunicator::members);
-  c.def("add_memory", [](PyCommunicator& self, const PyMemory& memory) {
+  c.def("add_memory", [](PyCommunicator& self, PyMemory& memory) {
     nb::gil_scoped_release release;
+    memory.progress = self.progress;
     self.progress->add_memory(memory.memory);
   });
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
@@ -487,11 +501,13 @@ NB_MODULE(native, m) {
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;
     if (name == "chunk_bytes") {
-      tuning.chunk_bytes = tuning.stream_chunk_bytes = tuning.broadcast_chunk_bytes = value;
+      tuning.chunk_bytes = value;
     } else if (name == "whole_reduce_bytes") {
       tuning.whole_reduce_bytes = value;
     } else if (name == "shared_bytes") {
       tuning.shared_bytes = value;
+    } else if (name == "spread_bytes") {
+      tuning.spread_bytes = value;
     } else if (name == "stream_out_bytes") {
       tuning.stream_out_bytes = self.transfers->tuning.stream_out_bytes = value;
     } else if (name == "streams_into_slots") {

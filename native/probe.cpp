@@ -12,22 +12,40 @@ constexpr Nanoseconds kLapInterval = 20'000'000;
 // Ranks that share cores cannot run laps, and measuring both ways costs them more.
 constexpr Nanoseconds kCrowdedInterval = 1'000'000'000;
 // Smaller calls take the same time in both ways.
-constexpr std::size_t kWorthwhileBytes = 64 * 1024;
+constexpr std::size_t kWorthwhileBytes = 4 * 1024;
 // Another program on these cores may have spoilt a measurement: the best of several counts.
 constexpr Nanoseconds kMeasureInterval = 1'000'000'000;
 constexpr Nanoseconds kNewInterval = 100'000'000;
 constexpr double kForgetting = 1.1;
+// Ranks that share cores cannot tell one state from the other but by these measurements.
+constexpr double kCrowdedForgetting = 1.5;
 constexpr int kLaps = 16;
 constexpr Nanoseconds kLapPatience = 20'000;  // then a member is not running now
-constexpr int kTrials = 4;
-constexpr std::size_t kTrialBytes = 128 * 1024;
-// The same state measures within some per cent; the two states differ fourfold.
+constexpr int kTrials = 8;
+constexpr int kCrowdedTrials = 3;
+constexpr std::size_t kLittleTrialBytes = 8 * 1024;
+constexpr std::size_t kMuchTrialBytes = 128 * 1024;
+// The same state measures within some per cent; the two states differ threefold.
 constexpr double kSameHop = 1.4;
+// Where the cores share no cache, stores past it take a quarter of the time. Where they do, plain
+// ones take half of it, but on a busy machine as much: so only a clear answer counts.
+constexpr double kClearly = 0.6;
 
 }  // namespace
 
 Probe::Probe(const Endpoint& endpoint, Rounds& rounds)
     : end_(endpoint), rounds_(rounds), kernels_(kernels()) {}
+
+bool Probe::Times::streams() const { return streamed < kClearly * plain; }
+
+void Probe::Times::learn(const Times& now, double forgetting) {
+  plain = std::min(plain * forgetting, now.plain);
+  streamed = std::min(streamed * forgetting, now.streamed);
+}
+
+std::uint32_t Probe::Known::hints() const {
+  return (little.streams() ? kHintStreamLittle : 0u) | (much.streams() ? kHintStreamMuch : 0u);
+}
 
 void Probe::consider(std::size_t bytes) {
   if (end_.rank != 0 || end_.size < 2 || bytes < kWorthwhileBytes) return;
@@ -38,7 +56,8 @@ void Probe::consider(std::size_t bytes) {
 void Probe::heed(std::uint64_t round) {
   const std::uint32_t hints = rounds_.line(0, round).hints;
   if (hints & kHintProbeNext) is_due_ = true;
-  end_.streams_into_slots.store((hints & kHintStream) != 0, std::memory_order_relaxed);
+  end_.streams_little.store((hints & kHintStreamLittle) != 0, std::memory_order_relaxed);
+  end_.streams_much.store((hints & kHintStreamMuch) != 0, std::memory_order_relaxed);
 }
 
 // Pass a token round all members: nanoseconds from one core to the next, at best; 0 if it was lost.
@@ -63,32 +82,59 @@ double Probe::hop_ns() {
   return best == kForever ? 0.0 : static_cast<double>(best) / end_.size;
 }
 
-// Rounds of copies into slots and out of them, in turns of both kinds; the best of each.
-Status Probe::measure_both(const Call& call, double& plain, double& streamed) {
-  const std::size_t bytes =
-      std::min<std::size_t>(kTrialBytes, end_.segment.geometry().slot_bytes);
-  from_.resize(bytes);
-  to_.resize(bytes);
-  plain = streamed = HUGE_VAL;
-  for (int kind = 0; kind < 2; ++kind) {
-    for (int i = 0; i < kTrials; ++i) {
-      const Nanoseconds start = now_ns();
-      const std::uint64_t round = rounds_.next();
-      if (kind == 0) {
-        std::memcpy(end_.segment.slot(end_.rank, round), from_.data(), bytes);
-      } else {
-        kernels_.stream(end_.segment.slot(end_.rank, round), from_.data(), bytes);
-      }
-      rounds_.publish();
-      const Status status = rounds_.wait(round, call);
+// One round as collectives do it: copy into the slot, publish, wait, copy out of the next member's.
+// Where ranks share cores only the copies are timed, since waiting takes any time there.
+Status Probe::time_round(const Call& call, bool streams, std::size_t bytes, double& took) {
+  const std::uint64_t round = rounds_.next();
+  const std::size_t num_places = end_.segment.geometry().slot_bytes / bytes;
+  const std::size_t at = round / kDepth % num_places * bytes;
+  const Nanoseconds begin_in = now_ns();
+  std::uint8_t* mine = end_.segment.slot(end_.rank, round) + at;
+  if (streams) {
+    kernels_.stream(mine, from_.data(), bytes);
+  } else {
+    std::memcpy(mine, from_.data(), bytes);
+  }
+  const Nanoseconds end_in = now_ns();
+  rounds_.publish();
+  const Status status = rounds_.wait(round, call);
+  if (status != Status::ok) return status;
+  const Nanoseconds begin_out = now_ns();
+  const unsigned next = (end_.rank + 1) % end_.size;
+  std::memcpy(to_.data(), end_.segment.slot(next, round) + at, bytes);
+  const Nanoseconds waited = end_.is_crowded ? begin_out - end_in : 0;
+  took = static_cast<double>(now_ns() - begin_in - waited);
+  return Status::ok;
+}
+
+// Both kinds of stores, with much and with little; the best of some rounds each.
+Status Probe::measure_both(const Call& call, Times& little, Times& much) {
+  const std::size_t slot_bytes = end_.segment.geometry().slot_bytes;
+  const std::size_t much_bytes = std::min(kMuchTrialBytes, slot_bytes);
+  const std::size_t little_bytes = std::min(kLittleTrialBytes, slot_bytes);
+  from_.resize(much_bytes);
+  to_.resize(much_bytes);
+  // The slots lie where the other kind, or the program, has left them: go round them once.
+  const int num_cold = static_cast<int>(kDepth * (slot_bytes / much_bytes));
+  // Ranks that share cores pay for every round.
+  const int num_trials = end_.is_crowded ? kCrowdedTrials : kTrials;
+  double took = 0;
+  for (const bool streams : {false, true}) {
+    double& best = streams ? much.streamed : much.plain;
+    for (int i = 0; i < num_cold + num_trials; ++i) {
+      const Status status = time_round(call, streams, much_bytes, took);
       if (status != Status::ok) return status;
-      const unsigned next = (end_.rank + 1) % end_.size;
-      std::memcpy(to_.data(), end_.segment.slot(next, round), bytes);
-      const double took = static_cast<double>(now_ns() - start);
-      if (i == 0) continue;  // the slots still lie where the other kind, or the program, left them
-      (kind == 0 ? plain : streamed) = std::min(kind == 0 ? plain : streamed, took);
+      if (i >= num_cold) best = std::min(best, took);
+    }
+    if (end_.is_crowded) continue;
+    double& best_little = streams ? little.streamed : little.plain;
+    for (int i = 0; i < num_trials; ++i) {
+      const Status status = time_round(call, streams, little_bytes, took);
+      if (status != Status::ok) return status;
+      best_little = std::min(best_little, took);
     }
   }
+  if (end_.is_crowded) little = much;
   return Status::ok;
 }
 
@@ -103,7 +149,7 @@ Status Probe::before(const Call& call) {
   if (status != Status::ok) return status;
   const double hop = end_.is_crowded ? 1.0 : hop_ns();
   round = rounds_.next();
-  std::uint32_t hints = rounds_.hints_ & kHintStream;
+  std::uint32_t hints = rounds_.hints_ & (kHintStreamLittle | kHintStreamMuch);
   const auto ratio = [hop](const Known& one) { return std::max(hop / one.hop, one.hop / hop); };
   auto known = std::min_element(known_.begin(), known_.end(), [&](const Known& a, const Known& b) {
     return ratio(a) < ratio(b);
@@ -111,9 +157,7 @@ Status Probe::before(const Call& call) {
   if (end_.rank == 0) {
     const bool was_lost = hop == 0.0 && !known_.empty();  // stay with what is known, try again later
     const bool is_new = known == known_.end() || ratio(*known) > kSameHop;
-    if (!was_lost && known != known_.end()) {
-      hints = known->streams() ? std::uint32_t{kHintStream} : 0u;
-    }
+    if (!was_lost && known != known_.end()) hints = known->hints();
     // A busy machine makes every lap look new: the nearest will do meanwhile.
     const Nanoseconds wait = is_new ? kNewInterval : kMeasureInterval;
     const Nanoseconds since = is_new ? measured_ : known->measured;
@@ -125,21 +169,22 @@ Status Probe::before(const Call& call) {
   status = rounds_.wait(round, call);
   if (status != Status::ok) return status;
   if (rounds_.line(0, round).hints & kHintMeasureBoth) {
-    double plain = 0, streamed = 0;
-    status = measure_both(call, plain, streamed);
+    Times little, much;
+    status = measure_both(call, little, much);
     if (status != Status::ok) return status;
     if (end_.rank == 0) {
       if (known == known_.end()) {
         if (known_.size() >= 8) known_.erase(known_.begin());
-        known = known_.insert(known_.end(), Known{std::max(hop, 1.0), plain, streamed, 0});
+        known = known_.insert(known_.end(), Known{std::max(hop, 1.0), little, much, 0});
       }
-      known->plain = std::min(known->plain * kForgetting, plain);
-      known->streamed = std::min(known->streamed * kForgetting, streamed);
+      const double forgetting = end_.is_crowded ? kCrowdedForgetting : kForgetting;
+      known->little.learn(little, forgetting);
+      known->much.learn(much, forgetting);
       known->measured = measured_ = now_ns();
-      hints = known->streams() ? std::uint32_t{kHintStream} : 0u;
+      hints = known->hints();
     }
   }
-  rounds_.hints_ = hints & kHintStream;
+  rounds_.hints_ = hints & (kHintStreamLittle | kHintStreamMuch);
   last_ = now_ns();
   return Status::ok;
 }

@@ -4,17 +4,23 @@
 // the reader finds them in the cache; where they do not, every line of a slot that is written again
 // is first fetched from the reader's cache, and plain stores are five times slower. Virtual
 // machines change from one to the other while a program runs. So the members measure both ways at
-// the first call, about a millisecond, and note how long a cache line takes from core to core. That
+// the first call, within a millisecond, with rounds of few bytes and of many (few stay in the cores'
+// own caches), and note how long a cache line takes from core to core. That
 // time they take again every now and then, in some microseconds; only when it is one not seen
 // before, or seen last a second ago, do they measure both ways again.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "kernels.h"
 #include "rounds.h"
 
 namespace meshdist {
+
+// Rounds of less than this are little, with which the two kinds may differ otherwise: little stays
+// in the cores' own caches.
+constexpr std::size_t kLargeBytes = 16 * 1024;
 
 class Probe {
  public:
@@ -30,15 +36,21 @@ class Probe {
   void heed(std::uint64_t round);
 
  private:
-  Status measure_both(const Call& call, double& plain, double& streamed);
-  double hop_ns();
-
+  struct Times {  // the best of both kinds, slowly forgotten
+    double plain = HUGE_VAL, streamed = HUGE_VAL;
+    void learn(const Times& now, double forgetting);
+    bool streams() const;
+  };
   struct Known {
     double hop;
-    double plain, streamed;  // the best times of both, slowly forgotten
+    Times little, much;
     Nanoseconds measured;
-    bool streams() const { return streamed < plain; }
+    std::uint32_t hints() const;
   };
+
+  Status time_round(const Call& call, bool streams, std::size_t bytes, double& took);
+  Status measure_both(const Call& call, Times& little, Times& much);
+  double hop_ns();
 
   const Endpoint& end_;
   Rounds& rounds_;

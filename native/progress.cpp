@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <iterator>
 #include <thread>
 
 namespace meshdist {
@@ -16,6 +17,7 @@ Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
     return status;
   }
   std::lock_guard<std::mutex> lock(running_);
+  sweep_locked();
   job.call.interruption = interruption;
   const Status status = collectives_.run(job);
   if (status != Status::ok) failure = collectives_.failure();
@@ -53,6 +55,7 @@ void Progress::work() {
     }
     {
       std::lock_guard<std::mutex> lock(running_);
+      sweep_locked();
       ticket->status = collectives_.run(ticket->job);
       if (ticket->status != Status::ok) ticket->failure = collectives_.failure();
     }
@@ -84,7 +87,20 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
 
 void Progress::add_memory(std::shared_ptr<const Memory> memory) {
   std::lock_guard<std::mutex> lock(running_);
-  end_->memories.push_back(std::move(memory));
+  sweep_locked();
+  end_->memories.emplace(num_memories_++, std::move(memory));
+}
+
+void Progress::sweep() {
+  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  if (lock.owns_lock()) sweep_locked();
+}
+
+void Progress::sweep_locked() {
+  auto& memories = end_->memories;
+  for (auto it = memories.begin(); it != memories.end();) {
+    it = it->second->is_abandoned(end_->size) ? memories.erase(it) : std::next(it);
+  }
 }
 
 void Progress::close() {

@@ -39,14 +39,19 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Let collectives read buffers in `memory` where they lie; all members add it, in the same order.
   void add_memory(std::shared_ptr<const Memory> memory);
 
+  // Let go of memory that no member uses any more, unless a collective runs: the next one does it.
+  void sweep();
+
   Collectives& collectives() { return collectives_; }
 
  private:
   void work();
+  void sweep_locked();
 
   const std::shared_ptr<Endpoint> end_;
   Collectives collectives_;
   std::mutex running_;  // held by whichever thread runs a collective
+  std::uint64_t num_memories_ = 0;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<TicketPtr> queue_;

@@ -22,9 +22,8 @@ namespace {
   throw std::system_error(error, std::generic_category(), what);
 }
 
-}  // namespace
-
-int create_memory(std::uint64_t bytes, const char* name) {
+// A memfd of `bytes` bytes, reserved and sealed against resizing.
+int create_sealed(std::uint64_t bytes, const char* name) {
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int fd = static_cast<int>(syscall(SYS_memfd_create, name, flags | MFD_NOEXEC_SEAL));
   if (fd < 0 && errno == EINVAL) {  // a kernel before 6.3 does not know the no-exec seal
@@ -48,9 +47,16 @@ int create_memory(std::uint64_t bytes, const char* name) {
   return fd;
 }
 
+}  // namespace
+
+int create_memory(std::uint64_t bytes) {
+  const std::uint64_t lines = (bytes + kCacheLine - 1) / kCacheLine + 1;
+  return create_sealed(lines * kCacheLine, "meshdist-shared");
+}
+
 int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
   const Geometry geometry = plan_geometry(size, slot_bytes, ring_bytes);
-  const int fd = create_memory(geometry.total_bytes, "meshdist");
+  const int fd = create_sealed(geometry.total_bytes, "meshdist");
   // A new memfd reads as zeros, which is the first state of everything in it.
   if (pwrite(fd, &geometry, sizeof geometry, offsetof(Control, geometry)) !=
       static_cast<ssize_t>(sizeof geometry)) {
@@ -64,13 +70,18 @@ int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t r
 Memory::Memory(int fd) {
   struct stat facts;
   if (fstat(fd, &facts) != 0) fail(errno, "fstat");
-  bytes_ = static_cast<std::uint64_t>(facts.st_size);
-  void* address = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  const auto total = static_cast<std::uint64_t>(facts.st_size);
+  if (total < kCacheLine || total % kCacheLine != 0) {
+    throw std::runtime_error("the descriptor holds no memory to share");
+  }
+  void* address = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (address == MAP_FAILED) fail(errno, "mmap");
   data_ = static_cast<std::uint8_t*>(address);
+  bytes_ = total - kCacheLine;
+  num_left_ = reinterpret_cast<std::atomic<std::uint32_t>*>(data_ + bytes_);
 }
 
-Memory::~Memory() { munmap(data_, bytes_); }
+Memory::~Memory() { munmap(data_, bytes_ + kCacheLine); }
 
 Segment::Segment(int fd) {
   struct stat facts;

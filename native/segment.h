@@ -1,6 +1,7 @@
 // The shared segment: anonymous memory that its members alone can reach.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -12,13 +13,14 @@ namespace meshdist {
 // std::system_error (no memory is an error here, never a SIGBUS later).
 int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes);
 
-// A memfd of `bytes` bytes, reserved and sealed against resizing.
-int create_memory(std::uint64_t bytes, const char* name);
+// A memfd for a Memory of `bytes` bytes, rounded up to whole cache lines.
+int create_memory(std::uint64_t bytes);
 
-// Memory that all members of a group map: buffers there are read where they lie.
+// Memory that all members of a group map: buffers there are read where they lie. It counts the
+// members that use it no more: the others may read it until the last has gone.
 class Memory {
  public:
-  // Map all of `fd`, which stays the caller's.
+  // Map all of `fd`, which stays the caller's; throws std::runtime_error where it is not one of ours.
   explicit Memory(int fd);
   ~Memory();
   Memory(const Memory&) = delete;
@@ -31,9 +33,17 @@ class Memory {
            static_cast<std::uint64_t>(from - data_) <= bytes_ - bytes;
   }
 
+  // This member offers nothing in it any more.
+  void leave() const { num_left_->fetch_add(1, std::memory_order_acq_rel); }
+  // Whether none of its `size` members does.
+  bool is_abandoned(unsigned size) const {
+    return num_left_->load(std::memory_order_acquire) >= size;
+  }
+
  private:
   std::uint8_t* data_ = nullptr;
   std::uint64_t bytes_ = 0;
+  std::atomic<std::uint32_t>* num_left_ = nullptr;  // behind the bytes
 };
 
 // One member's view of the segment.

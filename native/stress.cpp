@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <string>
@@ -56,8 +58,64 @@ Job job(Verb verb, std::uint64_t count, int root) {
   return it;
 }
 
+// The file of the memory that a group makes in one step: opened by the first member that comes.
+class Meeting {
+ public:
+  std::shared_ptr<const Memory> map(std::uint64_t step, unsigned size, std::uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto [it, is_first] = files_.try_emplace(step);
+    if (is_first) it->second.fd = create_memory(bytes);
+    auto memory = std::make_shared<Memory>(it->second.fd);
+    if (++it->second.num_mapped == size) {
+      close(it->second.fd);
+      files_.erase(it);
+    }
+    return memory;
+  }
+
+ private:
+  struct File {
+    int fd = -1;
+    unsigned num_mapped = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::uint64_t, File> files_;
+};
+
+Meeting meeting;
+
 struct Rank {
   std::vector<std::unique_ptr<Communicator>> communicators;
+  std::mt19937_64 own;  // each rank draws other numbers from it
+
+  // Sums and spreads where the numbers lie; some members let go of the memory while others use it.
+  void shared(std::uint64_t s, std::uint64_t count, int root, Communicator& c) {
+    const unsigned n = c.end->size, me = c.end->rank;
+    auto memory = meeting.map(s, n, 4 * n * count);
+    c.progress->add_memory(memory);
+    Numbers beside(count);
+    auto* inside = reinterpret_cast<std::int32_t*>(memory->data()) + me * count;
+    bool is_inside = true;
+    for (const Verb verb : {Verb::all_reduce, Verb::broadcast, Verb::broadcast}) {
+      std::int32_t* x = is_inside ? inside : beside.data();
+      for (std::uint64_t i = 0; i < count; ++i) x[i] = value(s, me, i);
+      Job it = job(verb, count, verb == Verb::broadcast ? root : 0);
+      it.out = reinterpret_cast<std::uint8_t*>(x);
+      Failure failure;
+      check(c.progress->run(it, nullptr, failure) == Status::ok, "a collective on shared memory");
+      std::int32_t sum = 0;
+      for (unsigned j = 0; count > 0 && j < n; ++j) sum += value(s, j, count - 1);
+      const std::int32_t last = verb == Verb::broadcast ? value(s, root, count - 1) : sum;
+      check(count == 0 || x[count - 1] == last, "a result on shared memory");
+      if (is_inside && own() % 2 == 0) {
+        memory->leave();
+        memory.reset();
+        c.progress->sweep();
+        is_inside = false;
+      }
+    }
+    if (is_inside) memory->leave();
+  }
 
   // All members of a group draw the same numbers.
   void step(std::uint64_t s, std::size_t g, Communicator& c) {
@@ -67,7 +125,7 @@ struct Rank {
     const std::uint64_t count = counts[draw() % 8];
     const int root = static_cast<int>(draw() % n);
     const bool in_flight = draw() % 3 == 0;
-    const auto kind = draw() % 9;
+    const auto kind = draw() % 10;
     Job it;
     Numbers x = made(s, me, count), out;
     if (kind == 0) {
@@ -104,6 +162,8 @@ struct Rank {
       }
     } else if (kind == 7) {
       it = job(Verb::barrier, 0, 0);
+    } else if (kind == 8) {
+      return shared(s, count, root, c);
     } else {
       return messages(s, count, c);
     }
@@ -185,6 +245,7 @@ int main(int argc, char** argv) {
   for (unsigned r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
       Rank rank;
+      rank.own.seed(r);
       for (const Group& group : groups) {
         const auto place = std::find(group.members.begin(), group.members.end(), r);
         const auto index = static_cast<unsigned>(place - group.members.begin());

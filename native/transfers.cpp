@@ -479,7 +479,7 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   std::uint8_t* where = ring + at % ring_bytes_;
   std::memcpy(where, &packet, sizeof packet);
   copy(where + sizeof packet, payload, packet.payload,
-       packet.kind == Kind::data && end_->streams_into_slots.load(std::memory_order_relaxed));
+       packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
   channel.written.store(at + need, std::memory_order_seq_cst);
   ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
                   static_cast<std::int32_t>(end_->rank));

@@ -6,16 +6,15 @@
 namespace meshdist {
 
 struct Tuning {
-  // Bytes that a member publishes per round, at most a slot. Where the members share a cache, the
-  // four slots of each shall stay in it beside the data: 256 KiB were as fast as or faster than
-  // half and twice that from 256 KiB to 64 MiB.
-  std::size_t chunk_bytes = 256 * 1024;
-  // Stores past the cache keep nothing there, so only the rounds count: 512 KiB took 5 to 25 % less
-  // than 256 KiB from 4 MiB on.
-  std::size_t stream_chunk_bytes = 512 * 1024;
-  // Where one member alone writes, larger slots stay in the cache: with plain stores 64 MiB took
-  // 4.5 ms with these and 6.9 with 256 KiB, with stores past the cache 5.6 and 6.0.
-  std::size_t broadcast_chunk_bytes = 512 * 1024;
+  // Bytes that a member publishes per round, at most a slot. 512 KiB were as fast as or faster than
+  // less from 256 KiB to 64 MiB: with stores past the cache, where only the number of rounds counts,
+  // 5 to 25 % from 4 MiB on, with plain ones 5 to 12 % from 1 to 4 MiB.
+  std::size_t chunk_bytes = 512 * 1024;
+  // Rounds of at least as much lie at another place of their slot each time, over 2 MiB with two
+  // members: a line that has left the reader's own cache is written anew much faster than one that
+  // it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
+  // Below, lines that stay where they are were as fast or faster (2 KiB: 0.46 us, spread 0.53).
+  std::size_t spread_bytes = 4 * 1024;
   // With two members each reads all of the other's data, one round per chunk. With more, each
   // reduces its own part of a chunk, which takes a second round but reads 2 instead of n - 1
   // times the data. With 4 ranks the two were even at 16 to 64 KiB, within the noise.

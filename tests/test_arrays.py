@@ -12,7 +12,16 @@ from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshdist as md
-from meshdist.arrays import as_tensor, describe, dtype_name, finish_writes, like, shape_text
+from meshdist.arrays import (
+    apart,
+    apart_from_all,
+    as_tensor,
+    describe,
+    dtype_name,
+    finish_writes,
+    like,
+    shape_text,
+)
 from meshdist.errors import ArgumentError, DtypeError, KindError
 
 try:
@@ -474,3 +483,19 @@ def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int
 def test_an_array_under_a_mode_that_keeps_no_values_is_refused() -> None:
     with FakeTensorMode(), pytest.raises(KindError, match="cannot take a FakeTensor as tensor"):
         as_tensor(np.ones(2, dtype=np.float32), argument="tensor", verb="all_reduce")
+
+
+def test_what_shares_memory_is_copied() -> None:
+    x = torch.arange(6.0)
+    for tensor, output in ((x[:3], x[2:]), (x[2:], x[:3]), (x, x), (x[1:2], x)):
+        copy = apart(tensor, output)
+        assert copy.data_ptr() != tensor.data_ptr() and torch.equal(copy, tensor)
+    for tensor, output in ((x[:3], x[3:]), (x[3:], x[:3]), (x, torch.ones(6))):
+        assert apart(tensor, output) is tensor
+
+
+def test_what_shares_memory_with_any_output_is_copied() -> None:
+    x, beside = torch.arange(6.0), torch.ones(2)
+    found = apart_from_all([x[:2], beside, x[4:]], [x[1:3], torch.empty(3)])
+    assert found[0].data_ptr() != x.data_ptr() and torch.equal(found[0], x[:2])
+    assert found[1] is beside and found[2].data_ptr() == x[4:].data_ptr()

@@ -168,6 +168,17 @@ class SharedSide(TorchSide):
         return self._made[count, dtype].fill_(1)
 
 
+class CopySide(TorchSide):
+    """What the memory allows an all_reduce: every rank copies as much, and nothing is exchanged."""
+
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that copies once, in place of an all_reduce."""
+        if verb != "all_reduce":
+            return None
+        count, kind = self.count(num_bytes, dtype), getattr(self._torch, dtype)
+        return partial(self._ones(count, kind).copy_, self._ones(count, kind))
+
+
 class MpiSide(Side):
     """mpi4py on NumPy arrays: one call of MPI for each verb."""
 
@@ -306,13 +317,14 @@ SIDES: dict[str, Callable[[], Side]] = {
     "meshdist/shm/shared": partial(_side_of, SharedSide, "meshdist", "shm"),
     "meshdist/gloo": partial(_side_of, TorchSide, "meshdist", "gloo"),
     "torch/gloo": partial(_side_of, TorchSide, "torch.distributed", "gloo"),
+    "copy": partial(_side_of, CopySide, "torch.distributed", "gloo"),
     "mpi": MpiSide,
     "jax": JaxSide,
 }
 """What can be measured.
 
-``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``mpi`` is whichever MPI the interpreter's
-mpi4py finds.
+``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``copy`` is a bound, a copy on every rank;
+``mpi`` is whichever MPI the interpreter's mpi4py finds.
 """
 
 

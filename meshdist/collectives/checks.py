@@ -33,13 +33,14 @@ from ..reduce_ops import (
 
 __all__ = [
     "SUM",
-    "apart",
     "check_alike",
     "check_blocks",
     "check_list",
     "check_no_list",
+    "check_not_expanded",
     "check_reducible",
     "check_same_size",
+    "check_stored",
     "dense",
     "find_peer",
     "first_cuda_device",
@@ -148,6 +149,15 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
     if is_plain and not (x.is_conj() or x.is_neg() or x.dtype in QUANTIZED):
         return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
+    check_stored(tensor, argument, verb)
+    if writable:
+        _check_writable(tensor, argument, verb)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return tensor, plain if plain.is_contiguous() else plain.contiguous()
+
+
+def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
+    """Raise where a tensor has elements and no memory."""
     if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
         raise ArgumentError(
             f"{verb} cannot use {argument}: it has no memory",
@@ -155,25 +165,10 @@ def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Te
             found="a storage that was resized to nothing, or zeros that are nowhere stored",
             fix=f"pass {argument}.clone(), or give the storage its memory back first",
         )
-    if writable:
-        _check_writable(tensor, argument, verb)
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return tensor, plain if plain.is_contiguous() else plain.contiguous()
 
 
-def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy where what arrives in ``output`` would change it.
-
-    Both are contiguous. A wire may write what has come before it has read all that is to go.
-    """
-    start, begin = tensor.data_ptr(), output.data_ptr()
-    if start < begin + output.nbytes and begin < start + tensor.nbytes:
-        return tensor.clone()
-    return tensor
-
-
-def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Refuse what torch would refuse to write into, before anything is sent."""
+def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
+    """Raise where several elements are one in memory."""
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
@@ -182,6 +177,11 @@ def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
             found=f"strides {tensor.stride()}: an expanded tensor",
             fix=f"pass {argument}.clone()",
         )
+
+
+def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
+    """Refuse what torch would refuse to write into, before anything is sent."""
+    check_not_expanded(tensor, argument, verb)
     base = tensor._base
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
         raise GradientError(

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from ..arrays import shape_text
+from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, split_premul
 from ..wires.work import Work
 from .checks import (
-    apart,
     check_alike,
     check_list,
     check_no_list,
@@ -301,6 +300,7 @@ def all_to_all(
     outputs = [buffer for _, _, buffer in written]
     me = target.rank()
     check_same_size(outputs[me], inputs[me], target, name, ("my output", "my input for myself"))
+    inputs = apart_from_all(inputs, outputs)
     channel = target.channel(like.device.type)
     sent = [part.numel() for part in inputs]
     channel.enter(name, like, sent=sent, taken=[output.numel() for output in outputs])

@@ -30,8 +30,8 @@ def shared_empty(
         group: who shares it: a ProcessGroup, a mesh, or None for the world.
 
     Returns:
-        A contiguous CPU tensor. Its memory lives as long as any tensor on it, also when the group
-        is closed before: that ends communication alone.
+        A contiguous CPU tensor. Its memory lives as long as any member has a tensor on it, also
+        when the group is closed before: that ends communication alone.
 
     Cost: one handshake of the members; memory for all of their tensors is reserved at once.
 

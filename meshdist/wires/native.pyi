@@ -46,10 +46,12 @@ def create_segment(size: int, slot_bytes: int, ring_bytes: int) -> int:
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int, /) -> int: ...
 def create_memory(bytes: int) -> int:
-    """A sealed memfd, reserved, for buffers that all members of a group map."""
+    """A sealed memfd, reserved, for buffers that all members of a group map; for ``Memory``."""
 
 class Memory:
-    """A mapping of all of ``fd``, alive as long as this, its arrays, or a communicator it is in."""
+    """A mapping of all of ``fd``, alive as long as this, its arrays, or, in the communicator it
+    was added to, those of any member.
+    """
 
     def __init__(self, fd: int) -> None: ...
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 __all__ = ["Scratch"]
@@ -18,21 +20,24 @@ class Scratch:
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
+        self._changing = threading.Lock()  # results are brought home by any thread
 
     def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of ``count`` elements of ``like``'s dtype and device, of any values."""
         if not like.is_cpu:
             return like.new_empty(count)
         num_bytes = count * like.element_size()
-        kept = self._kept
-        for place, block in enumerate(kept):
-            if block.numel() >= num_bytes:
-                del kept[place]
-                return block[:num_bytes].view(like.dtype)
+        with self._changing:
+            for place, block in enumerate(self._kept):
+                if block.numel() >= num_bytes:
+                    del self._kept[place]
+                    return block[:num_bytes].view(like.dtype)
         return torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what ``take`` gave; nobody may use it any more."""
         if tensor.is_cpu and tensor.untyped_storage().nbytes() <= _MOST_BYTES:
             block = torch.empty(0, dtype=torch.uint8)
-            self._kept = [block.set_(tensor.untyped_storage()), *self._kept[:1]]
+            block.set_(tensor.untyped_storage())
+            with self._changing:
+                self._kept = [block, *self._kept[:1]]

@@ -192,6 +192,7 @@ def tuned_cases(c: Any) -> None:
         ("stream_out_bytes", 0),
         ("whole_reduce_bytes", 0),
         ("chunk_bytes", 8192),
+        ("spread_bytes", 64),
     ):
         c.set_tuning(name, value)
         verb_cases(c)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import meshdist as md
+from tests.mpi_job import job_of
 from tests.verbs import oracle
 from tests.verbs.plans import VERBS, Call, Case, plan
 
@@ -363,11 +364,16 @@ def on_several_hosts(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -
     )
 
 
+def on_mpi_processes(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    return job_of(pool, size).run_in_world(fn, *args)
+
+
 WIRES: dict[str, OnRanks] = {
     "simulated": on_simulated_ranks,
     "gloo": on_gloo_processes,
     "shm": on_shm_processes,
     "hierarchical": on_several_hosts,
+    "mpi": on_mpi_processes,
 }
 """wire -> runs ``fn(*args)`` on ``size`` ranks over it; a new wire is one more line."""
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -472,6 +473,21 @@ def test_an_abort_by_another_thread_frees_all_ranks(call: str, pool: Pool) -> No
         assert total == 3.0
 
 
+def test_all_to_all_of_a_list_onto_itself_in_any_order(pool: Pool) -> None:
+    def program() -> list[list[int]]:
+        rank, n = md.get_rank(), md.get_world_size()
+        found = []
+        for order in (range(n), reversed(range(n)), [1, 2, 0]):
+            parts = [torch.full((50_000,), 10 * rank + j) for j in range(n)]
+            md.all_to_all([parts[j] for j in order], parts)
+            found.append([int(part.unique().item()) for part in parts])
+        return found
+
+    for rank, found in enumerate(on(pool, program, 3)):
+        came = [rank, 10 + rank, 20 + rank]
+        assert found == [came, came[::-1], [came[2], came[0], came[1]]]
+
+
 # -- tensors in shared memory ---------------------------------------------------------------------
 
 
@@ -489,6 +505,77 @@ def test_a_shared_tensor_has_a_storage_of_its_own(pool: Pool) -> None:
         return [*found, x.min().item(), x.max().item()]
 
     assert on(pool, program, 3) == [[0, 60, r + 1.0, r + 1.0, 6.0, 6.0] for r in range(3)]
+
+
+def mapped_bytes() -> int:
+    """How much of this process's address space is memory of shared tensors."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:meshdist-shared" in line:
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            total += end - begin
+    return total
+
+
+def test_shared_memory_ends_with_its_last_tensor(pool: Pool) -> None:
+    def program() -> Any:
+        group = md.new_group()
+        seen = [mapped_bytes()]
+        for _ in range(20):
+            x = md.shared_empty(1 << 20, dtype=torch.uint8, group=group)
+            md.all_reduce(x.zero_(), group=group)
+        seen.append(mapped_bytes())
+        del x
+        md.barrier(group)  # the last ones are let go by all before a call after this one
+        md.barrier(group)
+        seen.append(mapped_bytes())
+        group.close()
+        return seen
+
+    for before, within, after in on(pool, program, 3):
+        assert (before, after) == (0, 0)
+        assert within <= 2 * 3 * ((1 << 20) + 4096)  # the last tensor's, and the one before
+
+
+def test_shared_memory_serves_whoever_still_has_a_tensor(pool: Pool) -> None:
+    def program() -> Any:
+        rank = md.get_rank()
+        group = md.new_group()
+        x = md.shared_empty(50_000, group=group).fill_(rank)
+        y = md.shared_empty(50_000, group=group).fill_(rank)
+        if rank != 1:
+            del x
+        md.barrier(group)
+        mine = x.fill_(7.0) if rank == 1 else torch.empty(50_000)
+        md.broadcast(mine, 1, group=group)  # read where rank 1 has it
+        md.all_reduce(y, group=group)
+        is_kept = mapped_bytes() > 2 * 3 * 50_000 * 4
+        if rank == 1:
+            del x
+        del mine
+        md.barrier(group)
+        md.all_reduce(y, group=group)
+        return y.unique().tolist(), is_kept, mapped_bytes() < 2 * 3 * 50_000 * 4
+
+    assert on(pool, program, 3) == [([9.0], True, True)] * 3
+
+
+def test_a_forked_child_keeps_its_parent_s_shared_memory(pool: Pool) -> None:
+    def program() -> Any:
+        group = md.new_group()
+        x = md.shared_empty(1000, group=group).fill_(1.0)
+        child = os.fork()
+        if child == 0:
+            del x
+            os._exit(0)
+        os.waitpid(child, 0)
+        md.barrier(group)
+        md.barrier(group)
+        is_mapped = mapped_bytes() > 0
+        md.all_reduce(x, group=group)
+        return is_mapped, x.sum().item()
+
+    assert on(pool, program, 2) == [(True, 2000.0)] * 2
 
 
 # -- processes ------------------------------------------------------------------------------------
