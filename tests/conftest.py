@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.pool import QUICK_NAMES, Pool
 
+collect_ignore = ["conformance"]  # torch's tests, which `make torch-conformance` runs
+
 os.environ.update({**QUICK_NAMES, **os.environ})
 
 # A busy machine makes one example slow now and then, which tells nothing about the code.

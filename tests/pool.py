@@ -93,6 +93,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        self.jobs: dict[int, Pool] = {}  # of ranks under mpiexec, by their number
         self._parent: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._store: Any = None
@@ -194,7 +195,10 @@ class Pool:
         return outcomes
 
     def close(self) -> None:
-        """End all workers and their parent."""
+        """End all workers and their parent, and the jobs under mpiexec."""
+        for job in self.jobs.values():
+            job.close()
+        self.jobs.clear()
         for worker in self.workers:
             worker.end()
         self.workers.clear()

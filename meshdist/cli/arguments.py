@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from ..error_text import ExplainedError, explain
 from ..runtime.launcher import LaunchError, run_processes
 
-__all__ = ["Parser", "UsageError", "add_launch_arguments", "launch", "report_usage_error"]
+__all__ = [
+    "Parser",
+    "UsageError",
+    "add_launch_arguments",
+    "command_of",
+    "launch",
+    "report_usage_error",
+]
 
 USAGE_EXIT_CODE = 2
 
@@ -102,9 +109,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
     )
 
 
-def _command(
-    program: str, arguments: argparse.Namespace, hands_local_rank: bool
-) -> Callable[[int], Sequence[str]]:
+def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """What to start, and its own arguments; raises UsageError where nothing can be."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise UsageError(
@@ -134,12 +140,7 @@ def _command(
                 fix="check the path; `-m` starts a module, `--no-python` another program",
             )
         start = [sys.executable, "-u", target]
-
-    def command(local_rank: int) -> Sequence[str]:
-        handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
-        return [*start, *handed, *rest]
-
-    return command
+    return start, rest
 
 
 def launch(
@@ -151,8 +152,14 @@ def launch(
 ) -> int:
     """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started."""
     try:
+        start, rest = command_of(program, arguments)
+
+        def command(local_rank: int) -> Sequence[str]:
+            handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
+            return [*start, *handed, *rest]
+
         return run_processes(
-            _command(program, arguments, hands_local_rank),
+            command,
             arguments.nprocs,
             nnodes=arguments.nnodes,
             node_rank=arguments.node_rank,

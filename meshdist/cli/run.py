@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import shlex
+import sys
 from collections.abc import Sequence
 
-from .arguments import Parser, add_launch_arguments, launch
+from ..runtime.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from .arguments import (
+    Parser,
+    UsageError,
+    add_launch_arguments,
+    command_of,
+    launch,
+    report_usage_error,
+)
 
 __all__ = ["SUMMARY", "main"]
 
@@ -18,6 +30,8 @@ examples:
   meshdist run -n 4 --prefix -m package.train
   meshdist run -n 8 --nnodes 2 --node-rank 0 --master-addr host0 train.py    (on host0)
   meshdist run -n 8 --nnodes 2 --node-rank 1 --master-addr host0 train.py    (on the other)
+  meshdist run --launcher mpi -n 4 train.py                      (ranks of MPI, by mpiexec)
+  meshdist run --launcher mpi -n 8 --mpi-args="--host a:4,b:4" train.py
 
 When a rank fails, the others are stopped. Of the rank that failed first, the end of its stderr is
 shown last, and its exit code is the command's (128 + N when signal N ended it). Whatever the ranks
@@ -32,5 +46,57 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--prefix", action="store_true", help="begin every line of output with [rank N]"
     )
+    parser.add_argument(
+        "--launcher",
+        choices=("meshdist", "mpi"),
+        default="meshdist",
+        help="who starts the processes: this command, or MPI's mpiexec (default: meshdist)",
+    )
+    parser.add_argument(
+        "--mpi-args",
+        metavar="ARGUMENTS",
+        help="with --launcher mpi: what mpiexec is given besides, as in --mpi-args='--host a,b'",
+    )
     arguments = parser.parse_args(argv)
+    try:
+        if arguments.launcher == "mpi":
+            return _become_mpiexec(arguments)
+        if arguments.mpi_args is not None:
+            raise UsageError(
+                "--mpi-args are for mpiexec, which this command does not start",
+                fix="add --launcher mpi, or leave --mpi-args out",
+            )
+    except UsageError as error:
+        return report_usage_error(_PROGRAM, str(error))
     return launch(_PROGRAM, arguments, prefix=arguments.prefix)
+
+
+def _become_mpiexec(arguments: argparse.Namespace) -> int:
+    """Let mpiexec take this process's place, so that signals and exit codes are its own."""
+    start, rest = command_of(_PROGRAM, arguments)
+    if arguments.nprocs < 1:
+        raise UsageError(
+            f"cannot start {arguments.nprocs} processes",
+            where="-n",
+            expected="at least 1",
+            fix="meshdist run --launcher mpi -n 4 script.py",
+        )
+    is_placed = arguments.nnodes != 1 or arguments.node_rank or arguments.master_addr
+    if is_placed or arguments.master_port or arguments.prefix:
+        raise UsageError(
+            "mpiexec places its ranks, finds their hosts and shows their output by itself",
+            expected="of this command's options -n, -m and --no-python alone",
+            fix='tell mpiexec, for example --mpi-args="--host a:4,b:4"',
+        )
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise UsageError(
+            "there is no mpiexec",
+            where=f"beside {sys.executable}, and on the PATH",
+            expected="that of Open MPI or of MPICH",
+            fix='pip install "meshdist[mpi]", which brings Open MPI',
+        )
+    options = shlex.split(arguments.mpi_args or "")
+    command = mpiexec_command(mpiexec, arguments.nprocs, options, [*start, *rest])
+    sys.stdout.flush()
+    os.execve(mpiexec, command, mpiexec_environment(os.environ))

@@ -20,7 +20,13 @@ from ..runtime.stores import HashStore, PrefixStore, Store
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.world import World, find_world, get_world, install_world, remove_world
 from ..wires.base import find_wire, get_wire
-from ..wires.names import Backend, backends_text, default_wires, parse_backends
+from ..wires.names import (
+    Backend,
+    backends_text,
+    default_wires,
+    parse_backends,
+    usable_defaults,
+)
 from .groups import GroupMember, ProcessGroup, resolve_group, world_group
 
 __all__ = [
@@ -115,8 +121,11 @@ def init_process_group(
             store=store,
             group_name=group_name,
             timeout=timeout or DEFAULT_TIMEOUT,
+            wires=usable_defaults(),
             is_mpi_asked=is_mpi,
         )
+        if backend is None:
+            backends = _available(default_wires(meeting.joined.wires))
     world = _make_world(meeting, backends, timeout, pg_options, device)
     world.chooses_wires = backend is None
     world.rooms[_ROOM] = {"backend": backend, "store": store, "handle": meeting.joined.handle}

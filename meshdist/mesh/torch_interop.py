@@ -22,8 +22,6 @@ from .layout import Layout
 
 __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
 
-_TORCH_WIRES = frozenset({"gloo", "nccl", "ucc", "xccl", "mpi"})
-
 
 def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh:
     """Return torch's mesh on the same ranks in the same order; collective over the world.
@@ -88,13 +86,12 @@ def _names_of(layout: Layout) -> tuple[str, ...]:
 
 
 def _check_torch_can(world: World) -> None:
-    wires = set(world.backends.values())
-    if not wires & _TORCH_WIRES:
+    if world.is_simulated:
         raise BackendError(
             "torch has no mesh over these ranks",
             where=f"rank {world.rank} of a world from {world.origin}",
-            expected=f"a world on one of torch's wires: {', '.join(sorted(_TORCH_WIRES))}",
-            found=", ".join(sorted(wires)),
+            expected="ranks that are processes",
+            found=", ".join(sorted(set(world.backends.values()))),
             fix="run the program as processes: meshdist run -n 4 script.py",
         )
     if torch_distributed.is_initialized():
@@ -112,18 +109,27 @@ def _start_torch_world(world: World) -> None:
     if torch_distributed.is_initialized():
         return
     usable = {
-        device: wire
+        device: _torchs_name(wire, device)
         for device, wire in world.backends.items()
-        if wire in _TORCH_WIRES and (device == "cpu" or torch.cuda.is_available())
+        if device == "cpu" or torch.cuda.is_available()
     }
     torch_distributed.init_process_group(
-        ",".join(f"{device}:{wire}" for device, wire in usable.items()),
+        ",".join(f"{device}:{wire}" for device, wire in usable.items() if wire),
         store=PrefixStore("torch", cloned(world.store)),
         rank=world.rank,
         world_size=world.size,
         timeout=world.timeout,
     )
     world.closers.append(_end_torch_world)
+
+
+def _torchs_name(wire: str, device: str) -> str:
+    """The backend of torch that carries what our wire carries: itself, or Gloo, or "" for none."""
+    # Ours are there once meshdist.torch_backends was imported.
+    known = wire in torch_distributed.Backend.backend_list
+    if known and (wire != "mpi" or torch_distributed.is_mpi_available()):
+        return wire
+    return "gloo" if device == "cpu" else ""
 
 
 def _end_torch_world() -> None:

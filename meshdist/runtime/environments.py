@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import RendezvousError
 
-__all__ = ["Surroundings", "first_host", "read_surroundings"]
+__all__ = ["Surroundings", "find_local_size", "first_host", "read_surroundings"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ def read_surroundings(
     kind = _launcher(environment, is_mpi_asked)
     if is_mpi_asked and kind not in _MPI:
         reader.missing.append("OMPI_COMM_WORLD_RANK or PMI_RANK (the program runs without mpiexec)")
-        raise reader.error("mpiexec -n 4 python")
+        raise reader.error(
+            "meshdist run --launcher mpi -n 4",
+            "mpiexec -n 4 python",
+            expected="the variables of mpiexec: backend 'mpi' takes ranks from nobody else",
+        )
     rank_name, size_name, local_name, local_size_name = _VARIABLES[kind]
     if rank < 0:
         rank = reader.number(rank_name)
@@ -140,6 +144,18 @@ def read_surroundings(
         job=_first_of(environment, "PMIX_NAMESPACE", "PMI_KVSNAME", "SLURM_JOB_ID") or None,
         attempt=attempt,
     )
+
+
+def find_local_size(environment: Mapping[str, str]) -> int | None:
+    """Return how many ranks of the job run on this host, where a launcher tells it.
+
+    Example:
+        >>> find_local_size({"LOCAL_WORLD_SIZE": "4"})
+        4
+    """
+    reader = _Reader(environment)
+    found = (reader.optional_number(names[3]) for names in _VARIABLES.values())
+    return next(filter(None, found), None)
 
 
 def _launcher(environment: Mapping[str, str], is_mpi_asked: bool) -> str:
@@ -237,7 +253,12 @@ class _Reader:
             self.wrong.append(f"{name}={nodes!r} is no list of hosts")
             return None
 
-    def error(self, command: str | None = None) -> RendezvousError:
+    def error(
+        self,
+        *commands: str,
+        expected: str = "RANK, WORLD_SIZE, MASTER_PORT, and MASTER_ADDR on every rank but 0; "
+        "or the variables of mpiexec or srun",
+    ) -> RendezvousError:
         parts = []
         if self.missing:
             verb = "is" if len(self.missing) == 1 else "are"
@@ -246,10 +267,9 @@ class _Reader:
         return RendezvousError(
             "the environment does not say where this process belongs: " + "; ".join(parts),
             where=f"process {os.getpid()}, init_method env://",
-            expected="RANK, WORLD_SIZE, MASTER_PORT, and MASTER_ADDR on every rank but 0; "
-            "or the variables of mpiexec or srun",
+            expected=expected,
             found=self._found(),
-            fix="start the program with one of:\n" + "\n".join(_ways_to_start(command)),
+            fix="start the program with one of:\n" + "\n".join(_ways_to_start(commands)),
         )
 
     def _found(self) -> str:
@@ -263,11 +283,11 @@ class _Reader:
         return ", ".join(f"{name}={self._environment[name]}" for name in names)
 
 
-def _ways_to_start(command: str | None) -> list[str]:
+def _ways_to_start(commands: Sequence[str]) -> list[str]:
     """What to type: the launcher that was half recognised, or what works here."""
     script = _script()
-    if command:
-        return [f"{command} {script}"]
+    if commands:
+        return [f"{command} {script}" for command in commands]
     if _is_interactive():
         return ["meshdist.simulate(fn, 4)", "meshdist.spawn(fn, nprocs=4)"]
     return [

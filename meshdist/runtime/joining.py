@@ -2,12 +2,12 @@
 
 A store counts generations. In each, every rank claims its number, leaves its card and is counted.
 When all have come, each confirms that it is still there; the last one closes the generation as
-complete, and says on which hosts the ranks are. (Without the second step a world could begin with
-the claim of a process that has died.) A generation that cannot become complete (a rank is missing
-at the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed,
-and every rank in it raises the same error. What comes later begins the next generation, so that a
-world can be made again and again at one address, and nothing of an earlier one is mistaken for
-news.
+complete, and says on which hosts the ranks are and which wires all of them can use. (Without the
+second step a world could begin with the claim of a process that has died.) A generation that cannot
+become complete (a rank is missing at the timeout, two processes claim one rank, ranks disagree
+about the size) is closed as failed, and every rank in it raises the same error. What comes later
+begins the next generation, so that a world can be made again and again at one address, and nothing
+of an earlier one is mistaken for news.
 
 Keys of a generation, below its number: ``size``, ``arrived``, ``claim/RANK``, ``card/RANK``,
 ``joined``, ``full``, ``here/RANK``, ``confirmed``, ``state``; the world's own keys lie below
@@ -20,6 +20,7 @@ import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -51,6 +52,7 @@ class Joined:
         hosts: for each rank the number of its host, numbered as they first appear; None if all
             ranks are on one host.
         local_ranks: for each rank its number on its host.
+        wires: what all ranks said that they could use.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class Joined:
     handle: Store
     hosts: tuple[int, ...] | None
     local_ranks: tuple[int, ...] | None
+    wires: frozenset[str] = frozenset()
 
     @property
     def local_rank(self) -> int:
@@ -79,6 +82,7 @@ def join(
     timeout: timedelta,
     *,
     origin: str,
+    wires: Collection[str] = (),
     local_rank: int | None = None,
     is_unique: bool = False,
 ) -> Joined:
@@ -90,6 +94,7 @@ def join(
         size: how many ranks there are.
         timeout: how long to wait for the others.
         origin: how the ranks came here, for messages.
+        wires: the names of what this process could use to communicate.
         local_rank: this process's number on its host, where its launcher told it.
         is_unique: whether a launcher sees to it that no rank runs twice at once.
 
@@ -97,7 +102,7 @@ def join(
         RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks disagree
             about the size. Every rank that waits raises the same text.
     """
-    attempt = _Attempt(store, size, timeout, origin, local_rank, is_unique)
+    attempt = _Attempt(store, size, timeout, origin, wires, local_rank, is_unique)
     try:
         generation = store.add("resolved", 0)
         while True:
@@ -125,6 +130,7 @@ class _Attempt:
         size: int,
         timeout: timedelta,
         origin: str,
+        wires: Collection[str],
         local_rank: int | None,
         is_unique: bool,
     ) -> None:
@@ -132,7 +138,7 @@ class _Attempt:
         self._size = size
         self._timeout = timeout
         self._origin = origin
-        self._local_rank = local_rank
+        self._about = {"local_rank": local_rank, "wires": sorted(wires)}
         self._is_unique = is_unique
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._card = my_card()
@@ -149,7 +155,7 @@ class _Attempt:
         if mine is None:
             return None
         try:
-            card = {**self._card.to_json(), "local_rank": self._local_rank}
+            card = {**self._card.to_json(), **self._about}
             keys.set(f"card/{mine}", json.dumps(card))
             if keys.add("joined", 1) == self._size:
                 keys.set("full", "1")
@@ -246,6 +252,7 @@ class _Attempt:
             self._handle,
             None if hosts is None else tuple(hosts),
             None if local_ranks is None else tuple(local_ranks),
+            frozenset(state["wires"]),
         )
 
     def _raise(self, state: dict[str, Any]) -> None:
@@ -287,6 +294,7 @@ class _Attempt:
             "kind": "complete",
             "hosts": None if is_plain else hosts,
             "local_ranks": None if is_plain and told == list(range(self._size)) else told,
+            "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
         }
 
     def _missing(self, keys: Store) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Where rank 0's store listens, told among the processes of one ``mpiexec``.
 
 On one host the address goes through a directory that only this user can enter, named by the user,
-the launching process and its start time. Across hosts it goes by mpi4py: that starts MPI in every
-rank, and a rank that then raises would wait in MPI_Finalize for the others without end, so an
-uncaught error aborts the job. On one host MPI is left alone for this reason.
+the launching process and its start time. Across hosts it goes by mpi4py, which starts MPI in every
+rank; on one host MPI is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from typing import Any
 from ..errors import RendezvousError
 from .environments import Surroundings
 from .hosts import ProcessCard, is_alive, my_card, process_start
+from .mpi_library import find_mpi_problem, start_mpi
 from .stores import TCPStore, bind_listener, connect_store, serve_store
 
 __all__ = ["remove_directory", "store_by_directory", "store_by_mpi"]
@@ -126,29 +125,18 @@ def _check_private(folder: str) -> None:
 
 def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
     """Return the store of all processes of one mpiexec; collective, by mpi4py."""
-    try:
-        import mpi4py.MPI as MPI  # starts MPI, hence not before it is needed
-    except (ImportError, RuntimeError) as error:
+    problem = find_mpi_problem()
+    if problem is not None:
         raise RendezvousError(
-            f"the ranks of this job run on several hosts, and mpi4py cannot be used: {error}",
+            "the ranks of this job run on several hosts, and mpi4py cannot be used",
             where=f"rank {surroundings.rank} of {surroundings.size}, started by "
             f"{surroundings.launcher}",
             expected="mpi4py, to tell every rank where rank 0 listens",
-            fix="pip install mpi4py; or set MASTER_ADDR and MASTER_PORT for all ranks: "
+            found=problem[0],
+            fix=f"{problem[1]}; or set MASTER_ADDR and MASTER_PORT for all ranks: "
             "mpiexec -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
-        ) from error
-    everyone = MPI.COMM_WORLD
-    if everyone.Get_size() != surroundings.size:
-        raise RendezvousError(
-            "mpi4py loads another MPI than the one whose mpiexec started this job",
-            where=f"rank {surroundings.rank} of {surroundings.size}, started by "
-            f"{surroundings.launcher}",
-            expected=f"a communicator of {surroundings.size} processes",
-            found=f"{everyone.Get_size()} in {MPI.Get_library_version().splitlines()[0]}",
-            fix="use the mpiexec of that MPI, or install mpi4py for this one",
         )
-    pid = os.getpid()
-    atexit.register(_if_process_is, pid, _abort_after_error, MPI)
+    everyone = start_mpi().COMM_WORLD
     if surroundings.rank > 0:
         host, port = everyone.bcast(None, root=0)
         return connect_store(host, port, timeout)
@@ -173,9 +161,3 @@ def _reachable_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostname()
-
-
-def _abort_after_error(MPI: Any) -> None:
-    if getattr(sys, "last_type", None) is not None and not MPI.Is_finalized():
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)

@@ -10,8 +10,8 @@ import atexit
 import functools
 import ipaddress
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -43,6 +43,15 @@ __all__ = ["Meeting", "meet", "register_rendezvous_handler", "rendezvous"]
 
 
 @dataclass(frozen=True)
+class _Terms:
+    """What a process says of the world that it wants, whichever way it comes to it."""
+
+    group_name: str
+    timeout: timedelta
+    wires: Collection[str] = ()
+
+
+@dataclass(frozen=True)
 class Meeting:
     """A world whose ranks have all joined, and how this process takes its leave of it.
 
@@ -65,6 +74,7 @@ def meet(
     store: Store | None = None,
     group_name: str = "",
     timeout: timedelta = DEFAULT_TIMEOUT,
+    wires: Collection[str] = (),
     is_mpi_asked: bool = False,
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
@@ -79,6 +89,7 @@ def meet(
         store: a store that all ranks share, in place of a URL; needs rank and world_size.
         group_name: worlds of different names may meet at one address.
         timeout: how long to wait for the others.
+        wires: what this process could use, for the ranks to learn what all of them can.
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
         origin: where a given store comes from, for messages.
         handler_arguments: what the handler of a scheme of your own is called with besides.
@@ -88,21 +99,22 @@ def meet(
         RendezvousError: the ranks did not find each other; the text says which and why.
     """
     _check_arguments(init_method, rank, world_size, store)
+    terms = _Terms(group_name, timeout, wires)
     if store is not None:
-        return _meet_in(_own_handle(store), rank, world_size, origin, group_name, timeout)
+        return _meet_in(_own_handle(store), rank, world_size, origin, terms)
     url = urlsplit("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
         surroundings = read_surroundings(
             os.environ, rank=rank, world_size=world_size, is_mpi_asked=is_mpi_asked
         )
-        return _meet_by_environment(surroundings, group_name, timeout)
+        return _meet_by_environment(surroundings, terms)
     if url.scheme == "tcp":
-        return _meet_by_tcp(url, rank, world_size, group_name, timeout)
+        return _meet_by_tcp(url, rank, world_size, terms)
     if url.scheme == "file":
-        return _meet_by_file(url, rank, world_size, group_name, timeout)
+        return _meet_by_file(url, rank, world_size, terms)
     more = handler_arguments or {}
-    return _meet_by_handler(url, rank, world_size, group_name, timeout, more)
+    return _meet_by_handler(url, rank, world_size, terms, more)
 
 
 def rendezvous(
@@ -245,45 +257,42 @@ def _meet_in(
     rank: int,
     size: int,
     origin: str,
-    group_name: str,
-    timeout: timedelta,
+    terms: _Terms,
     *,
     attempt: str = "",
     local_rank: int | None = None,
     is_unique: bool = False,
 ) -> Meeting:
-    prefix = "/".join(["meshdist", *(part for part in (group_name, attempt) if part)])
+    prefix = "/".join(["meshdist", *(part for part in (terms.group_name, attempt) if part)])
     joined = join(
         PrefixStore(prefix, store),
         rank if rank >= 0 else None,
         size,
-        timeout,
+        terms.timeout,
         origin=origin,
+        wires=terms.wires,
         local_rank=local_rank,
         is_unique=is_unique,
     )
     return Meeting(joined, origin, _nothing)
 
 
-def _meet_by_environment(
-    surroundings: Surroundings, group_name: str, timeout: timedelta
-) -> Meeting:
+def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Meeting:
     launcher = surroundings.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
     store: Store
     if surroundings.port is not None:
         origin += f", store at {surroundings.address or 'rank 0'}, port {surroundings.port}"
-        store = _store_at(surroundings, timeout)
+        store = _store_at(surroundings, terms.timeout)
     else:
         by = store_by_directory if surroundings.is_one_host else store_by_mpi
-        store = keep_store(("mpiexec", surroundings.job), lambda: by(surroundings, timeout))
+        store = keep_store(("mpiexec", surroundings.job), lambda: by(surroundings, terms.timeout))
     meeting = _meet_in(
         store,
         surroundings.rank,
         surroundings.size,
         origin,
-        group_name,
-        timeout,
+        terms,
         attempt=surroundings.attempt,
         local_rank=surroundings.local_rank,
         is_unique=launcher == "torchrun",
@@ -340,29 +349,27 @@ def _listener_at(address: str, port: int) -> Any:
     return bind_listener(address, port)
 
 
-def _meet_by_tcp(
-    url: SplitResult, rank: int, size: int, group_name: str, timeout: timedelta
-) -> Meeting:
+def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeting:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
     def make() -> Store:
         if rank > 0:
-            return connect_store(address, port, timeout)
-        if rank == 0 and not group_name:
-            return serve_store(_listener_at(address, port), address, port, timeout)
+            return connect_store(address, port, terms.timeout)
+        if rank == 0 and not terms.group_name:
+            return serve_store(_listener_at(address, port), address, port, terms.timeout)
         # Whoever is first serves the others: any rank, or another job at this address.
         try:
             listener = bind_listener(address, port)
         except RendezvousError:
             listener = None
         if listener is None:
-            return connect_store(address, port, timeout)
-        return serve_store(listener, address, port, timeout)
+            return connect_store(address, port, terms.timeout)
+        return serve_store(listener, address, port, terms.timeout)
 
     store = keep_store(("tcp", numeric_loopback(address), port), make)
     origin = f"tcp://{url.netloc}"
-    return _meet_in(store, rank, size, origin, group_name, timeout)
+    return _meet_in(store, rank, size, origin, terms)
 
 
 def _address_of(url: SplitResult) -> tuple[str, int]:
@@ -394,9 +401,7 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     return address, port
 
 
-def _meet_by_file(
-    url: SplitResult, rank: int, size: int, group_name: str, timeout: timedelta
-) -> Meeting:
+def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeting:
     if url.netloc not in ("", "localhost") or not url.path:
         raise ArgumentError(
             "file:// needs an absolute path",
@@ -406,11 +411,11 @@ def _meet_by_file(
         )
     _check_size(url, rank, size)
     origin = f"file://{url.path}"
-    entry = file_records.enter(url.path, rank if rank >= 0 else None, size, group_name)
+    entry = file_records.enter(url.path, rank if rank >= 0 else None, size, terms.group_name)
     leave = _once_in_this_process(functools.partial(file_records.leave, entry))
     try:
         store = FileStore(entry.store_path, -1)
-        meeting = _meet_in(store, entry.rank, size, origin, "", timeout)
+        meeting = _meet_in(store, entry.rank, size, origin, replace(terms, group_name=""))
     except BaseException:
         leave()
         raise
@@ -435,12 +440,13 @@ def _meet_by_handler(
     url: SplitResult,
     rank: int,
     size: int,
-    group_name: str,
-    timeout: timedelta,
+    terms: _Terms,
     more: Mapping[str, Any],
 ) -> Meeting:
     try:
-        found = torch.distributed.rendezvous(url.geturl(), rank, size, timeout=timeout, **more)
+        found = torch.distributed.rendezvous(
+            url.geturl(), rank, size, timeout=terms.timeout, **more
+        )
     except (RuntimeError, AssertionError) as error:
         if "No rendezvous handler" not in str(error):
             raise
@@ -451,7 +457,7 @@ def _meet_by_handler(
             fix="register_rendezvous_handler(scheme, handler) before init_process_group",
         ) from None
     store, rank, size = next(found)
-    meeting = _meet_in(store, rank, size, f"{url.scheme}://", group_name, timeout)
+    meeting = _meet_in(store, rank, size, f"{url.scheme}://", terms)
     # The handler lives as long as the world: a generator may hold what its store needs.
     return Meeting(meeting.joined, meeting.origin, functools.partial(_end, found))
 

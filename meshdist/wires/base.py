@@ -450,12 +450,6 @@ def get_wire(name: str) -> Wire:
             found=found,
             fix=f"{fix}; or name another, or None for the default of each device type",
         )
-    if name == "mpi":
-        raise BackendError(
-            "backend 'mpi' is not registered: there is no wire of this name",
-            expected=expected,
-            fix="init_process_group('gloo') under mpiexec: it starts the ranks, Gloo carries",
-        )
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     raise BackendError(

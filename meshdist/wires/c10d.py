@@ -9,7 +9,6 @@ does not know its dtype.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -30,7 +29,6 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.clock import clock
 from . import fallbacks
 from .base import (
     REDUCING_VERBS,
@@ -345,7 +343,7 @@ class C10dCommunicator(Communicator):
         if kind is Chain:
             self.finish_chain(pending, timeout)
         elif kind is SelfTransfer:
-            self._finish_self(pending, timeout)
+            self._mailbox.finish(pending, timeout, lambda: self._aborted)
         else:
             try:
                 (pending.work if kind is Transfer else pending).wait()
@@ -464,16 +462,6 @@ class C10dCommunicator(Communicator):
     def _bound(self, timeout: timedelta) -> timedelta:
         """How long c10d itself shall wait in an operation, on a clock that nobody stops."""
         return timeout
-
-    def _finish_self(self, transfer: SelfTransfer, timeout: timedelta) -> None:
-        self._mailbox.buffer(transfer)
-        deadline = clock.now() + timeout.total_seconds()
-        while not transfer.done:  # the counterpart can only come from another thread
-            if self._aborted:
-                raise WireAborted("aborted while waiting for a message of this rank to itself")
-            if clock.now() > deadline:
-                raise WireTimeout("no counterpart for a message of this rank to itself")
-            time.sleep(0.001)
 
     def _failure(self, error: RuntimeError) -> WireFailure:
         text = plain_text(error)

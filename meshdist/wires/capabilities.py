@@ -21,6 +21,7 @@ from .base import REDUCING_VERBS, Wire, find_wire, wire_names
 # The wires, each of which registers itself.
 from .gloo import GlooWire as GlooWire
 from .hierarchical import HierarchicalWire as HierarchicalWire
+from .mpi import MpiWire as MpiWire
 from .nccl import C10dWire as C10dWire
 from .registered import adopt_torch_backends
 from .shm import ShmWire as ShmWire
@@ -277,7 +278,7 @@ def table_grid(
 
 
 _BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
-_OWN = ("gloo", "hierarchical", "nccl", "shm", "simulated", "ucc", "xccl")
+_OWN = ("gloo", "hierarchical", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
 """The wires of this package, whether or not this machine has them."""
 
 

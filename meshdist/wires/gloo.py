@@ -48,6 +48,7 @@ from .base import (
 from .c10d import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .pending import Chain, Deferred
 from .stand_ins import GLOO
+from .tag_numbers import TagNumbers
 from .transfers import Transfer
 
 __all__ = ["GlooCommunicator", "GlooWire", "gloo_devices", "gloo_interfaces"]
@@ -57,7 +58,6 @@ _SPIN_S = 0.0005
 _WATCH_S = 0.1
 _PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.001
-_DRAWING_S = 10.0
 _AT_ONCE = timedelta(milliseconds=10)
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
@@ -98,9 +98,7 @@ class GlooCommunicator(C10dCommunicator):
         spins: bool = False,
     ) -> None:
         super().__init__(wire, rank, size, process_group)
-        self._store = store
-        self._tag_numbers: dict[int, int] = {}
-        self._numbering = threading.Lock()
+        self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
         self._is_lazy = _connects_late()
@@ -225,33 +223,12 @@ class GlooCommunicator(C10dCommunicator):
         return base | _code(tensor.numel(), tensor.dtype) & 0xFFFF
 
     def _number_of(self, tag: int) -> int:
-        """A large tag's number, which the first member that uses it draws for all."""
-        number = self._tag_numbers.get(tag)
-        if number is not None:
-            return number
-        with self._numbering:  # another thread may start a receive meanwhile
-            try:
-                number = self._tag_numbers[tag] = self._drawn_number(f"tag/{tag}")
-            except DistNetworkError:  # the store's server has ended: no tag has a new number
-                return _MOST_NUMBERED
-            except RuntimeError as error:
-                raise self._failure(error) from None
-        return number
-
-    def _drawn_number(self, key: str) -> int:
-        store = self._store
-        if store.add(f"{key}/users", 1) == 1:
-            number = store.add("tags", 1) - 1
-            store.set(key, str(number))
-            return number
-        deadline = clock.now() + _DRAWING_S
-        while not store.check([key]):  # not by waiting in the store, which other threads need
-            if self._aborted:
-                raise WireAborted("aborted while a tag was given its number")
-            if clock.now() > deadline:
-                raise WireTimeout("the member that was to number a tag has not done so")
-            time.sleep(_PAUSE_S)
-        return int(store.get(key))
+        try:
+            return self._tag_numbers.number_of(tag, lambda: self._aborted)
+        except DistNetworkError:  # the store's server has ended: no tag has a new number
+            return _MOST_NUMBERED
+        except RuntimeError as error:
+            raise self._failure(error) from None
 
     def _bound(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER

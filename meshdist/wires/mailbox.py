@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 
 from ..arrays import dtype_name, shape_text
 from ..errors import AgreementError
+from ..runtime.clock import clock
+from .base import WireAborted, WireTimeout
 
 __all__ = ["Mailbox", "SelfTransfer"]
 
@@ -53,6 +58,19 @@ class Mailbox:
             if transfer.is_send and not transfer.done:
                 transfer.tensor = transfer.tensor.clone()
                 transfer.done = True
+
+    def finish(
+        self, transfer: SelfTransfer, timeout: timedelta, is_aborted: Callable[[], bool]
+    ) -> None:
+        """Wait for its counterpart, which can only come from another thread; raises WireFailure."""
+        self.buffer(transfer)
+        deadline = clock.now() + timeout.total_seconds()
+        while not transfer.done:
+            if is_aborted():
+                raise WireAborted("aborted while waiting for a message of this rank to itself")
+            if clock.now() > deadline:
+                raise WireTimeout("no counterpart for a message of this rank to itself")
+            time.sleep(0.001)
 
     def has_sent(self, tag: int) -> bool:
         """Whether a message under ``tag`` waits to be received."""

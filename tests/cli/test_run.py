@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from meshdist.cli import run as run_command
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "meshdist", "run"]
 ENV = dict(os.environ, PYTHONPATH=str(ROOT))
@@ -409,3 +411,79 @@ def test_torch_programs_find_each_other(script: Script, kind: str) -> None:
     if kind == "given":
         # 127.0.0.1 as the kernel writes it: on one host nothing listens beyond loopback.
         assert lines[0][2] == ["0100007F"]
+
+
+# -- mpiexec as the launcher ----------------------------------------------------------------------
+
+BY_MPI = """
+import os, sys
+import meshdist as md
+md.init_process_group("mpi")
+line = f"{md.get_rank()} {md.get_world_size()} {sys.argv[1:]} {os.environ.get('MARK')}\\n"
+os.write(1, line.encode())
+md.barrier()
+md.destroy_process_group()
+sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+def run_by_mpi(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(BY_MPI)
+    command = [*RUN, "--launcher", "mpi", *(path if word == "SCRIPT" else word for word in words)]
+    env = {k: v for k, v in ENV.items() if not k.startswith(("OMPI_COMM", "PMI"))}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=100, env=env | root
+    )
+
+
+@pytest.mark.mpi
+def test_mpiexec_starts_the_ranks_more_than_cores_too(tmp_path: Path) -> None:
+    done = run_by_mpi(tmp_path, "-n", 3, "--mpi-args=-x MARK=here", "SCRIPT", "--steps", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = [f"{rank} 3 ['--steps', '4'] here" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+@pytest.mark.mpi
+def test_mpiexecs_exit_code_is_the_commands(tmp_path: Path) -> None:
+    assert run_by_mpi(tmp_path, "-n", 2, "SCRIPT", "fail").returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "summary"),
+    [
+        (["--nnodes", 2], "mpiexec places its ranks, finds their hosts and shows their output"),
+        (["--prefix"], "mpiexec places its ranks, finds their hosts and shows their output"),
+        (["-n", 0], "cannot start 0 processes"),
+    ],
+)
+def test_what_mpiexec_does_by_itself_is_refused(
+    tmp_path: Path, words: list[object], summary: str
+) -> None:
+    done = run_by_mpi(tmp_path, *words, "SCRIPT")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"meshdist run: {summary}")
+
+
+def test_arguments_for_mpiexec_without_it(tmp_path: Path) -> None:
+    done = run("--mpi-args=--bind-to core", "script.py")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "meshdist run: --mpi-args are for mpiexec, which this command does not start",
+        "  fix:      add --launcher mpi, or leave --mpi-args out",
+    ]
+
+
+def test_without_an_mpiexec(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_command, "find_mpiexec", lambda: None)
+    assert run_command.main(["--launcher", "mpi", "-n", "2", script("")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "meshdist run: there is no mpiexec",
+        f"  where:    beside {sys.executable}, and on the PATH",
+        "  expected: that of Open MPI or of MPICH",
+        '  fix:      pip install "meshdist[mpi]", which brings Open MPI',
+    ]

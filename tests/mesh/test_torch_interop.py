@@ -55,6 +55,24 @@ def test_ranks_that_differ_are_told_before_torch_waits(pool: Pool) -> None:
         assert "rank 0: to_torch() of DeviceMesh(2, 1)" in text
 
 
+@pytest.mark.parametrize("is_offered", [False, True])
+def test_in_the_default_world(is_offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # where the package is installed
+
+    def program() -> tuple[str, float]:
+        if is_offered:
+            import meshdist.torch_backends  # noqa: F401
+
+        theirs = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).to_torch()
+        x = torch.ones(1)
+        dist.all_reduce(x, group=theirs.get_group())
+        return dist.get_backend_config(), x.item()
+
+    wire = "shm" if is_offered else "gloo"
+    with Pool() as fresh:  # whose workers know only what this test offers
+        assert fresh.run(program, 2, backend=None) == [(f"cpu:{wire}", 2.0)] * 2
+
+
 def test_fully_sharded_training_on_our_mesh(pool: Pool) -> None:
     def program() -> float:
         from torch.distributed.fsdp import fully_shard

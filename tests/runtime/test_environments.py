@@ -140,7 +140,9 @@ def test_only_mpiexec_counts_where_mpi_is_asked_for() -> None:
     assert (found.launcher, found.rank) == ("Open MPI", 1)
     with pytest.raises(md.RendezvousError, match="the program runs without mpiexec") as caught:
         read_surroundings(ENV, is_mpi_asked=True)
-    assert "mpiexec -n 4 python" in str(caught.value)
+    text = str(caught.value)
+    assert "expected: the variables of mpiexec: backend 'mpi' takes ranks from nobody" in text
+    assert "meshdist run --launcher mpi -n 4" in text and "mpiexec -n 4 python" in text
 
 
 # -- one error that lists everything ------------------------------------------------------------

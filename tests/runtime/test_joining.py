@@ -56,6 +56,14 @@ def test_every_rank_gets_its_own_number(size: int) -> None:
     assert [(one.local_rank, one.local_size) for one in found] == [(r, size) for r in range(size)]
 
 
+def test_all_learn_which_wires_all_of_them_can_use() -> None:
+    usable = [{"shm", "gloo", "nccl"}, {"gloo", "shm"}, {"gloo"}]
+    found = join_all(md.HashStore(), [as_rank(k, 3, wires=w) for k, w in enumerate(usable)])
+    assert {one.wires for one in found} == {frozenset({"gloo"})}
+    (alone,) = join_all(md.HashStore(), [as_rank(0, 1, wires=usable[0])])
+    assert alone.wires == usable[0]
+
+
 def test_numbers_are_given_in_the_order_of_arrival() -> None:
     found = join_all(md.HashStore(), [as_rank(None, 4)] * 4)
     assert sorted(one.rank for one in found) == [0, 1, 2, 3]
@@ -231,7 +239,7 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Joined]:
         def call(
             store: md.Store, rank: int = rank, host: str = host, local: int | None = local
         ) -> Joined:
-            attempt = joining._Attempt(store, len(hosts), LONG, "a test", local, False)
+            attempt = joining._Attempt(store, len(hosts), LONG, "a test", (), local, False)
             attempt._card = dataclasses.replace(my_card(), host=host, hostname=host)
             joined = attempt.try_generation(0, rank)
             assert joined is not None

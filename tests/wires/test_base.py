@@ -7,6 +7,7 @@ import torch
 
 import meshdist as md
 import meshdist.wires.c10d
+from meshdist.runtime import mpi_library
 from meshdist.wires.base import find_wire, get_wire, wire_names
 
 
@@ -45,11 +46,15 @@ def test_a_misspelt_wire() -> None:
     assert caught.value.fix.startswith("name one of these")
 
 
-def test_there_is_no_wire_of_mpi() -> None:
+def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_library, "find_spec", lambda name: None)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(md.BackendError) as caught:
         get_wire("mpi")
-    assert caught.value.summary == "backend 'mpi' is not registered: there is no wire of this name"
-    assert caught.value.fix.startswith("init_process_group('gloo') under mpiexec")
+    assert caught.value.summary == "backend 'mpi' is not available on this machine"
+    assert caught.value.found == "mpi4py is not installed"
+    assert caught.value.fix.startswith('pip install "meshdist[mpi]"; or ')
 
 
 def test_a_wire_that_does_not_say_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

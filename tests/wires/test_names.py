@@ -8,7 +8,13 @@ import pytest
 
 import meshdist as md
 from meshdist.runtime.world import get_world
-from meshdist.wires.names import backends_in, backends_text, default_wires, parse_backends
+from meshdist.wires.names import (
+    backends_in,
+    backends_text,
+    default_wires,
+    parse_backends,
+    usable_defaults,
+)
 
 
 def test_names_are_lower_case() -> None:
@@ -21,6 +27,14 @@ def test_names_are_lower_case() -> None:
         "xccl",
     ]
     assert md.Backend.UNDEFINED == "undefined"
+
+
+@pytest.mark.parametrize(
+    ("usable", "cpu"), [({"shm", "gloo"}, "shm"), ({"gloo"}, "gloo"), (set(), "gloo")]
+)
+def test_the_default_is_the_best_that_is_usable(usable: set[str], cpu: str) -> None:
+    assert default_wires(usable) == {"cpu": cpu, "cuda": "nccl", "xpu": "xccl"}
+    assert default_wires() == default_wires(usable_defaults())
 
 
 def test_unknown_names_are_kept() -> None:

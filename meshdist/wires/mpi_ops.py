@@ -1,0 +1,169 @@
+"""Which reduction of MPI's, in which dtype, does what a verb asks for.
+
+MPI reduces whole numbers, float32, float64 and complex numbers of those. The rest is done in one of
+these. Narrower floats are widened, and rounded once at the end; so are whole numbers of 8 and 16
+bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. Of a bool's byte the
+bits are joined. The smallest and largest of floats are found among whole numbers in the same order:
+whether NaN is larger than 1, and 0 than -0, is else for each step of an algorithm to say, and
+members end up with different results (seen with Open MPI 5 and MPICH 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from ..reduce_ops import ReduceKind, ReduceOp
+from .reductions import check_reducible
+from .scratch import Scratch
+
+__all__ = ["Plan", "find_plan", "mpi_op", "mpi_type", "plan_of", "plain_sums"]
+
+_TYPES = {
+    torch.bool: "UINT8_T",  # the byte that it lies in
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.uint16: "UINT16_T",
+    torch.int16: "INT16_T",
+    torch.uint32: "UINT32_T",
+    torch.int32: "INT32_T",
+    torch.uint64: "UINT64_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+"""The dtypes in which MPI computes, by its names."""
+
+_OPS: dict[ReduceKind, str] = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+}
+_OF_BOOL: dict[ReduceKind, ReduceKind] = {
+    ReduceOp.SUM: ReduceOp.BOR,
+    ReduceOp.MAX: ReduceOp.BOR,
+    ReduceOp.BOR: ReduceOp.BOR,
+    ReduceOp.PRODUCT: ReduceOp.BAND,
+    ReduceOp.MIN: ReduceOp.BAND,
+    ReduceOp.BAND: ReduceOp.BAND,
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+_SATURATING = frozenset({torch.uint8, torch.int8, torch.uint16, torch.int16})
+_IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one reduction of one dtype is done.
+
+    Args:
+        op: the reduction that MPI does.
+        wide: the dtype to which they are converted; None where they are not.
+        in_order: the whole numbers among which the smallest or largest float is found, or None.
+        divides: whether the result is divided by the number of members.
+    """
+
+    op: ReduceKind
+    wide: torch.dtype | None = None
+    in_order: torch.dtype | None = None
+    divides: bool = False
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether MPI reduces the very memory of the tensor, and that is all."""
+        return self.wide is None and self.in_order is None and not self.divides
+
+    def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """What MPI reduces for ``x``, flat: its own memory, new, or of ``scratch``."""
+        x = x.detach().view(-1)
+        if self.wide is not None:
+            narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
+            x.copy_(narrow)
+        return x if self.in_order is None else self._to_ordered(x, self.in_order)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether ``encode`` gives the tensor's own memory."""
+        return self.wide is None and self.in_order is None
+
+    def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
+        """Write what MPI has reduced into ``output``, where it does not lie there already."""
+        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+            if self.in_order is not None:
+                result = _flipped(result).view(self.wide or output.dtype)
+            if self.divides:
+                result.div_(size)
+            target = output.view(-1)
+            if target.data_ptr() != result.data_ptr():
+                target.copy_(result)
+
+    def _to_ordered(self, x: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
+        """Whole numbers in the order of the floats; a NaN comes after all that it is to beat."""
+        info = torch.iinfo(whole)
+        ordered = _flipped(x.view(whole))
+        return ordered.masked_fill_(x.isnan(), info.max if self.op == ReduceOp.MAX else info.min)
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """Turn a float's bits, read as a whole number, into its place in the order, or back."""
+    info = torch.iinfo(bits.dtype)
+    return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
+
+
+@cache
+def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> Plan:
+    """How to reduce ``dtype`` with ``op``; raises DtypeError where that has no meaning."""
+    check_reducible(wire, op, dtype)
+    if dtype is torch.bool:
+        return Plan(_OF_BOOL[op])
+    wide = None
+    if dtype in _SATURATING and op == ReduceOp.SUM:
+        wide = torch.int32
+    elif dtype not in _TYPES:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+    computed = wide or dtype
+    is_ordering = op in (ReduceOp.MIN, ReduceOp.MAX) and computed.is_floating_point
+    in_order = _IN_ORDER[computed] if is_ordering else None
+    divides = op == ReduceOp.AVG
+    return Plan(ReduceOp.SUM if divides else op, wide, in_order, divides)
+
+
+_sums: dict[torch.dtype, Plan] = {}
+
+
+def plan_of(op: ReduceKind, dtype: torch.dtype) -> Plan:
+    """As ``find_plan``, for the wire; to hash an op takes longer than to add a few numbers."""
+    if op is not ReduceOp.SUM:
+        return find_plan("mpi", op, dtype)
+    plan = _sums.get(dtype)
+    if plan is None:
+        plan = _sums[dtype] = find_plan("mpi", op, dtype)
+    return plan
+
+
+@cache
+def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
+    """MPI's datatypes for the dtypes that it adds up itself."""
+    kinds = [dtype for dtype in _TYPES if find_plan("mpi", ReduceOp.SUM, dtype).is_plain]
+    return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
+
+
+@cache
+def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
+    """MPI's datatype for a dtype in which it computes."""
+    return getattr(MPI, _TYPES[dtype])
+
+
+@cache
+def mpi_op(MPI: Any, op: ReduceKind) -> Any:
+    """MPI's reduction for that of a plan."""
+    return getattr(MPI, _OPS[op])
