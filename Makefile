@@ -13,11 +13,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak sanitize bench clean
+.PHONY: help demo test soak torch-conformance sanitize bench clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 28
 
 demo: $(VENV)/.installed-demo ## train a small transformer on four processes, mesh (dp=2, tp=2)
 	$(BIN)/meshdist run -n 4 examples/train_lm.py --mesh dp=2,tp=2 --check
@@ -30,6 +30,9 @@ test: $(VENV)/.installed-test ## format, lint, types, and every test but the soa
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group tests on our backends, and on Gloo
+	$(BIN)/python tests/conformance/run.py
 
 sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and AddressSanitizer
 	@mkdir -p build; set -e; for kind in thread address,undefined; do \
@@ -60,6 +63,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 $(VENV)/.installed-demo: EXTRA = examples
 $(VENV)/.installed-test: EXTRA = test
 $(VENV)/.installed-bench: EXTRA = bench
+$(VENV)/.installed-conformance: EXTRA = conformance
 $(VENV)/.installed-%: $(VENV)/.made
 	@echo "Installing meshdist[$(EXTRA)] and its dependencies (the first time takes a while: torch)"
 	@$(PIP) install --root-user-action=ignore --constraint constraints.txt \

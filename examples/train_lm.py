@@ -3,6 +3,7 @@
     meshdist run -n 4 examples/train_lm.py --mesh dp=2,tp=2 --check
     torchrun --nproc-per-node 4 examples/train_lm.py --mesh dp=4,tp=1
     mpiexec -n 4 python examples/train_lm.py --mesh dp=1,tp=4
+    mpiexec -n 4 python examples/train_lm.py --mesh dp=2,tp=2 --axis-backend dp=mpi,tp=shm
     python examples/train_lm.py --mesh dp=1,tp=1               # one process, no launcher
 
 Along `tp` each rank holds some attention heads and some MLP columns of every layer; along `dp` each
@@ -229,6 +230,14 @@ def axes(text: str) -> dict[str, int]:
     return sizes
 
 
+def wires(text: str) -> dict[str, md.AxisOptions]:
+    """Read --axis-backend."""
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    if not all(axis in ("dp", "tp") and name for axis, name in pairs):
+        raise ValueError
+    return {axis: md.AxisOptions(backend=name) for axis, name in pairs}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     lines = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(description=lines[0], epilog=lines[2])
@@ -248,6 +257,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sample", type=int, default=200, help="bytes to write at the end")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--backend", help="how to move bytes: gloo, nccl, ...; chosen by the device if absent")
+    add("--axis-backend", type=wires, default={}, metavar="dp=NAME,tp=NAME", help="along an axis")
     args = parser.parse_args(argv)
     if min(args.steps, args.batch, args.context, args.layers, args.heads, args.sample) < 1:
         parser.error("steps, batch, context, layers, heads and sample are at least 1")
@@ -265,7 +275,10 @@ def join(args: argparse.Namespace) -> md.DeviceMesh:
             raise
         md.init_process_group(args.backend, store=md.HashStore(), rank=0, world_size=1)
     mesh = md.init_device_mesh(
-        args.device, tuple(args.mesh.values()), mesh_dim_names=tuple(args.mesh)
+        args.device,
+        tuple(args.mesh.values()),
+        mesh_dim_names=tuple(args.mesh),
+        axis_options=args.axis_backend,
     )
     if mesh.size() != md.get_world_size():
         raise SystemExit(f"--mesh has {mesh.size()} ranks, and {md.get_world_size()} were started")

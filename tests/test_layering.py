@@ -43,6 +43,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "debug_levels",
             "recorder",
             "file_records",
+            "mpiexec",
+            "mpi_library",
             "mpi_address",
             "rendezvous",
             "guard",
@@ -63,6 +65,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "base",
             "work",
             "mailbox",
+            "tag_numbers",
             "stand_ins",
             "transfers",
             "c10d",
@@ -75,6 +78,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "simulated",
             "handshake",
             "shm",
+            "mpi_ops",
+            "mpi_buffers",
+            "mpi_link",
+            "mpi_opening",
+            "mpi_staging",
             "mpi",
             "background",
             "host_places",
@@ -139,7 +147,18 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "sharding": ("plans", "resharding", "einsums", "shard_mapping", "sharded_array"),
         "lax": ("lax",),
-        "torch_backends": ("torch_backends",),
+        "torch_groups": (
+            "calls",
+            "buffers",
+            "works",
+            "meeting",
+            "other_devices",
+            "group",
+            "sparse",
+            "process_group",
+            "opening",
+            "offering",
+        ),
         "debug": ("consoles", "pausing"),
     },
     {
@@ -158,6 +177,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "sampler",
         ),
         "tensor_parallel": (),
+        "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},
     {"cli": ("arguments", "run", "bench", "checkup", "doctor", "main")},
@@ -165,8 +185,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 )
 
 # Private attributes of torch's objects that share their name with one of ours.
-TORCH_ATTRIBUTES = {  # of a process group's options, and of a tensor
+TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, and of a tensor
     ("meshdist.collectives.checks", "_base"),
+    ("meshdist.torch_groups.other_devices", "_set_sequence_number_for_group"),
+    ("meshdist.torch_groups.other_devices", "_timeout"),
+    ("meshdist.wires.c10d", "_source_rank"),
     ("meshdist.wires.nccl", "_timeout"),
     ("meshdist.wires.gloo", "_devices"),
     ("meshdist.wires.gloo", "_timeout"),

@@ -1,0 +1,16 @@
+"""Our wires offered to torch: after ``import meshdist.torch_backends``, torch.distributed takes
+``"shm"`` and ``"mpi"`` for backends, and torch programs run on them unchanged.
+
+    import torch.distributed as dist
+    import meshdist.torch_backends
+
+    dist.init_process_group("shm")
+"""
+
+from __future__ import annotations
+
+from .torch_groups.offering import offer
+
+__all__ = ["offer"]
+
+offer()

@@ -1,0 +1,1 @@
+"""Torch's process groups over our wires; ``import meshdist.torch_backends`` offers them."""

@@ -1,0 +1,48 @@
+"""Sums of sparse tensors, as the gradients of sparse embeddings are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, DtypeError
+from ..reduce_ops import ReduceKind, ReduceOp, op_name
+
+__all__ = ["sum_sparse"]
+
+
+def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
+    """Sum a sparse tensor in place over all members; each may have other indices.
+
+    Args:
+        group: torch's kind of process group.
+        tensor: of the layout ``torch.sparse_coo``, of one shape on all members.
+        op: ``ReduceOp.SUM``.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise ArgumentError(
+            "all_reduce of a tensor that is neither dense nor of coordinates",
+            expected="layout torch.strided or torch.sparse_coo",
+            found=f"layout {tensor.layout}",
+            fix="pass tensor.to_dense()",
+        )
+    if op != ReduceOp.SUM:
+        raise DtypeError(
+            f"all_reduce cannot reduce a sparse tensor with {op_name(op)}",
+            expected="SUM",
+            fix="pass tensor.to_dense()",
+        )
+    mine = tensor.detach().coalesce()
+    counts = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather_single(counts, torch.tensor([mine._nnz()])).wait()
+    # Along their last dimension indices go, values along their first.
+    indices = [mine.indices().new_empty(mine.sparse_dim(), n) for n in counts.tolist()]
+    values = [mine.values().new_empty(n, *mine.values().shape[1:]) for n in counts.tolist()]
+    group.allgather([indices], [mine.indices()]).wait()
+    group.allgather([values], [mine.values()]).wait()
+    summed = torch.sparse_coo_tensor(
+        torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
+    )
+    with torch.no_grad():
+        tensor.copy_(summed.coalesce())

@@ -1,0 +1,49 @@
+"""Worlds of torch.distributed on a backend of ours, or of torch's own, in the pool's workers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.pool import Pool
+
+
+def in_world(
+    rank: int, program: Callable[..., Any], size: int, backend: str, url: str, seconds: float
+) -> Any:
+    import meshdist.torch_backends  # noqa: F401 (offers shm to torch)
+
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=size, timeout=limit)
+    try:
+        return program()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def on_torch(
+    pool: Pool,
+    program: Callable[..., Any],
+    size: int,
+    backend: str = "shm",
+    *,
+    seconds: float = 20.0,
+) -> list[Any]:
+    """What ``program()`` returns on each rank of a world of torch's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{folder}/world"
+        return pool.call(in_world, size, program, size, backend, url, seconds)
+
+
+def outcomes_on_torch(
+    pool: Pool, program: Callable[..., Any], size: int, *, seconds: float = 20.0
+) -> list[Any]:
+    """As ``on_torch`` over shm; a rank that failed gives a Failure in its place."""
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{folder}/world"
+        return pool.outcomes(in_world, size, program, size, "shm", url, seconds, has_world=False)
