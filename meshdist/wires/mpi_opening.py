@@ -146,11 +146,20 @@ def open_shared(opening: Opening) -> Shared:
     report_at_the_end()
     words = region.words
     others = _words_of_others(opening, members)
-    has_all = words is not None and others is not None
     arrivals = None
-    if comm.allreduce(has_all, op=MPI.LAND) and words is not None and others is not None:
+    if words is not None and others is not None:
         arrivals = Arrivals(link, words, others)
+    if not _is_so_everywhere(MPI, comm, arrivals is not None):
+        arrivals = None
     return Shared(MPI, link, arrivals, opening)
+
+
+def _is_so_everywhere(MPI: Any, comm: Any, answer: bool) -> bool:
+    # On a buffer: mpi4py's calls for objects can keep Python's lock while they wait for other
+    # ranks, and another thread of this process, which opens a group with them, waits for that lock.
+    answers = bytearray([answer])
+    comm.Allreduce(MPI.IN_PLACE, [answers, MPI.BYTE], op=MPI.BAND)
+    return bool(answers[0])
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:

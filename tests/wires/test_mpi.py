@@ -296,16 +296,18 @@ def test_two_threads_each_with_a_group_of_its_own(pool: Pool) -> None:
     assert found == [[3.0, 6.0]] * 3
 
 
-def groups_opened_in_threads() -> list[float]:
+def groups_opened_in_threads(num_openings: int) -> list[float]:
     """Two threads of each rank open groups with common members at the same time."""
     found: dict[int, float] = {}
 
     def work(ranks: list[int]) -> None:
-        group = md.new_group(ranks)
-        if group is not md.GroupMember.NON_GROUP_MEMBER:
-            x = torch.ones(1)
-            md.all_reduce(x, group=group)
-            found[len(ranks)] = x.item()
+        for _ in range(num_openings):
+            group = md.new_group(ranks)
+            if group is not md.GroupMember.NON_GROUP_MEMBER:
+                x = torch.ones(1)
+                md.all_reduce(x, group=group)
+                found[len(ranks)] = found.get(len(ranks), 0.0) + x.item()
+                md.destroy_process_group(group)
 
     threads = [threading.Thread(target=work, args=(ranks,)) for ranks in ([0, 1], [0, 1, 2])]
     for thread in threads:
@@ -316,8 +318,8 @@ def groups_opened_in_threads() -> list[float]:
 
 
 def test_two_threads_open_groups_at_the_same_time(pool: Pool) -> None:
-    expected = [[2.0, 3.0], [2.0, 3.0], [0.0, 3.0]]
-    assert job_of(pool, 3).run_in_world(groups_opened_in_threads) == expected
+    expected = [[40.0, 60.0], [40.0, 60.0], [0.0, 60.0]]
+    assert job_of(pool, 3).run_in_world(groups_opened_in_threads, 20) == expected
 
 
 def messages_beside_collectives() -> bool:
