@@ -38,10 +38,12 @@ Collectives::Collectives(const Endpoint& endpoint)
     : end_(endpoint),
       kernels_(kernels()),
       rounds_(endpoint),
+      reach_(endpoint, rounds_),
       probe_(endpoint, rounds_),
       factors_(endpoint.size, 1.0),
       sources_(endpoint.size),
       theirs_(endpoint.size),
+      is_afar_(endpoint.size),
       given_(std::size_t{endpoint.size} * endpoint.size),
       expected_(std::size_t{endpoint.size} * endpoint.size) {
 }
@@ -55,7 +57,8 @@ Status Collectives::run(Job& job) {
   mismatch_.clear();
   mismatch_culprit_ = -1;
   chunk_ = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
-  Status status = probe_.before(job.call);
+  Status status = reach_.before(job.call);
+  if (status == Status::ok) status = probe_.before(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) {
     std::uint64_t count = job.count();
@@ -164,18 +167,25 @@ std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
   return piece;
 }
 
+// Whether members fetch from each other what has up to `bytes` bytes; all give the same answer.
+bool Collectives::is_fetched(std::size_t bytes) const {
+  return reach_.is_open() && bytes >= tuning.fetch_least_bytes && bytes <= tuning.fetch_most_bytes;
+}
+
 // Tell the others, with the announcement in `round`, where `input` lies, if they can read it there.
 bool Collectives::offer(const Input& input, std::uint64_t round) {
-  if (end_.size < 2 || input.bytes < tuning.shared_bytes) return false;
+  if (end_.size < 2) return false;
   if (input.giver != kEveryone && input.giver != static_cast<int>(end_.rank)) return false;
-  for (const auto& [number, memory] : end_.memories) {
-    if (!memory->holds(input.data, input.bytes)) continue;
-    const SharedPlace place{number, static_cast<std::uint64_t>(input.data - memory->data())};
+  const auto tell = [&](const Place& place, Hint hint) {
     std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
-    rounds_.call_hints_ = kHintShared;
+    rounds_.call_hints_ = hint;
     return true;
+  };
+  for (const auto& [number, memory] : end_.memories) {
+    if (input.bytes < tuning.shared_bytes || !memory->holds(input.data, input.bytes)) continue;
+    return tell({number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared);
   }
-  return false;
+  return is_fetched(input.fetched) && tell({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
 }
 
 // Who has offered in `round`; all members come to the same answer.
@@ -183,23 +193,39 @@ Collectives::Sharing Collectives::find_offers(const Input& input, std::uint64_t 
   unsigned offers = 0;
   for (unsigned j = 0; j < end_.size; ++j) {
     const Line& line = rounds_.line(j, round);
-    if ((line.hints & kHintShared) == 0) continue;
+    if ((line.hints & (kHintShared | kHintOwn)) == 0) continue;
     ++offers;
-    SharedPlace place;
+    Place place;
     std::memcpy(&place, line.bytes, sizeof place);
-    theirs_[j] = end_.memories.at(place.memory)->data() + place.offset;
+    is_afar_[j] = (line.hints & kHintOwn) != 0 && j != end_.rank;
+    theirs_[j] = (line.hints & kHintOwn) != 0
+                     ? reinterpret_cast<Bytes>(place.offset)
+                     : end_.memories.at(place.memory)->data() + place.offset;
   }
   const unsigned givers = input.giver == kEveryone ? end_.size : 1;
   return offers == 0 ? Sharing::none : offers == givers ? Sharing::all : Sharing::some;
 }
 
-// Everyone's input is ready and stays until everyone is done.
-template <class Direct>
-Status Collectives::run_direct(Job& job, Direct direct) {
-  direct();
+// Copy what `member` has offered, from `offset` on; whether that could be done.
+bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const {
+  const std::uint8_t* from = theirs_[member] + offset;
+  if (is_afar_[member]) return reach_.read(member, to, from, bytes);
+  if (to != from) copy_out(to, from, bytes);
+  return true;
+}
+
+// Tell the others that this member has read all it wants, or could not, and wait until all have
+// told: their inputs stay till then. Where a member could not nobody tries again, and the status is
+// `unsupported`: what can be done instead is the caller's.
+Status Collectives::finish_direct(const Job& job, bool is_done) {
   const std::uint64_t round = rounds_.next();
+  rounds_.line(end_.rank, round).hints = is_done ? 0u : kHintMissed;
   rounds_.publish();
-  return rounds_.wait(round, job.call);
+  const Status status = rounds_.wait(round, job.call);
+  if (status != Status::ok) return status;
+  if (!rounds_.anyone_hints(round, kHintMissed)) return Status::ok;
+  reach_.close();
+  return Status::unsupported;
 }
 
 template <class Write, class Read, class Direct>
@@ -216,9 +242,12 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& in
     }
   }
   const Sharing sharing = find_offers(input, first);
-  if (sharing == Sharing::all) return run_direct(job, direct);
+  if (sharing == Sharing::all) {
+    status = finish_direct(job, direct());
+    if (status != Status::unsupported) return status;
+  }
   // Those who offered have written nothing for the first round: begin anew, all of them.
-  if (sharing == Sharing::some) return exchange_agreed(job, num_rounds, write, read);
+  if (sharing != Sharing::none) return exchange_agreed(job, num_rounds, write, read);
   for (std::uint64_t i = 1; i < num_rounds; ++i) {
     write(i, first + i);
     rounds_.publish();
@@ -245,11 +274,24 @@ Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write wr
   return Status::ok;
 }
 
+// The same for parts of up to `longest` bytes, whose sizes and places the members have told.
+template <class Write, class Read, class Direct>
+Status Collectives::exchange_parts(Job& job, std::uint64_t num_rounds, std::size_t longest,
+                                   Write write, Read read, Direct direct) {
+  if (longest == 0) return Status::ok;
+  if (is_fetched(longest)) {
+    const Status status = finish_direct(job, direct());
+    if (status != Status::unsupported) return status;
+  }
+  return exchange_agreed(job, num_rounds, write, read);
+}
+
 Status Collectives::agree_on_sizes(Job& job) {
   const std::uint64_t round = rounds_.next();
   const unsigned n = end_.size;
-  std::uint64_t* given = end_.segment.table(end_.rank, round, false);
-  std::uint64_t* expected = end_.segment.table(end_.rank, round, true);
+  std::uint64_t* given = end_.segment.table(end_.rank, round, kGiven);
+  std::uint64_t* expected = end_.segment.table(end_.rank, round, kExpected);
+  std::uint64_t* places = end_.segment.table(end_.rank, round, kPlaces);
   const bool is_root = job.root() == static_cast<int>(end_.rank);
   for (unsigned j = 0; j < n; ++j) {
     const bool to_root = job.root() == static_cast<int>(j);
@@ -257,6 +299,7 @@ Status Collectives::agree_on_sizes(Job& job) {
       case Verb::all_gather_v:
         given[j] = job.ins[0].count;
         expected[j] = job.outs[j].count;
+        places[j] = reinterpret_cast<std::uintptr_t>(job.ins[0].data);
         break;
       case Verb::gather_v:
         given[j] = to_root ? job.ins[0].count : 0;
@@ -273,6 +316,7 @@ Status Collectives::agree_on_sizes(Job& job) {
       default:
         given[j] = job.ins[j].count;
         expected[j] = job.outs[j].count;
+        places[j] = reinterpret_cast<std::uintptr_t>(job.ins[j].data);
     }
   }
   if (loop_ != nullptr) end_.me().factors[round % kDepth] = job.call.factor;
@@ -280,8 +324,10 @@ Status Collectives::agree_on_sizes(Job& job) {
   const Status status = agree(job, round);
   if (status != Status::ok) return status;
   for (unsigned i = 0; i < n; ++i) {
-    std::memcpy(&given_[i * n], end_.segment.table(i, round, false), n * sizeof(std::uint64_t));
-    std::memcpy(&expected_[i * n], end_.segment.table(i, round, true), n * sizeof(std::uint64_t));
+    std::memcpy(&given_[i * n], end_.segment.table(i, round, kGiven), n * sizeof(std::uint64_t));
+    std::memcpy(&expected_[i * n], end_.segment.table(i, round, kExpected), n * sizeof(std::uint64_t));
+    theirs_[i] = reinterpret_cast<Bytes>(end_.segment.table(i, round, kPlaces)[end_.rank]);
+    is_afar_[i] = i != end_.rank;
     factors_[i] = end_.segment.member(i).factors[round % kDepth];
   }
   for (unsigned i = 0; i < n; ++i) {
@@ -331,7 +377,10 @@ Status Collectives::reduce_whole(Job& job) {
                   });
   };
   return exchange(job, num_chunks(count, per_chunk), reduce_input(job), write, read,
-                  [&] { reduce_shared(job); });
+                  [&] {
+                    reduce_shared(job);
+                    return true;
+                  });
 }
 
 Collectives::Input Collectives::reduce_input(const Job& job) const {
@@ -442,7 +491,10 @@ Status Collectives::reduce_by_parts(Job& job) {
   if (status != Status::ok) return status;
   for (unsigned j = 0; j < n; ++j) factors_[j] = end_.segment.member(j).factors[first % kDepth];
   const Sharing sharing = find_offers(input, first);
-  if (sharing == Sharing::all) return run_direct(job, [&] { reduce_shared(job); });
+  if (sharing == Sharing::all) {
+    reduce_shared(job);
+    return finish_direct(job, true);
+  }
   if (sharing == Sharing::some) {  // those who offered have written nothing: begin anew
     first = rounds_.next();
     write(0, first);
@@ -489,9 +541,8 @@ Status Collectives::broadcast(Job& job) {
     copy_out(job.out + i * chunk, area(root, round, is_inline), std::min(chunk, bytes - i * chunk));
   };
   loop_ = nullptr;
-  return exchange(job, num_chunks(bytes, chunk), {job.out, bytes, job.root()}, write, read, [&] {
-    if (!is_root) copy_out(job.out, theirs_[root], bytes);
-  });
+  return exchange(job, num_chunks(bytes, chunk), {job.out, bytes, job.root()}, write, read,
+                  [&] { return is_root || fetch(job.out, root, 0, bytes); });
 }
 
 Status Collectives::all_gather(Job& job) {
@@ -535,13 +586,14 @@ Status Collectives::all_gather(Job& job) {
       }
     }
   };
+  const auto direct = [&] {
+    bool is_done = true;
+    for (unsigned j = 0; j < n; ++j) is_done &= fetch(target(j), j, 0, bytes_of(j));
+    return is_done;
+  };
   const std::uint64_t rounds = num_chunks(longest, chunk);
-  return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {own, bytes_of(me)}, write, read, [&] {
-                    for (unsigned j = 0; j < n; ++j) {
-                      if (target(j) != theirs_[j]) copy_out(target(j), theirs_[j], bytes_of(j));
-                    }
-                  });
+  return varies ? exchange_parts(job, rounds, longest, write, read, direct)
+                : exchange(job, rounds, {own, longest, kEveryone, longest}, write, read, direct);
 }
 
 Status Collectives::gather(Job& job) {
@@ -587,13 +639,12 @@ Status Collectives::gather(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {own, bytes_of(me)}, write, read, [&] {
-                    if (me != root) return;
-                    for (unsigned j = 0; j < n; ++j) {
-                      if (job.outs[j].data != theirs_[j]) {
-                        copy_out(job.outs[j].data, theirs_[j], bytes_of(j));
-                      }
+                : exchange(job, rounds, {own, longest}, write, read, [&] {
+                    bool is_done = true;
+                    for (unsigned j = 0; j < n && me == root; ++j) {
+                      is_done &= fetch(job.outs[j].data, j, 0, longest);
                     }
+                    return is_done;
                   });
 }
 
@@ -639,7 +690,7 @@ Status Collectives::scatter(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
   return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {}, write, read, [] {});
+                : exchange(job, rounds, {}, write, read, [] { return true; });
 }
 
 Status Collectives::reduce_scatter(Job& job) {
@@ -685,6 +736,7 @@ Status Collectives::reduce_scatter(Job& job) {
                       sources_[j] = theirs_[j] + me * job.count() * item_;
                     }
                     loop_(target, sources_.data(), n, job.count(), factors_.data());
+                    return true;
                   });
 }
 
@@ -732,14 +784,16 @@ Status Collectives::all_to_all(Job& job) {
       }
     }
   };
+  const auto direct = [&] {
+    bool is_done = true;
+    for (unsigned j = 0; j < n; ++j) {
+      is_done &= fetch(target(j), j, varies ? 0 : me * equal, bytes_from(j));
+    }
+    return is_done;
+  };
   const std::uint64_t rounds = num_chunks(longest, piece);
-  return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {job.in, n * equal}, write, read, [&] {
-                    for (unsigned j = 0; j < n; ++j) {
-                      const Bytes from = theirs_[j] + me * equal;
-                      if (target(j) != from) copy_out(target(j), from, equal);
-                    }
-                  });
+  return varies ? exchange_parts(job, rounds, longest, write, read, direct)
+                : exchange(job, rounds, {job.in, n * equal, kEveryone, equal}, write, read, direct);
 }
 
 Status Collectives::barrier(Job& job) {

@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 #include "probe.h"
+#include "reach.h"
 #include "rounds.h"
 #include "tuning.h"
 
@@ -40,6 +41,7 @@ class Collectives {
   Status run(Job& job);
 
   const Failure& failure() const { return rounds_.failure; }
+  bool reads_others() const { return reach_.is_open(); }
   Tuning tuning;
   // For measurements: keep to one kind of stores, whatever the probe finds.
   void keep_stores(bool streams) { kept_stores_ = streams ? 1 : 0; }
@@ -51,15 +53,17 @@ class Collectives {
     const std::uint8_t* data = nullptr;
     std::size_t bytes = 0;
     int giver = kEveryone;
+    std::size_t fetched = 0;  // of it by each other member, where it is only copied
   };
   enum class Sharing { none, some, all };
 
   Status dispatch(Job& job);
+  bool is_fetched(std::size_t bytes) const;
   bool streams(std::size_t bytes) const;
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
-  template <class Direct>
-  Status run_direct(Job& job, Direct direct);
+  bool fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const;
+  Status finish_direct(const Job& job, bool is_done);
   void reduce_shared(const Job& job);
   Input reduce_input(const Job& job) const;
   Status agree(const Job& job, std::uint64_t round);
@@ -76,16 +80,19 @@ class Collectives {
   // One round after the other: `write(i, round)` lays out what this member gives in the i-th,
   // `read(i, round)` takes what the others gave. Reading the i-th overlaps with the others'
   // writing of the next.
-  // Where all who give (`giver`, or everyone) have their `input` in memory that all members map,
-  // `direct()` does it all instead, reading at `theirs_`.
+  // Where all who give (`giver`, or everyone) have their `input` in memory that all members map, or
+  // can fetch it from, `direct()` does it all instead, and returns whether it could.
   template <class Write, class Read, class Direct>
   Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
                   Direct direct);
   template <class Write, class Read>
   Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read);
+  template <class Write, class Read, class Direct>
+  Status exchange_parts(Job& job, std::uint64_t num_rounds, std::size_t longest, Write write,
+                        Read read, Direct direct);
 
   // For verbs whose parts differ: publish how much this member gives to each and expects of each,
-  // and check it for all pairs, so that all members come to the same result.
+  // and where, and check it for all pairs, so that all members come to the same result.
   Status agree_on_sizes(Job& job);
 
   Bytes area(unsigned member, std::uint64_t round, bool is_inline) const {
@@ -106,6 +113,7 @@ class Collectives {
   const Endpoint& end_;
   const Kernels& kernels_;
   Rounds rounds_;
+  Reach reach_;
   Probe probe_;
   int kept_stores_ = -1;
   ReduceLoop loop_ = nullptr;
@@ -117,7 +125,8 @@ class Collectives {
   bool streams_out_ = false;     // its stores into results
   std::vector<double> factors_;  // one per member, for PREMUL_SUM
   std::vector<const void*> sources_;
-  std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared
+  std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared or fetched
+  std::vector<bool> is_afar_;          // those that lie in the member's own memory
   std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
   std::vector<std::uint64_t> expected_;  // [by][of]
   std::uint64_t bad_round_ = 0;

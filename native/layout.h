@@ -26,20 +26,26 @@ constexpr std::uint32_t kVersion = 1;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
 
-// Where a member's buffer lies in memory that all members map; in a line's bytes.
-struct SharedPlace {
-  std::uint64_t memory;  // the index in the order of adding, which is the same on all members
-  std::uint64_t offset;
+// Where a member's buffer lies; in a line's bytes.
+struct Place {
+  std::uint64_t memory;  // that all members map: the index in the order of adding, equal on all
+  std::uint64_t offset;  // in it; in the member's own memory the address
 };
-static_assert(sizeof(SharedPlace) <= kInlineBytes, "a line holds it");
+static_assert(sizeof(Place) <= kInlineBytes, "a line holds it");
 
-// In a line's hints. All but kHintShared are the first member's alone, see probe.h.
+// The rows of a table: per member how many elements this one gives it, how many it expects of it, and
+// where in its own memory what it gives begins.
+enum Row : unsigned { kGiven, kExpected, kPlaces, kNumRows };
+
+// In a line's hints. Those of the stores and the probe are the first member's alone, see probe.h.
 enum Hint : std::uint32_t {
   kHintStreamMuch = 1,
   kHintProbeNext = 2,
   kHintMeasureBoth = 4,
-  kHintShared = 8,  // the line's bytes are a SharedPlace
+  kHintShared = 8,  // the line's bytes are a Place in shared memory
   kHintStreamLittle = 16,
+  kHintOwn = 32,     // the line's bytes are a Place in the member's own memory
+  kHintMissed = 64,  // this member could not read what another one has in its own memory
 };
 
 // What one member says it is calling; members must agree on all of it.
@@ -149,7 +155,7 @@ inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes,
   g.members_at = at;
   at = round_up(at + size * sizeof(Member), kPage);
   g.tables_at = at;
-  at = round_up(at + std::uint64_t{size} * kDepth * 2 * size * sizeof(std::uint64_t), kPage);
+  at = round_up(at + std::uint64_t{size} * kDepth * kNumRows * size * sizeof(std::uint64_t), kPage);
   g.channels_at = at;
   at = round_up(at + std::uint64_t{size} * size * sizeof(Channel), kPage);
   g.slots_at = at;

@@ -497,6 +497,9 @@ NB_MODULE(native, m) {
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
   c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   c.def("announce_end", [](PyCommunicator& self) { self.end->announce_end(); });
+  // Whether parts of some size are read where they lie in other members' memory; see reach.h.
+  c.def_prop_ro("reads_others",
+                [](PyCommunicator& self) { return self.progress->collectives().reads_others(); });
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     Tuning& tuning = self.progress->collectives().tuning;
@@ -506,6 +509,10 @@ NB_MODULE(native, m) {
       tuning.whole_reduce_bytes = value;
     } else if (name == "shared_bytes") {
       tuning.shared_bytes = value;
+    } else if (name == "fetch_least_bytes") {
+      tuning.fetch_least_bytes = value;
+    } else if (name == "fetch_most_bytes") {
+      tuning.fetch_most_bytes = value;
     } else if (name == "spread_bytes") {
       tuning.spread_bytes = value;
     } else if (name == "stream_out_bytes") {

@@ -75,6 +75,14 @@ class Rounds {
     return Status::ok;
   }
 
+  // Whether any member has published `round`, which all have, with one of `hints`.
+  bool anyone_hints(std::uint64_t round, std::uint32_t hints) const {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if ((line(j, round).hints & hints) != 0) return true;
+    }
+    return false;
+  }
+
   void finish(const Call& call) {
     end_.me().report.ended.store(call.header.sequence, std::memory_order_release);
   }

@@ -61,9 +61,9 @@ class Segment {
   Member& member(unsigned rank) const {
     return reinterpret_cast<Member*>(base_ + geometry_.members_at)[rank];
   }
-  // Numbers of elements per member, for calls whose parts differ: what `rank` sends, or expects.
-  std::uint64_t* table(unsigned rank, std::uint64_t round, bool expected) const {
-    const std::uint64_t index = (std::uint64_t{rank} * kDepth + round % kDepth) * 2 + expected;
+  // A number per member, for calls whose parts differ.
+  std::uint64_t* table(unsigned rank, std::uint64_t round, Row row) const {
+    const std::uint64_t index = (std::uint64_t{rank} * kDepth + round % kDepth) * kNumRows + row;
     return reinterpret_cast<std::uint64_t*>(base_ + geometry_.tables_at) + index * geometry_.size;
   }
   std::uint8_t* slot(unsigned rank, std::uint64_t round) const {

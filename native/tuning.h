@@ -22,6 +22,10 @@ struct Tuning {
   // From here on buffers in memory that all members map are reduced and read where they lie, which
   // takes one more round than a call of one chunk: at 64 KiB a third of the time already.
   std::size_t shared_bytes = 16 * 1024;
+  // What a member copies of another's data is read where it lies, if that is allowed, when it has
+  // at least and at most so many bytes.
+  std::size_t fetch_least_bytes = 64 * 1024;
+  std::size_t fetch_most_bytes = 8 * 1024 * 1024;
   // Results larger than this leave the caches before anybody reads them, so they are written past
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
   // all-gather, all-to-all, broadcast and send, at 4 MiB no gain.

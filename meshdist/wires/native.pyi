@@ -397,4 +397,10 @@ class Communicator:
     def announce_end(self) -> None:
         """Let the others know that this process comes to its end in good order."""
 
+    @property
+    def reads_others(self) -> bool:
+        """Whether parts of some sizes are read where they lie in other members' memory.
+
+        It is tried before the first collective, and given up for good when it fails.
+        """
     def set_tuning(self, name: str, value: int, /) -> None: ...

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import zlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,15 +196,86 @@ def tuned_cases(c: Any) -> None:
         ("whole_reduce_bytes", 0),
         ("chunk_bytes", 8192),
         ("spread_bytes", 64),
+        ("fetch_least_bytes", 1),
+        ("fetch_most_bytes", 0),
     ):
         c.set_tuning(name, value)
         verb_cases(c)
-    ragged_cases(c)
+        ragged_cases(c)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_results_do_not_depend_on_stores_and_thresholds(size: int) -> None:
     run_ranks(size, tuned_cases)
+
+
+def fetching_cases(c: Any) -> bool:
+    c.set_tuning("fetch_least_bytes", 1)
+    call(c.barrier)
+    verb_cases(c)
+    ragged_cases(c)
+    return bool(c.reads_others)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_parts_are_read_where_they_lie(size: int) -> None:
+    assert run_ranks(size, fetching_cases, is_crowded=False) == [True] * size
+
+
+def test_ranks_that_share_cores_use_slots_alone() -> None:
+    assert run_ranks(2, fetching_cases, is_crowded=True) == [False] * 2
+
+
+MEMFD_SECRET = 447
+
+
+def secret_memory(num_bytes: int) -> mmap.mmap | None:
+    """Memory that the kernel lets nobody read but its process; None where it has no such thing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(MEMFD_SECRET, 0)
+    if fd < 0:
+        return None
+    os.ftruncate(fd, num_bytes)
+    return mmap.mmap(fd, num_bytes)
+
+
+def secret_cases(c: Any, is_uneven_first: bool) -> list[Any]:
+    """One member gives what the other cannot read."""
+    count = 100_000
+    half = count // 2
+    memory = secret_memory(4 * count)
+    if memory is None:
+        return [None]
+    mine = torch.full((count,), float(c.rank))
+    if c.rank == 1:
+        mine = torch.frombuffer(memory, dtype=torch.float32)
+        mine.fill_(1.0)
+
+    def gather() -> None:
+        out = torch.full((2 * count,), -1.0)
+        call(c.all_gather, out.data_ptr(), mine.data_ptr(), count, DTYPES["float32"])
+        assert out.view(2, count).tolist() == [[0.0] * count, [1.0] * count]
+
+    def exchange() -> None:
+        out = torch.full((count,), -1.0)
+        places = [[x.data_ptr(), x.data_ptr() + 4 * half] for x in (out, mine)]
+        call(c.all_to_all_v, places[0], [half] * 2, places[1], [half] * 2, DTYPES["float32"])
+        assert out.view(2, half).tolist() == [[0.0] * half, [1.0] * half]
+
+    call(c.barrier)
+    found = [c.reads_others]
+    for verb in (exchange, gather) if is_uneven_first else (gather, exchange):
+        verb()
+        found.append(c.reads_others)
+    return found
+
+
+@pytest.mark.parametrize("is_uneven_first", [False, True])
+def test_what_others_cannot_read_goes_through_slots(is_uneven_first: bool) -> None:
+    found = run_ranks(2, partial(secret_cases, is_uneven_first=is_uneven_first))
+    if found[0] == [None]:
+        pytest.skip("this kernel has no secret memory")
+    assert found == [[True, False, False]] * 2
 
 
 def unaligned_cases(c: Any) -> None:
