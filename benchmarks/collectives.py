@@ -9,8 +9,9 @@ default.
 All sides keep their processes, asleep while another is at work; each round asks each side once for
 each verb and size. A cell is the median over rounds of the slowest rank's time per call; a ratio is
 the median over rounds of the other's time divided by ours in the same round. MPI is called through
-mpi4py on NumPy arrays; it and JAX take part where they are installed, MPICH from an environment of
-its own (build/mpich), since its mpiexec bears the name of Open MPI's.
+mpi4py on NumPy arrays, which lie on pages of the size that torch's tensors lie on; it and JAX take
+part where they are installed, MPICH from an environment of its own (build/mpich), since its mpiexec
+bears the name of Open MPI's.
 `meshdist bench collectives` measures whatever is named.
 """
 

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+
 namespace nb = nanobind;
 
 namespace meshdist {
@@ -70,6 +72,7 @@ std::uint64_t number(nb::handle value) {
 PlainSum::PlainSum(nb::dict facts)
     : num_forks_(forks),
       tensor_type_(facts["tensor_type"]),
+      views_(tensor_type_),
       codes_(facts["codes"]),
       aborts_(facts["aborts"]),
       is_told_(facts["is_told"]),
@@ -107,24 +110,26 @@ bool PlainSum::is_quiet() const {
 }
 
 // The shape and dtype of a tensor whose memory is the call's; null where it is not so plain.
-nb::object PlainSum::read(nb::handle tensor, Buffer& buffer) const {
+nb::object PlainSum::read(nb::handle tensor, Buffer& buffer) {
   const Names& n = names();
-  const nb::object dtype = get(tensor, n.dtype);
-  PyObject* const code = PyDict_GetItem(codes_.ptr(), dtype.ptr());
-  if (code == nullptr) return {};
-  buffer.dtype = static_cast<unsigned>(PyLong_AsLong(code));
-  if (!is_true(get(tensor, n.is_cpu)) || is_true(get(tensor, n.requires_grad)) ||
-      !is_true(call(tensor, n.is_contiguous)) || is_true(call(tensor, n.is_neg))) {
-    return {};
-  }
-  const nb::object shape = get(tensor, n.shape);
-  buffer.count = 1;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(shape.ptr()); ++i) {
-    buffer.count *= number(PyTuple_GetItem(shape.ptr(), i));
-  }
-  buffer.address = number(call(tensor, n.data_ptr));
+  TensorView view;
+  if (!views_.look(tensor, view) || !view.is_cpu || !view.is_contiguous()) return {};
+  if (is_true(get(tensor, n.requires_grad)) || is_true(call(tensor, n.is_neg))) return {};
+  buffer.count = view.count();
+  buffer.address = reinterpret_cast<std::uintptr_t>(view.data);
   if (buffer.address == 0 && buffer.count != 0) return {};  // its memory was taken away
-  return checked(PyTuple_Pack(2, shape.ptr(), dtype.ptr()));
+  if (!last_data_.is_valid() || view.dtype != last_dtype_ ||
+      !std::equal(last_shape_.begin(), last_shape_.end(), view.shape, view.shape + view.num_dims)) {
+    const nb::object dtype = get(tensor, n.dtype);
+    PyObject* const code = PyDict_GetItem(codes_.ptr(), dtype.ptr());
+    if (code == nullptr) return {};
+    last_code_of_dtype_ = static_cast<unsigned>(PyLong_AsLong(code));
+    last_dtype_ = view.dtype;
+    last_shape_.assign(view.shape, view.shape + view.num_dims);
+    last_data_ = checked(PyTuple_Pack(2, get(tensor, n.shape).ptr(), dtype.ptr()));
+  }
+  buffer.dtype = last_code_of_dtype_;
+  return last_data_;
 }
 
 void PlainSum::note(nb::handle data) {

@@ -8,6 +8,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <vector>
+
+#include "tensor_view.h"
 
 namespace meshdist {
 
@@ -30,11 +33,16 @@ class PlainSum {
 
  private:
   bool is_quiet() const;
-  nanobind::object read(nanobind::handle tensor, Buffer& buffer) const;
+  nanobind::object read(nanobind::handle tensor, Buffer& buffer);
   void note(nanobind::handle data);
 
   const unsigned num_forks_;
   nanobind::object tensor_type_, codes_;
+  TensorViews views_;
+  nanobind::object last_data_;
+  unsigned last_code_of_dtype_ = 0;
+  std::uint32_t last_dtype_ = 0;
+  std::vector<std::int64_t> last_shape_;
   nanobind::object aborts_, is_told_, level_;
   nanobind::object recorder_, notes_, moments_, between_files_;
   nanobind::object group_, verb_, more_, no_stack_;

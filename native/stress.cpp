@@ -249,10 +249,11 @@ int main(int argc, char** argv) {
       for (const Group& group : groups) {
         const auto place = std::find(group.members.begin(), group.members.end(), r);
         const auto index = static_cast<unsigned>(place - group.members.begin());
+        const bool is_crowded = &group != &groups[1];  // that one as if each had a core of its own
         rank.communicators.push_back(
             place == group.members.end()
                 ? nullptr
-                : std::make_unique<Communicator>(group.segment, index, Processes({}), true));
+                : std::make_unique<Communicator>(group.segment, index, Processes({}), is_crowded));
       }
       const Nanoseconds end = deadline_after(seconds);
       bool goes_on = true;

@@ -51,6 +51,8 @@ def answers_of_the_short_way() -> dict[str, int]:
     md.all_reduce(torch.ones(1))
     short = md.group.WORLD.plain_sum
     x = torch.ones(2, 2)
+    freed = torch.ones(2)
+    freed.untyped_storage().resize_(0)
     cases = {
         "plain": x,
         "no element": torch.empty(0, 3),
@@ -67,6 +69,7 @@ def answers_of_the_short_way() -> dict[str, int]:
         "meta": torch.ones(2, device="meta"),
         "no sum in the core": x.to(torch.float8_e5m2),
         "without memory": torch._efficientzerotensor(2),
+        "its memory taken away": freed,
         "an array": x.numpy(),
         "nothing": None,
     }
@@ -90,6 +93,39 @@ def sums(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_it_sums(pool: Pool, dtype: torch.dtype) -> None:
     assert pool.run(sums, 2, dtype, backend="shm") == [True] * 2
+
+
+def sums_of_many_shapes() -> list[float]:
+    """One after the other, so that nothing of a call is kept for another one's tensor."""
+    md.all_reduce(torch.ones(1))
+    short, group = md.group.WORLD.plain_sum, md.group.WORLD
+    found = []
+    for dtype in (torch.float32, torch.int32, torch.float64):
+        for shape in ((2, 3), (3, 2), (6,), (1, 6), (0, 6), (), (2, 3)):
+            x = torch.ones(shape, dtype=dtype)
+            assert short(x) == 0
+            assert (x == 2).all()
+            found.append(group.channel("cpu").recorder.describe()["argument"])
+    return found
+
+
+def test_it_notes_each_shape_and_dtype(pool: Pool) -> None:
+    shapes = ["(2, 3)", "(3, 2)", "(6,)", "(1, 6)", "(0, 6)", "()", "(2, 3)"]
+    expected = [f"{s} {d}, SUM" for d in ("float32", "int32", "float64") for s in shapes]
+    for found in pool.run(sums_of_many_shapes, 2, backend="shm"):
+        assert found == expected
+
+
+def sum_of_a_lazy_copy() -> list[list[float]]:
+    md.all_reduce(torch.ones(1))
+    x = torch.ones(3)
+    y = torch._lazy_clone(x)
+    assert md.group.WORLD.plain_sum(y) == 0
+    return [x.tolist(), y.tolist()]
+
+
+def test_a_lazy_copy_gets_memory_of_its_own(pool: Pool) -> None:
+    assert pool.run(sum_of_a_lazy_copy, 2, backend="shm") == [[[1.0] * 3, [2.0] * 3]] * 2
 
 
 def backward_after_a_write() -> str:
