@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "communicator.h"
+#include "mpi_calls.h"
 #include "plain_sum.h"
 
 namespace nb = nanobind;
@@ -360,9 +361,9 @@ struct PyPlainSum : PlainSum {
 
   // The status, or -1 where the call is not plain; nothing has happened then.
   int run(nb::handle tensor) {
-    Buffer buffer;
-    if (!begin(tensor, buffer)) return -1;
-    Job job = core.all_reduce(buffer.address, buffer.count, buffer.dtype, kSum, 1.0);
+    Plain plain;
+    if (!begin(tensor, plain)) return -1;
+    Job job = core.all_reduce(plain.address, plain.count, plain.code, kSum, 1.0);
     note_write(tensor);
     return core.run(job, timeout);
   }
@@ -482,6 +483,22 @@ NB_MODULE(native, m) {
   nb::class_<PyPlainSum>(m, "PlainSum")
       .def(nb::init<nb::object, nb::dict, double>(), "communicator"_a, "facts"_a, "timeout"_a)
       .def("run", &PyPlainSum::run, "tensor"_a.none());
+  nb::class_<Entry>(m, "Entry")
+      .def(nb::init<nb::dict>(), "facts"_a)
+      .def("enter", &Entry::enter_one, nb::arg(), nb::arg().none(), nb::arg().none(),
+           nb::arg().none(), nb::arg().none());
+  nb::class_<MpiCalls>(m, "MpiCalls")
+      .def(nb::init<nb::dict>(), "facts"_a)
+      .def("all_reduce", &MpiCalls::all_reduce, nb::arg().none())
+      .def("reduce", &MpiCalls::reduce, nb::arg().none(), nb::arg().none(), nb::arg())
+      .def("broadcast", &MpiCalls::broadcast, nb::arg().none(), nb::arg())
+      .def("all_gather", &MpiCalls::all_gather, nb::arg(), nb::arg().none(), nb::arg().none())
+      .def("reduce_scatter", &MpiCalls::reduce_scatter, nb::arg(), nb::arg().none(),
+           nb::arg().none(), nb::arg().none())
+      .def("gather", &MpiCalls::gather, nb::arg().none(), nb::arg().none(), nb::arg())
+      .def("scatter", &MpiCalls::scatter, nb::arg().none(), nb::arg().none(), nb::arg())
+      .def("all_to_all", &MpiCalls::all_to_all, nb::arg().none(), nb::arg().none())
+      .def("barrier", &MpiCalls::barrier);
   c.def_prop_ro("streams_into_slots", [](const PyCommunicator& self) {
     return self.end->streams_much.load();
   });

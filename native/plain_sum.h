@@ -1,46 +1,32 @@
 // The shortest way of the plainest call: the sum of one plain tensor, in place, waited for.
 //
 // What `meshdist.all_reduce` does in Python for any argument takes longer than the sum of a few
-// numbers. This does the same for one kind of call, and leaves every other to Python: it checks the
-// tensor, notes the call as `Recorder.note` does, and tells autograd of the write.
+// numbers. This does the same for one kind of call, and leaves every other to Python.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
-#include <cstdint>
+#include "entry.h"
 
 namespace meshdist {
 
 class PlainSum {
  public:
-  // `facts` has what Python knows: see `meshdist.wires.native`.
-  explicit PlainSum(nanobind::dict facts);
+  // `facts` has what Python knows: see `meshdist.wires.shm`.
+  explicit PlainSum(nb::dict facts)
+      : entry_(facts), verb_(facts["verb"]), op_(facts["op"]) {}
 
-  struct Buffer {
-    std::uintptr_t address = 0;
-    std::uint64_t count = 0;
-    unsigned dtype = 0;
-  };
-
-  // Fill `buffer` and note the call, if the call is plain; else nothing has happened.
-  bool begin(nanobind::handle tensor, Buffer& buffer);
+  // Fill `plain` and note the call, if the call is plain; else nothing has happened.
+  bool begin(nb::handle tensor, Plain& plain) {
+    if (!entry_.is_quiet() || !entry_.read(tensor, plain)) return false;
+    entry_.enter(Entry::Call{verb_, op_}, &plain);
+    return true;
+  }
 
   // Tell autograd that `tensor` was written into.
-  void note_write(nanobind::handle tensor);
+  void note_write(nb::handle tensor) { entry_.note_write(tuple_of(tensor)); }
 
  private:
-  bool is_quiet() const;
-  nanobind::object read(nanobind::handle tensor, Buffer& buffer) const;
-  void note(nanobind::handle data);
-
-  const unsigned num_forks_;
-  nanobind::object tensor_type_, codes_;
-  nanobind::object aborts_, is_told_, level_;
-  nanobind::object recorder_, notes_, moments_, between_files_;
-  nanobind::object group_, verb_, more_, no_stack_;
-  nanobind::object increment_version_;
-  nanobind::object last_code_;  // the program's that called last
-  Py_ssize_t num_kept_;
+  Entry entry_;
+  const nb::object verb_, op_;
 };
 
 }  // namespace meshdist

@@ -25,6 +25,7 @@ from ..runtime.forks import num_forks
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import (
     Communicator,
+    PlainCalls,
     Wire,
     WireFailure,
     WireRefused,
@@ -105,6 +106,8 @@ class ProcessGroup:
         self._closed = False
         self.plain_sum: Callable[[Any], int] | None = None
         """The plainest all-reduce of a CPU tensor, where the open wire has a short way for it."""
+        self.plain_calls: PlainCalls | None = None
+        """Plain calls on CPU tensors, where the open wire has short ways for them."""
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -270,7 +273,7 @@ class ProcessGroup:
     def forget_channels(self) -> None:
         """Reach no communicator any more; called when the world closes."""
         self._channels = {}
-        self.plain_sum = None
+        self.plain_sum = self.plain_calls = None
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
@@ -344,8 +347,9 @@ class ProcessGroup:
             ) from failure
         channel = Channel(self, wire, opened, device_type, timeout)
         self._channels[device_type] = channel
-        if device_type == "cpu" and channel.plain_sum is not None:
-            self.plain_sum = channel.plain_sum.run
+        if device_type == "cpu":
+            self.plain_sum = channel.plain_sum and channel.plain_sum.run
+            self.plain_calls = channel.plain_calls
         _log.info(
             "rank %d opened %s, %s, on wire %s for %s tensors",
             self.world.rank,

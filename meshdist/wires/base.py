@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.distributed import Store
@@ -36,6 +36,7 @@ __all__ = [
     "MembersDisagree",
     "Opening",
     "Pending",
+    "PlainCalls",
     "PlainSum",
     "REDUCING_VERBS",
     "Wire",
@@ -67,6 +68,50 @@ class PlainSum(NamedTuple):
 
     run: Callable[[Any], int]
     failure: Callable[[int], WireFailure]
+
+
+class PlainCalls(Protocol):
+    """Short ways for calls on plain CPU tensors that wait.
+
+    Each does all that the verb does, and returns True; or does nothing, and returns False, where
+    the call is not that plain. What it raises is what the verb raises.
+    """
+
+    def all_reduce(self, tensor: Any, /) -> bool:
+        """The sum, in place."""
+        ...
+
+    def reduce(self, tensor: Any, op: Any, root: int, /) -> bool:
+        """To the member at place ``root``."""
+        ...
+
+    def broadcast(self, tensor: Any, root: int, /) -> bool:
+        """From the member at place ``root``."""
+        ...
+
+    def all_gather(self, verb: str, output: Any, tensor: Any, /) -> bool:
+        """Under the public name ``verb``."""
+        ...
+
+    def reduce_scatter(self, verb: str, output: Any, tensor: Any, op: Any, /) -> bool:
+        """Under the public name ``verb``."""
+        ...
+
+    def gather(self, tensor: Any, outputs: Any, root: int, /) -> bool:
+        """To the member at place ``root``; ``outputs`` is None on the others."""
+        ...
+
+    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool:
+        """From the member at place ``root``; ``inputs`` is None on the others."""
+        ...
+
+    def all_to_all(self, output: Any, tensor: Any, /) -> bool:
+        """In equal parts."""
+        ...
+
+    def barrier(self) -> bool:
+        """Over all members."""
+        ...
 
 
 class WireFailure(Exception):
@@ -232,9 +277,17 @@ class Communicator(ABC):
         """A shorter way to check, note and run the plainest all-reduce; None where there is none.
 
         Args:
-            noting: what it needs to note calls: a recorder's insides, and what stays the same in
-                all notes; ``aborts``, empty while nothing is broken; ``is_told`` and ``level``,
-                which tell whether somebody wants to read of every verb.
+            noting: what it needs to look at tensors, and to note and compare calls, as
+                ``Channel.enter`` does; {} where it may not.
+            timeout: how long one may take.
+        """
+        return None
+
+    def plain_calls(self, noting: dict[str, Any], timeout: timedelta) -> PlainCalls | None:
+        """Shorter ways for plain calls of other verbs; None where there are none.
+
+        Args:
+            noting: as for ``plain_sum``; and ``explain``, which makes the error to raise of any.
             timeout: how long one may take.
         """
         return None

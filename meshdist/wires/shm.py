@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -37,14 +35,13 @@ from .base import (
     WireTimeout,
     register_wire,
 )
+from .core import core as _core
 from .handshake import Shared, share
 from .pending import Chain
 
 __all__ = ["ShmCommunicator", "ShmWire"]
 
-_core: Any = None
-with suppress(ImportError):  # it is built on Linux, where there is a compiler
-    _core = import_module(".native", __package__)
+if _core is not None:
     clock.follow(_core.let_timeouts_stand)
 
 _SUM = ReduceOp.SUM
@@ -281,9 +278,9 @@ class ShmCommunicator(Communicator):
             return None
         facts = {
             **noting,
-            "tensor_type": torch.Tensor,
             "codes": _plain_codes(),
-            "increment_version": torch._C._increment_version,
+            "verb": "all_reduce",
+            "op": _SUM,
         }
         native = _core.PlainSum(self._core, facts, timeout.total_seconds())
         return PlainSum(native.run, lambda status: self._failure(status, self._core.last_failure()))
