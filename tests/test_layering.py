@@ -58,6 +58,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "wires": (
             "pending",
             "scratch",
+            "core",
             "reductions",
             "futures",
             "turns",

@@ -128,6 +128,9 @@ def gather(
     """
     target = resolve_group(group)
     root = get_root(target, dst, group_dst, "gather", "dst")
+    plain = None if async_op else target.plain_calls
+    if plain is not None and plain.gather(tensor, gather_list, root):
+        return None
     _, block = dense(tensor, "tensor", "gather", writable=False)
     written: list[Written] = []
     if root == target.rank():
@@ -186,6 +189,9 @@ def scatter(
     """
     target = resolve_group(group)
     root = get_root(target, src, group_src, "scatter", "src")
+    plain = None if async_op else target.plain_calls
+    if plain is not None and plain.scatter(tensor, scatter_list, root):
+        return None
     data, buffer = dense(tensor, "tensor", "scatter", writable=True)
     inputs: list[torch.Tensor] = []
     if root == target.rank():
@@ -350,6 +356,10 @@ def all_to_all_single(
     """
     target = resolve_group(group)
     name = "all_to_all_single"
+    is_plain = not async_op and output_split_sizes is None and input_split_sizes is None
+    plain = target.plain_calls if is_plain else None
+    if plain is not None and plain.all_to_all(output, input):
+        return None
     data, buffer = dense(output, "output", name, writable=True)
     _, source = dense(input, "input", name, writable=False)
     check_alike(buffer, source, target, name, ("output", "input"))

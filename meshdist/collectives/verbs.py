@@ -82,13 +82,9 @@ def all_reduce(
         with profiled(all_reduce, tensor, op, group, async_op):
             return _all_reduce(tensor, op, resolve_group(group), async_op)
     target = group if type(group) is ProcessGroup else resolve_group(group)
-    plain_sum = target.plain_sum
-    if op is SUM and plain_sum is not None and not async_op:
-        status = plain_sum(tensor)
-        if status == 0:
-            return None
-        if status > 0:
-            raise target.channel("cpu").explain_plain(status)
+    plain = target.plain_calls
+    if op is SUM and plain is not None and not async_op and plain.all_reduce(tensor):
+        return None
     return _all_reduce(tensor, op, target, async_op)
 
 
@@ -155,6 +151,9 @@ def broadcast(
     """
     target = resolve_group(group)
     root = get_peer(target, src, group_src, "broadcast", "src")
+    plain = None if async_op else target.plain_calls
+    if plain is not None and plain.broadcast(tensor, root):
+        return None
     data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
     channel = target.channel(buffer.device.type)
     channel.enter("broadcast", buffer, None, root)
@@ -203,6 +202,9 @@ def reduce(
     """
     target = resolve_group(group)
     root = get_peer(target, dst, group_dst, "reduce", "dst")
+    plain = None if async_op else target.plain_calls
+    if plain is not None and plain.reduce(tensor, op, root):
+        return None
     is_root = root == target.rank()
     data, buffer = dense(tensor, "tensor", "reduce", writable=is_root)
     kind, factor = split_premul(op)
@@ -260,6 +262,9 @@ def all_gather_single(
 
 def _all_gather(name: str, output: Any, input: Any, group: Any, async_op: bool) -> Work | None:
     target = resolve_group(group)
+    plain = None if async_op else target.plain_calls
+    if plain is not None and plain.all_gather(name, output, input):
+        return None
     names = ("output_tensor", "input_tensor")
     data, buffer = dense(output, names[0], name, writable=True)
     _, block = dense(input, names[1], name, writable=False)
@@ -316,6 +321,9 @@ def _reduce_scatter(
     name: str, output: Any, input: Any, op: Any, group: Any, async_op: bool
 ) -> Work | None:
     target = resolve_group(group)
+    plain = None if async_op else target.plain_calls
+    if plain is not None and plain.reduce_scatter(name, output, input, op):
+        return None
     data, buffer = dense(output, "output", name, writable=True)
     _, whole = dense(input, "input", name, writable=False)
     kind, factor = split_premul(op)
@@ -355,6 +363,10 @@ def barrier(
         CollectiveTimeoutError: a member did not come; the text names it.
     """
     target = resolve_group(group)
+    is_plain = not async_op and device_ids is None and timeout is None
+    plain = target.plain_calls if is_plain and target.first_device_type() == "cpu" else None
+    if plain is not None and plain.barrier():
+        return None
     check_timeout(timeout)
     device = target.device if device_ids is None else first_cuda_device(device_ids, "barrier")
     channel = target.channel("cuda" if device_ids else target.first_device_type())

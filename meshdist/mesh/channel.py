@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
@@ -11,13 +12,23 @@ from zlib import crc32
 
 import torch
 
+from ..arrays import QUANTIZED
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.clock import clock
 from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
 from ..runtime.recorder import Data, call_text, is_list
-from ..wires.base import Communicator, Pending, Wire, WireAborted, WireFailure, WireTimeout
+from ..wires.base import (
+    Communicator,
+    MembersDisagree,
+    Pending,
+    Wire,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+)
+from ..wires.core import core
 from .failures import call_disagreement, explain, message_disagreement
 from .registry import OpenCommunicator
 
@@ -30,6 +41,9 @@ _PAUSE_S = 0.001
 _MOST_FINGERPRINTS = 4096
 _SUM = ReduceOp.SUM
 _SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
+_DTYPES = {one for one in vars(torch).values() if isinstance(one, torch.dtype)} - QUANTIZED
+_ITEM_BYTES = {dtype: dtype.itemsize for dtype in _DTYPES if not dtype.is_complex}
+"""Of the dtypes of plain tensors. (One of complex numbers may hold their conjugates.)"""
 
 
 class _Codes(dict[Any, int]):
@@ -78,6 +92,8 @@ class Channel:
     """
 
     __slots__ = (
+        "__weakref__",
+        "_enter",
         "aborts",
         "communicator",
         "device_type",
@@ -85,7 +101,7 @@ class Channel:
         "ledger",
         "matching",
         "opened",
-        "plain_sum",
+        "plain_calls",
         "recorder",
         "spans_hosts",
         "timeout",
@@ -113,17 +129,9 @@ class Channel:
         self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
-        insides = self.recorder.insides() if self.ledger is None and not self.spans_hosts else {}
-        noting = insides and {
-            **insides,
-            "aborts": self.aborts,
-            "is_told": verbs_log.isEnabledFor,
-            "level": TRACE,
-            "group": group.name,
-            "verb": "all_reduce",
-            "more": (_SUM, None, ()),
-        }
-        self.plain_sum = self.waiting.plain_sum(noting, timeout)
+        noting = {} if self.spans_hosts else self._noting()
+        self._enter = core.Entry(noting).enter if core is not None and noting else _is_not_entered
+        self.plain_calls = self.waiting.plain_calls(noting, timeout)
 
     def enter(
         self,
@@ -152,13 +160,17 @@ class Channel:
         """
         communicator = self.communicator
         recorder = self.recorder
+        number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+        if not sent and self._enter(verb, tensor, op, number, root):
+            communicator.caller = verb
+            communicator.number = recorder.sequence
+            return
         sizes = (sent, taken) if sent else ()
         data = recorder.note(self.group.name, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             self._tell()
         if self.aborts and self.is_broken():
             raise explain(self.group, WireAborted("the group is broken"), self)
-        number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
         communicator.caller = verb
         communicator.number = recorder.sequence
         ledger = self.ledger
@@ -172,11 +184,6 @@ class Channel:
         if self.spans_hosts and get_debug_level() == DebugLevel.DETAIL:
             numbers = _numbers(verb, data, number, root, bool(sent))
             self._compare_by_a_round(numbers, sent, taken)
-
-    def explain_plain(self, status: int) -> MeshdistError:
-        """The error of a failed ``plain_sum``."""
-        assert self.plain_sum is not None  # it was what failed
-        return explain(self.group, self.plain_sum.failure(status), self)
 
     def is_broken(self) -> bool:
         """Whether the group failed or was aborted, so that every call on it is refused."""
@@ -257,6 +264,39 @@ class Channel:
         assert peer is not None  # whose sender is known later is compared by recv_later
         return message_disagreement(self.group, self, is_send, peer, tag, number)
 
+    def _noting(self) -> dict[str, Any]:
+        """What a native caller needs to do what ``enter`` does; {} where it may not."""
+        insides = self.recorder.insides()
+        if not insides:
+            return {}
+        found = weakref.ref(self)  # which keeps those callers
+
+        def explained(error: BaseException) -> BaseException:
+            channel = found()
+            if channel is None or not isinstance(error, WireFailure):
+                return error
+            return explain(channel.group, error, channel)
+
+        def disagreement(sequence: int) -> BaseException:
+            return explained(MembersDisagree("the members' calls differ", sequence))
+
+        return {
+            **insides,
+            **({} if self.ledger is None else self.ledger.insides()),
+            "tensor_type": torch.Tensor,
+            "codes": _ITEM_BYTES,
+            "increment_version": torch._C._increment_version,
+            "aborts": self.aborts,
+            "is_told": verbs_log.isEnabledFor,
+            "level": TRACE,
+            "group": self.group.name,
+            "size": self.group.size(),
+            "member": self.group.rank(),
+            "headers": _fingerprints,
+            "explain": explained,
+            "disagreement": disagreement,
+        }
+
     def _tell(self) -> None:
         """Tell, in the log of all verbs, the call that was just noted."""
         text = call_text(self.recorder.describe())
@@ -294,6 +334,10 @@ class Channel:
         fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
         if len(commons) > 1 or not fits:
             raise call_disagreement(self.group, self, self.recorder.sequence)
+
+
+def _is_not_entered(*_: Any) -> bool:
+    return False
 
 
 def _message_header(verb: str, tensor: torch.Tensor) -> int:

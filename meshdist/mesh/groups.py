@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..runtime.forks import num_forks
 from ..runtime.world import World, find_world, get_usable_world, get_world
 from ..wires.base import (
     Communicator,
+    PlainCalls,
     Wire,
     WireFailure,
     WireRefused,
@@ -103,8 +103,8 @@ class ProcessGroup:
         self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
-        self.plain_sum: Callable[[Any], int] | None = None
-        """The plainest all-reduce of a CPU tensor, where the open wire has a short way for it."""
+        self.plain_calls: PlainCalls | None = None
+        """Plain calls on CPU tensors, where the open wire has short ways for them."""
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -270,7 +270,7 @@ class ProcessGroup:
     def forget_channels(self) -> None:
         """Reach no communicator any more; called when the world closes."""
         self._channels = {}
-        self.plain_sum = None
+        self.plain_calls = None
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
@@ -344,8 +344,8 @@ class ProcessGroup:
             ) from failure
         channel = Channel(self, wire, opened, device_type, timeout)
         self._channels[device_type] = channel
-        if device_type == "cpu" and channel.plain_sum is not None:
-            self.plain_sum = channel.plain_sum.run
+        if device_type == "cpu":
+            self.plain_calls = channel.plain_calls
         _log.info(
             "rank %d opened %s, %s, on wire %s for %s tensors",
             self.world.rank,

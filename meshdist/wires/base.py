@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed import Store
@@ -36,7 +36,7 @@ __all__ = [
     "MembersDisagree",
     "Opening",
     "Pending",
-    "PlainSum",
+    "PlainCalls",
     "REDUCING_VERBS",
     "Wire",
     "WireAborted",
@@ -56,17 +56,48 @@ REDUCING_VERBS = frozenset(
 """The verbs of a communicator that take an op."""
 
 
-class PlainSum(NamedTuple):
-    """A short way for the plainest all-reduce.
+class PlainCalls(Protocol):
+    """Short ways for calls on plain CPU tensors that wait.
 
-    Args:
-        run: sums a tensor in place over all members: 0 when done, -1 where it leaves that to the
-            caller, who has to check and note the call then; any other status is a failure.
-        failure: makes the failure of such a status.
+    Each does all that the verb does, and returns True; or does nothing, and returns False, where
+    the call is not that plain. What it raises is what the verb raises.
     """
 
-    run: Callable[[Any], int]
-    failure: Callable[[int], WireFailure]
+    def all_reduce(self, tensor: Any, /) -> bool:
+        """The sum, in place."""
+        ...
+
+    def reduce(self, tensor: Any, op: Any, root: int, /) -> bool:
+        """To the member at place ``root``."""
+        ...
+
+    def broadcast(self, tensor: Any, root: int, /) -> bool:
+        """From the member at place ``root``."""
+        ...
+
+    def all_gather(self, verb: str, output: Any, tensor: Any, /) -> bool:
+        """Under the public name ``verb``."""
+        ...
+
+    def reduce_scatter(self, verb: str, output: Any, tensor: Any, op: Any, /) -> bool:
+        """Under the public name ``verb``."""
+        ...
+
+    def gather(self, tensor: Any, outputs: Any, root: int, /) -> bool:
+        """To the member at place ``root``; ``outputs`` is None on the others."""
+        ...
+
+    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool:
+        """From the member at place ``root``; ``inputs`` is None on the others."""
+        ...
+
+    def all_to_all(self, output: Any, tensor: Any, /) -> bool:
+        """In equal parts."""
+        ...
+
+    def barrier(self) -> bool:
+        """Over all members."""
+        ...
 
 
 class WireFailure(Exception):
@@ -228,13 +259,13 @@ class Communicator(ABC):
         """Whether a message of this member to itself waits under ``tag``."""
         return False
 
-    def plain_sum(self, noting: dict[str, Any], timeout: timedelta) -> PlainSum | None:
-        """A shorter way to check, note and run the plainest all-reduce; None where there is none.
+    def plain_calls(self, noting: dict[str, Any], timeout: timedelta) -> PlainCalls | None:
+        """Shorter ways for plain calls; None where there are none.
 
         Args:
-            noting: what it needs to note calls: a recorder's insides, and what stays the same in
-                all notes; ``aborts``, empty while nothing is broken; ``is_told`` and ``level``,
-                which tell whether somebody wants to read of every verb.
+            noting: what they need to look at tensors, to note and compare calls, as
+                ``Channel.enter`` does, and ``explain``, which makes the error to raise of any; {}
+                where they may not.
             timeout: how long one may take.
         """
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,16 +26,26 @@ from .base import (
     Communicator,
     Opening,
     Pending,
+    PlainCalls,
     Wire,
     WireAborted,
     WireFailure,
     register_wire,
 )
+from .core import core
 from .mailbox import SelfTransfer
 from .mpi_buffers import packed, unpacked
 from .mpi_link import Started
 from .mpi_opening import Shared, open_shared
-from .mpi_ops import Plan, find_plan, mpi_op, mpi_type, plain_sums, plan_of
+from .mpi_ops import (
+    Plan,
+    find_plan,
+    mpi_op,
+    mpi_type,
+    plain_reductions,
+    plain_sums,
+    plan_of,
+)
 from .mpi_staging import StagedCommunicator
 from .pending import Chain, Deferred
 
@@ -318,6 +329,34 @@ class MpiCommunicator(Communicator):
             return int(pending.status.Get_source())
         return super().source(pending)
 
+    # -- short ways ---------------------------------------------------------------------------
+
+    def plain_calls(self, noting: dict[str, Any], timeout: timedelta) -> PlainCalls | None:
+        link, arrivals = self._link, self._arrivals
+        if core is None or arrivals is None or self._is_cuda or not noting:
+            return None
+        MPI, failing, explain = self._shared.MPI, self._failing, noting["explain"]
+
+        def explained(error: BaseException) -> BaseException:
+            known = link.failure(error) if isinstance(error, failing) else error
+            return explain(known)  # type: ignore[no-any-return]
+
+        facts = {
+            **noting,
+            **arrivals.insides(),
+            "comm": self._comm,
+            "link": link,
+            "in_place": self._in_place,
+            "byte": MPI.BYTE,
+            "from_address": MPI.buffer.fromaddress,
+            "most": self._buffers.most,
+            "reductions": plain_reductions(MPI),
+            "go_on": partial(self._go_on, timeout),
+            "explain": explained,
+            "spin_ns": int(link.spin_s * 1e9),
+        }
+        return core.MpiCalls(facts)  # type: ignore[no-any-return]
+
     # -- waiting ------------------------------------------------------------------------------
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
@@ -393,19 +432,32 @@ class MpiCommunicator(Communicator):
         """
         if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
-        link, arrivals, comm = self._link, self._arrivals, self._comm
+        link, arrivals = self._link, self._arrivals
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
             if arrivals is not None and arrivals.enter(self._is_waiting, timeout):
-                getattr(comm, name)(*buffers)
+                getattr(self._comm, name)(*buffers)
                 if settle is not None:
                     settle()
                 return None
-            request = getattr(comm, "I" + name.lower())(*buffers)
+            return self._start(name, kept, settle, buffers)
         except self._failing as error:
             raise link.failure(error) from None
-        return link.keep(Started(request, kept, settle))
+
+    def _start(
+        self, name: str, kept: Any, settle: Callable[[], None] | None, buffers: Sequence[Any]
+    ) -> Started:
+        request = getattr(self._comm, "I" + name.lower())(*buffers)
+        return self._link.keep(Started(request, kept, settle))
+
+    def _go_on(self, timeout: timedelta, name: str, kept: Any, buffers: Sequence[Any]) -> None:
+        """Wait for the others of a plain call, to which this member has come, and do it."""
+        assert self._arrivals is not None  # the call came by way of them
+        if self._arrivals.wait_for_all(timeout):
+            getattr(self._comm, name)(*buffers)
+        else:
+            self._link.finish(self._start(name, kept, None, buffers), timeout)
 
     def _started(self, call: Callable[..., Any], *arguments: Any) -> Any:
         if self._link.is_aborted:

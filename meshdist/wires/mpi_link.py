@@ -98,6 +98,7 @@ class Link:
     """One member's part in a group.
 
     Args:
+        MPI: mpi4py's module.
         comm: MPI's communicator.
         store: of the group alone.
         ranks: the members' global ranks.
@@ -105,6 +106,9 @@ class Link:
         rank: this member's place.
         is_crowded: whether this host has more ranks than cores.
         end: gives back what the group has taken besides.
+
+    Attributes:
+        spin_s: how long to look for another member without a pause.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class Link:
         self._ranks = ranks
         self._cards = cards
         self._rank = rank
-        self._spin_s = 0.0 if is_crowded else _SPIN_S
+        self.spin_s = 0.0 if is_crowded else _SPIN_S
         self._process_id = os.getpid()
         self._in_flight: dict[Started, None] = {}
         self._keeping = threading.Lock()
@@ -193,7 +197,7 @@ class Link:
         if is_done():
             return
         begin = time.perf_counter()
-        spins_until = begin + self._spin_s
+        spins_until = begin + self.spin_s
         while time.perf_counter() < spins_until:
             if is_done():
                 return
@@ -295,13 +299,21 @@ class Arrivals:
         others: the other members' words.
     """
 
-    num_words = _WINDOW
+    num_words = _WINDOW + 1  # one for each collective in sight, and how many there were
 
     def __init__(self, link: Link, mine: memoryview, others: Sequence[memoryview]) -> None:
         self._link = link
         self._mine = mine
         self._others = others
-        self._number = 0
+
+    def insides(self) -> dict[str, Any]:
+        """What a native caller needs to do what ``enter`` does while the others come soon."""
+        return {
+            "arrivals": self._mine,
+            "others_arrivals": list(self._others),
+            "arrivals_window": _WINDOW,
+            "arrivals_check_every": _CHECK_EVERY,
+        }
 
     def enter(self, waits: bool, timeout: timedelta) -> bool:
         """Come to the next collective; return whether all members have, and all wait for it.
@@ -310,7 +322,7 @@ class Arrivals:
             waits: whether this member waits for it. One that does not returns False at once.
             timeout: how long it may take until the others have come.
         """
-        number = self._number = self._number + 1
+        number = self._mine[_WINDOW] = self._mine[_WINDOW] + 1
         if not number % _CHECK_EVERY:
             self._wait_for_the_slowest(number, timeout)
         place = number % _WINDOW
@@ -320,10 +332,12 @@ class Arrivals:
         self._mine[place] = word = number << 2 | _WAITS
         for theirs in self._others:
             if theirs[place] != word:
-                return self._wait_for_all(number, timeout)
+                return self.wait_for_all(timeout)
         return True
 
-    def _wait_for_all(self, number: int, timeout: timedelta) -> bool:
+    def wait_for_all(self, timeout: timedelta) -> bool:
+        """Go on with ``enter``, for a member that waits and has told so."""
+        number = self._mine[_WINDOW]
         place = number % _WINDOW
         word = number << 2 | _WAITS
         try:

@@ -16,11 +16,19 @@ from typing import Any
 
 import torch
 
-from ..reduce_ops import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from .reductions import check_reducible
 from .scratch import Scratch
 
-__all__ = ["Plan", "find_plan", "mpi_op", "mpi_type", "plan_of", "plain_sums"]
+__all__ = [
+    "Plan",
+    "find_plan",
+    "mpi_op",
+    "mpi_type",
+    "plain_reductions",
+    "plain_sums",
+    "plan_of",
+]
 
 _TYPES = {
     torch.bool: "UINT8_T",  # the byte that it lies in
@@ -155,6 +163,20 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
     """MPI's datatypes for the dtypes that it adds up itself."""
     kinds = [dtype for dtype in _TYPES if find_plan("mpi", ReduceOp.SUM, dtype).is_plain]
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
+
+
+def plain_reductions(MPI: Any) -> list[tuple[ReduceKind, int, Any, dict[torch.dtype, Any]]]:
+    """What MPI reduces in a tensor's own memory, bools aside: op, its number, MPI's op and types.
+
+    SUM comes first.
+    """
+    found = []
+    for op in _OPS:
+        kinds = [dtype for dtype in _TYPES if find_refusal(op, dtype) is None]
+        kinds = [dtype for dtype in kinds if find_plan("mpi", op, dtype).is_plain]
+        types = {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
+        found.append((op, op.value, mpi_op(MPI, op), types))
+    return found
 
 
 @cache

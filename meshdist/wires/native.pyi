@@ -24,18 +24,39 @@ STATUSES: dict[str, int]
 VECTORS: str
 """The vector width that was chosen for this processor."""
 
-class PlainSum:
-    """The shortest way of the plainest call: see ``Communicator.plain_sum``.
+class Entry:
+    """What ``Channel.enter`` does, for plain calls; ``facts`` is what that channel gives."""
 
-    ``facts``: ``tensor_type``, ``codes`` (dtype to code), ``increment_version``, and what
-    ``meshdist.mesh.channel`` gives to note calls.
-    """
+    def __init__(self, facts: dict[str, Any]) -> None: ...
+    def enter(
+        self, verb: str, tensor: object, op: object, number: int | None, root: int | None, /
+    ) -> bool:
+        """Whether the call was noted and compared; if not, nothing has happened."""
+
+class _PlainCalls:
+    """As ``PlainCalls`` in ``meshdist.wires.base`` has them."""
+
+    def all_reduce(self, tensor: object, /) -> bool: ...
+    def reduce(self, tensor: object, op: object, root: int, /) -> bool: ...
+    def broadcast(self, tensor: object, root: int, /) -> bool: ...
+    def all_gather(self, verb: str, output: object, tensor: object, /) -> bool: ...
+    def reduce_scatter(self, verb: str, output: object, tensor: object, op: object, /) -> bool: ...
+    def gather(self, tensor: object, outputs: object, root: int, /) -> bool: ...
+    def scatter(self, tensor: object, inputs: object, root: int, /) -> bool: ...
+    def all_to_all(self, output: object, tensor: object, /) -> bool: ...
+    def barrier(self) -> bool: ...
+
+class MpiCalls(_PlainCalls):
+    """Over MPI; ``facts`` is what ``meshdist.wires.mpi`` gives."""
+
+    def __init__(self, facts: dict[str, Any]) -> None: ...
+
+class ShmCalls(_PlainCalls):
+    """Through shared memory; ``facts`` is what ``meshdist.wires.shm`` gives."""
 
     def __init__(
         self, communicator: Communicator, facts: dict[str, Any], timeout: float
     ) -> None: ...
-    def run(self, tensor: object) -> int:
-        """The status; -1 where the call is not so plain, and nothing has happened."""
 
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore
 
 from ..arrays import dtype_name
-from ..reduce_ops import ReduceKind, ReduceOp, op_name
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
 from ..runtime.clock import clock
 from ..runtime.hosts import num_cores
 from . import fallbacks
@@ -29,7 +27,7 @@ from .base import (
     MembersDisagree,
     Opening,
     Pending,
-    PlainSum,
+    PlainCalls,
     Wire,
     WireAborted,
     WireFailure,
@@ -37,17 +35,25 @@ from .base import (
     WireTimeout,
     register_wire,
 )
+from .core import core as _core
 from .handshake import Shared, share
 from .pending import Chain
 
 __all__ = ["ShmCommunicator", "ShmWire"]
 
-_core: Any = None
-with suppress(ImportError):  # it is built on Linux, where there is a compiler
-    _core = import_module(".native", __package__)
+if _core is not None:
     clock.follow(_core.let_timeouts_stand)
 
 _SUM = ReduceOp.SUM
+_OTHER_OPS = (
+    ReduceOp.AVG,
+    ReduceOp.PRODUCT,
+    ReduceOp.MIN,
+    ReduceOp.MAX,
+    ReduceOp.BAND,
+    ReduceOp.BOR,
+    ReduceOp.BXOR,
+)
 _KIB = 1024
 # Per member there are four slots, and per pair of members two rings. With two members larger ones
 # measured faster: what is written anew has left the cores' own caches by then (messages of 4 MiB
@@ -276,17 +282,21 @@ class ShmCommunicator(Communicator):
             raise self._transfer_failure(status, (False, place, tag))
         return _Received(self._core.last_source)
 
-    def plain_sum(self, noting: dict[str, Any], timeout: timedelta) -> PlainSum | None:
+    def plain_calls(self, noting: dict[str, Any], timeout: timedelta) -> PlainCalls | None:
         if not noting:
             return None
+        core, explain = self._core, noting["explain"]
+
+        def failed(status: int) -> BaseException:
+            return explain(self._failure(status, core.last_failure()))  # type: ignore[no-any-return]
+
         facts = {
             **noting,
-            "tensor_type": torch.Tensor,
             "codes": _plain_codes(),
-            "increment_version": torch._C._increment_version,
+            "reductions": _plain_reductions(),
+            "failed": failed,
         }
-        native = _core.PlainSum(self._core, facts, timeout.total_seconds())
-        return PlainSum(native.run, lambda status: self._failure(status, self._core.last_failure()))
+        return _core.ShmCalls(core, facts, timeout.total_seconds())  # type: ignore[no-any-return]
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
         kind = type(pending)
@@ -479,10 +489,21 @@ def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
 
 @cache
 def _plain_codes() -> dict[torch.dtype, int]:
-    """The core's numbers for the real dtypes that it can sum."""
-    dtypes = [getattr(torch, name, torch.complex64) for name in _core.DTYPES]
-    sums = {dtype: _codes(dtype, _SUM) for dtype in dtypes if not dtype.is_complex}
-    return {dtype: codes[0] for dtype, codes in sums.items() if codes is not None}
+    """The core's numbers for the dtypes of plain tensors. (Complex ones may hold conjugates.)"""
+    codes = {getattr(torch, name, torch.complex64): code for name, code in _core.DTYPES.items()}
+    return {dtype: code for dtype, code in codes.items() if not dtype.is_complex}
+
+
+@cache
+def _plain_reductions() -> list[tuple[ReduceKind, int, int, dict[torch.dtype, bool]]]:
+    """What the core reduces: op, its number, the core's, and the dtypes. SUM comes first."""
+    found = []
+    for op in (_SUM, *_OTHER_OPS):
+        number = _core.OPS[op_name(op)]
+        allowed = [dtype for dtype in _plain_codes() if find_refusal(op, dtype) is None]
+        dtypes = {dtype: True for dtype in allowed if _codes(dtype, op) is not None}
+        found.append((op, op.value, number, dtypes))
+    return found
 
 
 class _Sums(dict[torch.dtype, tuple[int, int] | None]):

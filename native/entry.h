@@ -1,0 +1,131 @@
+// What stands before a collective: its tensors are looked at, it is noted, and it is compared.
+//
+// `Channel.enter` and `collectives/checks.py` do in Python what this does for plain calls; every
+// other call is left to them. So nothing has happened yet where a function here says that a call is
+// not plain.
+#pragma once
+
+#include <unordered_map>
+#include <vector>
+
+#include "plain.h"
+#include "tensor_view.h"
+
+namespace meshdist {
+
+// Words of 64 bits that another process may write.
+class Words {
+ public:
+  Words() = default;
+  explicit Words(nb::object memory);
+
+  std::uint64_t get(std::uint64_t place) const {
+    return __atomic_load_n(words_ + place, __ATOMIC_ACQUIRE);
+  }
+  // Seen by others before this process reads what follows.
+  void set(std::uint64_t place, std::uint64_t value) const {
+    __atomic_store_n(words_ + place, value, __ATOMIC_SEQ_CST);
+  }
+
+ private:
+  nb::object memory_;  // a memoryview, which keeps the words where they are
+  std::uint64_t* words_ = nullptr;
+};
+
+class Entry {
+ public:
+  // `facts` has what Python knows: see `meshdist.mesh.channel`.
+  explicit Entry(nb::dict facts);
+
+  // What must be equal on all members besides dtype and count; `number` is that of `op`.
+  struct Call {
+    nb::handle verb;
+    nb::handle op = nb::none();
+    std::int64_t number = -2;
+    std::int64_t root = -2;
+  };
+
+  // Whether there is nothing to refuse, to tell or to wait for before the next call.
+  bool is_quiet(bool is_uneven = false);
+
+  // Whether `x` is a plain tensor; fills `plain`.
+  bool read(nb::handle x, Plain& plain);
+
+  // Note a call and compare it with the others'; raises what `disagreement` makes where one
+  // differs. `part` is how many elements go to and come from each member, of an uneven call.
+  void enter(const Call& call, const Plain* plain, const std::uint64_t* part = nullptr);
+
+  // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
+  bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
+                 nb::handle root);
+
+  std::uint64_t size() const { return size_; }
+  std::uint64_t member() const { return member_; }
+
+  // Tell autograd that tensors, a sequence, were written into.
+  void note_write(nb::handle tensors) { call_with(increment_version_, tensors); }
+
+ private:
+  struct Header {
+    PyObject *verb, *dtype;
+    std::uint64_t count;
+    std::int64_t number, root;
+    bool operator==(const Header& o) const {
+      return verb == o.verb && dtype == o.dtype && count == o.count && number == o.number &&
+             root == o.root;
+    }
+  };
+  struct Hash {
+    std::size_t operator()(const Header& h) const {
+      std::size_t mixed = reinterpret_cast<std::size_t>(h.verb);
+      for (std::uint64_t one : {reinterpret_cast<std::uint64_t>(h.dtype), h.count,
+                                static_cast<std::uint64_t>(h.number * 64 + h.root)}) {
+        mixed = (mixed ^ one) * 0x9e3779b97f4a7c15u;
+        mixed ^= mixed >> 29;
+      }
+      return mixed;
+    }
+  };
+
+  std::uint64_t note(const Call& call, const nb::object& data, const nb::object& sizes);
+  std::uint64_t fingerprint(const Call& call, const Plain* plain, const nb::object& data,
+                            bool is_uneven);
+  void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
+  bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
+               const std::uint64_t* part) const;
+  nb::object sizes_of(std::uint64_t part);
+
+  // What a tensor's dtype and shape are as objects; kept, since programs repeat their calls.
+  struct Kind {
+    std::uint32_t dtype_number = 0;  // DLPack's
+    std::vector<std::int64_t> dims;
+    nb::object shape, dtype;
+    unsigned code = 0;
+    bool is_of(const TensorView& view) const;
+  };
+
+  const unsigned num_forks_;
+  nb::object tensor_type_, codes_;
+  TensorViews tensors_;
+  Kind kinds_[2];  // of a call's two tensors, for example
+  unsigned next_kind_ = 0;
+  nb::object aborts_, is_told_, level_;
+  nb::object recorder_, notes_, moments_, between_files_;
+  nb::object group_, no_stack_, increment_version_;
+  nb::object last_code_;  // the program's that called last
+  const Py_ssize_t num_kept_;
+  const std::uint64_t size_, member_;
+
+  // The members' headers; none are compared where there is no `ledger_`.
+  nb::object ledger_, missing_, views_, headers_, disagreement_;
+  std::uint64_t window_ = 0, check_every_ = 0, uneven_window_ = 0;
+  Words mine_;
+  std::vector<Words> others_;
+  std::vector<std::uint64_t> places_;  // of the others in the group
+  std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;
+  std::vector<nb::object> verbs_;  // whose addresses are keys there
+  nb::object sizes_;
+  std::uint64_t sizes_part_ = 0;
+};
+
+}  // namespace meshdist

@@ -1,0 +1,303 @@
+#include "mpi_calls.h"
+
+#include "waiting.h"
+
+namespace meshdist {
+namespace {
+
+constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
+constexpr std::size_t kMostBuffers = 1024;
+constexpr int kLooksPerTime = 16;  // at the clock
+
+const Name is_aborted{"is_aborted"};
+
+std::uint64_t bytes(const Plain& plain) { return plain.count * plain.code; }
+
+bool overlap(const Plain& one, const Plain& other) {
+  return meshdist::overlap(one.address, bytes(one), other.address, bytes(other));
+}
+
+}  // namespace
+
+MpiCalls::MpiCalls(nb::dict facts)
+    : entry_(facts),
+      comm_(facts["comm"]),
+      in_place_(facts["in_place"]),
+      byte_(facts["byte"]),
+      from_address_(facts["from_address"]),
+      link_(facts["link"]),
+      go_on_(facts["go_on"]),
+      explain_(facts["explain"]),
+      most_(number(facts["most"])),
+      spin_ns_(number(facts["spin_ns"])),
+      all_reduce_(verb("all_reduce", "Allreduce")),
+      reduce_(verb("reduce", "Reduce")),
+      broadcast_(verb("broadcast", "Bcast")),
+      all_gather_(verb("all_gather", "Allgather")),
+      reduce_scatter_(verb("reduce_scatter", "Reduce_scatter_block")),
+      gather_(verb("gather", "Gather")),
+      scatter_(verb("scatter", "Scatter")),
+      all_to_all_(verb("all_to_all_single", "Alltoallv")),
+      barrier_(verb("barrier", "Barrier")),
+      mine_(facts["arrivals"]),
+      window_(number(facts["arrivals_window"])),
+      check_every_(number(facts["arrivals_check_every"])) {
+  for (nb::handle one : nb::borrow<nb::list>(facts["reductions"])) {
+    reductions_.push_back({one[0], one[2], one[3], nb::cast<std::int64_t>(one[1])});
+  }
+  for (nb::handle words : nb::borrow<nb::list>(facts["others_arrivals"])) {
+    others_.emplace_back(nb::borrow(words));
+  }
+}
+
+bool MpiCalls::all_reduce(nb::handle x) {
+  Plain plain;
+  PyObject* type = nullptr;
+  if (!is_ready() || !read(x, plain)) return false;
+  const Reduction& sum = reductions_.front();
+  if (find(sum.op, plain, type) == nullptr) return false;
+  entry_.enter({all_reduce_.name, sum.op, sum.number}, &plain);
+  entry_.note_write(tuple_of(x));
+  run(all_reduce_, nb::borrow(x), in_place_, numbers_of(plain, type), sum.of_mpi);
+  return true;
+}
+
+bool MpiCalls::reduce(nb::handle x, nb::handle op, int root) {
+  Plain plain;
+  PyObject* type = nullptr;
+  if (!is_ready() || !read(x, plain)) return false;
+  const Reduction* const found = find(op, plain, type);
+  if (found == nullptr) return false;
+  entry_.enter({reduce_.name, found->op, found->number, root}, &plain);
+  const nb::object numbers = numbers_of(plain, type), place = whole(root);
+  if (!is_me(root)) {
+    run(reduce_, nb::borrow(x), numbers, nb::none(), found->of_mpi, place);
+    return true;
+  }
+  entry_.note_write(tuple_of(x));
+  run(reduce_, nb::borrow(x), in_place_, numbers, found->of_mpi, place);
+  return true;
+}
+
+bool MpiCalls::broadcast(nb::handle x, int root) {
+  Plain plain;
+  if (!is_ready() || !read(x, plain)) return false;
+  entry_.enter({broadcast_.name, nb::none(), -2, root}, &plain);
+  if (!is_me(root)) entry_.note_write(tuple_of(x));
+  run(broadcast_, nb::borrow(x), bytes_of(plain), whole(root));
+  return true;
+}
+
+bool MpiCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
+  Plain output, input;
+  const std::uint64_t size = entry_.size();
+  if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
+      !is_of_blocks(output, input, size) || overlap(output, input)) {
+    return false;
+  }
+  entry_.enter({verb}, &input);
+  entry_.note_write(tuple_of(out));
+  run(all_gather_, tuple_of(out, in), bytes_of(input), bytes_of(output, 1, size));
+  return true;
+}
+
+bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb::handle op) {
+  Plain output, input;
+  PyObject* type = nullptr;
+  const std::uint64_t size = entry_.size();
+  if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
+      !is_of_blocks(input, output, size) || overlap(output, input)) {
+    return false;
+  }
+  const Reduction* const found = find(op, input, type);
+  if (found == nullptr) return false;
+  entry_.enter({verb, found->op, found->number}, &input);
+  entry_.note_write(tuple_of(out));
+  run(reduce_scatter_, tuple_of(out, in), numbers_of(input, type, size), numbers_of(output, type),
+      found->of_mpi);
+  return true;
+}
+
+bool MpiCalls::gather(nb::handle x, nb::handle outs, int root) {
+  Plain plain, first;
+  if (!is_ready() || !read(x, plain)) return false;
+  if (is_me(root) ? !read_row(outs, plain, first) : !outs.is_none()) return false;
+  entry_.enter({gather_.name, nb::none(), -2, root}, &plain);
+  const nb::object place = whole(root);
+  if (!is_me(root)) {
+    run(gather_, nb::borrow(x), bytes_of(plain), nb::none(), place);
+    return true;
+  }
+  entry_.note_write(checked(PySequence_Tuple(outs.ptr())));
+  const std::uint64_t size = entry_.size();
+  run(gather_, tuple_of(outs, x), bytes_of(plain), bytes_of(first, size, size), place);
+  return true;
+}
+
+bool MpiCalls::scatter(nb::handle x, nb::handle ins, int root) {
+  Plain plain, first;
+  if (!is_ready() || !read(x, plain)) return false;
+  if (is_me(root) ? !read_row(ins, plain, first) : !ins.is_none()) return false;
+  entry_.enter({scatter_.name, nb::none(), -2, root}, &plain);
+  entry_.note_write(tuple_of(x));
+  const nb::object place = whole(root);
+  if (!is_me(root)) {
+    run(scatter_, nb::borrow(x), nb::none(), bytes_of(plain), place);
+    return true;
+  }
+  const std::uint64_t size = entry_.size();
+  run(scatter_, tuple_of(ins, x), bytes_of(first, size, size), bytes_of(plain), place);
+  return true;
+}
+
+bool MpiCalls::all_to_all(nb::handle out, nb::handle in) {
+  Plain output, input;
+  const std::uint64_t size = entry_.size();
+  if (!is_ready(true) || !read(out, output) || !read(in, input) || !output.is_like(input) ||
+      !are_in_equal_parts(output, input, size) || overlap(output, input)) {
+    return false;
+  }
+  const std::uint64_t part = input.count / size;
+  entry_.enter({all_to_all_.name}, &input, &part);
+  entry_.note_write(tuple_of(out));
+  run(all_to_all_, tuple_of(out, in), cut(input), cut(output));
+  return true;
+}
+
+bool MpiCalls::barrier() {
+  if (!is_ready()) return false;
+  entry_.enter({barrier_.name}, nullptr);
+  run(barrier_, nb::none());
+  return true;
+}
+
+MpiCalls::Verb MpiCalls::verb(const char* name, const char* method) const {
+  return {nb::str(name), comm_.attr(method), nb::str(method)};
+}
+
+// Whether the next call may go the short way, as far as that is known without its tensors.
+bool MpiCalls::is_ready(bool is_uneven) {
+  return (mine_.get(window_) + 1) % check_every_ != 0 && entry_.is_quiet(is_uneven) &&
+         !is_true(get(link_, is_aborted));
+}
+
+bool MpiCalls::read(nb::handle x, Plain& plain) {
+  return entry_.read(x, plain) && plain.count != 0 && is_small(bytes(plain));
+}
+
+bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) {
+  const bool is_list = PyList_Check(list.ptr());
+  if (!is_list && !PyTuple_Check(list.ptr())) return false;
+  const std::uint64_t size = entry_.size(), step = bytes(like);
+  if (static_cast<std::uint64_t>(PyObject_Size(list.ptr())) != size) return false;
+  if (!is_small(size * step)) return false;
+  for (std::uint64_t i = 0; i < size; ++i) {
+    const Py_ssize_t place = static_cast<Py_ssize_t>(i);
+    Plain next;
+    const nb::handle one =
+        is_list ? PyList_GetItem(list.ptr(), place) : PyTuple_GetItem(list.ptr(), place);
+    if (!entry_.read(one, next) || !next.is_like(like) || next.count != like.count) return false;
+    if (i != 0 && next.address != plain.address + i * step) return false;
+    if (i == 0) plain = std::move(next);
+  }
+  return !meshdist::overlap(plain.address, size * step, like.address, step);
+}
+
+const MpiCalls::Reduction* MpiCalls::find(nb::handle op, const Plain& plain,
+                                          PyObject*& type) const {
+  for (const Reduction& one : reductions_) {
+    if (!one.op.is(op)) continue;
+    type = PyDict_GetItem(one.types.ptr(), plain.dtype.ptr());
+    return type == nullptr ? nullptr : &one;
+  }
+  return nullptr;
+}
+
+// As `Buffers.moved`, of `blocks` such tensors in a row, counted for each of `parts`.
+nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uint64_t parts) {
+  const std::uint64_t all = bytes(plain) * blocks;
+  nb::object& found = kept({plain.address, all, all / parts, byte_.ptr()});
+  if (!found.is_valid()) found = nb::make_tuple(memory(plain.address, all), all / parts, byte_);
+  return found;
+}
+
+// As `Buffers.numbers`.
+nb::object MpiCalls::numbers_of(const Plain& plain, PyObject* type, std::uint64_t parts) {
+  const std::uint64_t all = bytes(plain), count = plain.count / parts;
+  nb::object& found = kept({plain.address, all, count, type});
+  if (!found.is_valid()) {
+    found = nb::make_tuple(memory(plain.address, all), count, nb::handle(type));
+  }
+  return found;
+}
+
+// As `Buffers.cut`, into equal parts.
+nb::object MpiCalls::cut(const Plain& plain) {
+  const std::uint64_t all = bytes(plain), size = entry_.size();
+  nb::object& found = kept({plain.address, all, 0, nullptr});
+  if (!found.is_valid()) {
+    nb::list counts, starts;
+    for (std::uint64_t i = 0; i < size; ++i) {
+      counts.append(all / size);
+      starts.append(all / size * i);
+    }
+    found = nb::make_tuple(memory(plain.address, all), nb::make_tuple(counts, starts), byte_);
+  }
+  return found;
+}
+
+// What mpi4py takes for some memory: kept, since programs repeat their calls. It holds an address,
+// and no tensor.
+nb::object& MpiCalls::kept(const Memory& memory) {
+  if (buffers_.size() >= kMostBuffers && buffers_.find(memory) == buffers_.end()) buffers_.clear();
+  return buffers_[memory];
+}
+
+nb::object MpiCalls::memory(std::uintptr_t address, std::uint64_t bytes) const {
+  return from_address_(address, bytes);
+}
+
+// Come to the next collective, as `Arrivals.enter` does; whether all members have soon, and wait.
+bool MpiCalls::arrive() {
+  const std::uint64_t number = mine_.get(window_) + 1, place = number % window_;
+  const std::uint64_t word = number << 2 | kWaits;
+  mine_.set(window_, number);
+  mine_.set(place, word);
+  std::size_t num_there = 0;
+  const auto are_there = [&] {
+    while (num_there < others_.size() && others_[num_there].get(place) == word) ++num_there;
+    return num_there == others_.size();
+  };
+  if (are_there()) return true;
+  if (spin_ns_ == 0) return false;
+  nb::gil_scoped_release release;
+  const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(spin_ns_);
+  while (now_ns() < end) {
+    for (int i = 0; i < kLooksPerTime; ++i) {
+      if (are_there()) return true;
+      pause_core();
+    }
+  }
+  return false;
+}
+
+template <class... Arguments>
+void MpiCalls::run(const Verb& verb, const nb::object& used, const Arguments&... arguments) {
+  try {
+    if (arrive()) {
+      call_with(verb.method, arguments...);
+    } else {  // Python waits on
+      call_with(go_on_, verb.late, used, tuple_of(arguments...));
+    }
+  } catch (nb::python_error& error) {
+    fail(error);
+  }
+}
+
+void MpiCalls::fail(nb::python_error& error) {
+  const nb::object told = call_with(explain_, nb::borrow(error.value()));
+  PyErr_SetObject(told.type().ptr(), told.ptr());
+  throw nb::python_error();
+}
+
+}  // namespace meshdist

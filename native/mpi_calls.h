@@ -1,0 +1,84 @@
+// The short ways of the verbs over MPI: plain tensors of the CPU, waited for.
+//
+// Each checks its tensors, notes and compares the call, waits until all members have come, and calls
+// mpi4py; or returns false, where Python is to do all that. MPI itself is not linked here.
+#pragma once
+
+#include "entry.h"
+
+namespace meshdist {
+
+class MpiCalls {
+ public:
+  // `facts` has what Python knows: see `meshdist.wires.mpi_calls`.
+  explicit MpiCalls(nb::dict facts);
+
+  bool all_reduce(nb::handle x);
+  bool reduce(nb::handle x, nb::handle op, int root);
+  bool broadcast(nb::handle x, int root);
+  bool all_gather(nb::handle verb, nb::handle out, nb::handle in);
+  bool reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb::handle op);
+  bool gather(nb::handle x, nb::handle outs, int root);
+  bool scatter(nb::handle x, nb::handle ins, int root);
+  bool all_to_all(nb::handle out, nb::handle in);
+  bool barrier();
+
+ private:
+  // A reduction that MPI does on the very memory of a tensor.
+  struct Reduction {
+    nb::object op, of_mpi, types;  // types: MPI's datatype for each dtype
+    std::int64_t number;
+  };
+  struct Memory {
+    std::uintptr_t address;
+    std::uint64_t bytes, count;
+    const void* type;
+    bool operator==(const Memory& o) const {
+      return address == o.address && bytes == o.bytes && count == o.count && type == o.type;
+    }
+  };
+  struct Hash {
+    std::size_t operator()(const Memory& m) const {
+      return (m.address ^ m.count << 20 ^ m.bytes << 40) * 0x9e3779b97f4a7c15u >> 16;
+    }
+  };
+  struct Verb {
+    nb::object name;    // ours
+    nb::object method;  // mpi4py's, of the blocking call
+    nb::object late;    // its name
+  };
+
+  Verb verb(const char* name, const char* method) const;
+  bool is_ready(bool is_uneven = false);
+  bool read(nb::handle x, Plain& plain);
+  // One member's tensors that lie one after the other: the first in `plain`.
+  bool read_row(nb::handle list, const Plain& like, Plain& plain);
+  bool is_small(std::uint64_t bytes) const { return bytes <= most_; }
+  bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
+  const Reduction* find(nb::handle op, const Plain& plain, PyObject*& type) const;
+
+  nb::object bytes_of(const Plain& plain, std::uint64_t blocks = 1, std::uint64_t parts = 1);
+  nb::object numbers_of(const Plain& plain, PyObject* type, std::uint64_t parts = 1);
+  nb::object cut(const Plain& plain);
+  nb::object& kept(const Memory& memory);
+  nb::object memory(std::uintptr_t address, std::uint64_t bytes) const;
+
+  bool arrive();
+  template <class... Arguments>
+  void run(const Verb& verb, const nb::object& used, const Arguments&... arguments);
+  [[noreturn]] void fail(nb::python_error& error);
+
+  Entry entry_;
+  const nb::object comm_, in_place_, byte_, from_address_;
+  const nb::object link_, go_on_, explain_;
+  const std::uint64_t most_, spin_ns_;
+  const Verb all_reduce_, reduce_, broadcast_, all_gather_, reduce_scatter_, gather_, scatter_,
+      all_to_all_, barrier_;
+  std::vector<Reduction> reductions_;  // the first one is the sum
+  Words mine_;
+  std::vector<Words> others_;
+  const std::uint64_t window_, check_every_;
+  std::unordered_map<Memory, nb::object, Hash> buffers_;
+};
+
+}  // namespace meshdist

@@ -1,0 +1,57 @@
+// Python's objects, handled by its C API where nanobind would take longer.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace meshdist {
+
+namespace nb = nanobind;
+
+inline nb::object checked(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+// The name of an attribute, made once; it lives as long as the process.
+struct Name {
+  explicit Name(const char* text) : object(PyUnicode_InternFromString(text)) {}
+  PyObject* const object;
+};
+
+inline nb::object get(nb::handle from, const Name& name) {
+  return checked(PyObject_GetAttr(from.ptr(), name.object));
+}
+
+inline void set(nb::handle on, const Name& name, nb::handle value) {
+  if (PyObject_SetAttr(on.ptr(), name.object, value.ptr()) != 0) throw nb::python_error();
+}
+
+inline nb::object call(nb::handle on, const Name& name) {
+  PyObject* const arguments[] = {on.ptr()};
+  return checked(PyObject_VectorcallMethod(name.object, arguments, 1, nullptr));
+}
+
+template <class... Arguments>
+nb::object call_with(nb::handle function, const Arguments&... given) {
+  PyObject* const arguments[sizeof...(given) + 1] = {given.ptr()...};
+  return checked(PyObject_Vectorcall(function.ptr(), arguments, sizeof...(given), nullptr));
+}
+
+template <class... Items>
+nb::object tuple_of(const Items&... items) {
+  return checked(PyTuple_Pack(sizeof...(items), items.ptr()...));
+}
+
+inline bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
+
+inline nb::object whole(std::int64_t value) { return checked(PyLong_FromLongLong(value)); }
+
+inline std::uint64_t number(nb::handle value) {
+  const std::uint64_t found = PyLong_AsUnsignedLongLong(value.ptr());
+  if (found == static_cast<std::uint64_t>(-1) && PyErr_Occurred()) throw nb::python_error();
+  return found;
+}
+
+}  // namespace meshdist

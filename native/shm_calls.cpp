@@ -1,0 +1,171 @@
+#include "shm_calls.h"
+
+#include <utility>
+
+namespace meshdist {
+namespace {
+
+std::uint64_t bytes(const Plain& plain) {
+  return plain.count * dtype_facts(static_cast<Dtype>(plain.code)).bytes;
+}
+
+bool overlap(const Plain& one, const Plain& other) {
+  return meshdist::overlap(one.address, bytes(one), other.address, bytes(other));
+}
+
+}  // namespace
+
+ShmCalls::ShmCalls(nb::object communicator, nb::dict facts, double timeout)
+    : entry_(facts),
+      owner_(std::move(communicator)),
+      core_(nb::cast<PyCommunicator&>(owner_)),
+      timeout_(timeout),
+      failed_(facts["failed"]),
+      all_reduce_(nb::str("all_reduce")),
+      reduce_(nb::str("reduce")),
+      broadcast_(nb::str("broadcast")),
+      gather_(nb::str("gather")),
+      scatter_(nb::str("scatter")),
+      all_to_all_(nb::str("all_to_all_single")),
+      barrier_(nb::str("barrier")) {
+  for (nb::handle one : nb::borrow<nb::list>(facts["reductions"])) {
+    reductions_.push_back(
+        {one[0], one[3], nb::cast<std::int64_t>(one[1]), nb::cast<unsigned>(one[2])});
+  }
+}
+
+bool ShmCalls::all_reduce(nb::handle x) {
+  Plain plain;
+  const Reduction& sum = reductions_.front();
+  if (!entry_.is_quiet() || !entry_.read(x, plain) || find(sum.op, plain) == nullptr) return false;
+  entry_.enter({all_reduce_, sum.op, sum.number}, &plain);
+  entry_.note_write(tuple_of(x));
+  return run(core_.all_reduce(plain.address, plain.count, plain.code, sum.code, 1.0));
+}
+
+bool ShmCalls::reduce(nb::handle x, nb::handle op, int root) {
+  Plain plain;
+  if (!entry_.is_quiet() || !entry_.read(x, plain)) return false;
+  const Reduction* const found = find(op, plain);
+  if (found == nullptr) return false;
+  entry_.enter({reduce_, found->op, found->number, root}, &plain);
+  if (is_me(root)) entry_.note_write(tuple_of(x));
+  return run(core_.reduce(plain.address, plain.count, plain.code, found->code, root, 1.0));
+}
+
+bool ShmCalls::broadcast(nb::handle x, int root) {
+  Plain plain;
+  if (!entry_.is_quiet() || !entry_.read(x, plain)) return false;
+  entry_.enter({broadcast_, nb::none(), -2, root}, &plain);
+  if (!is_me(root)) entry_.note_write(tuple_of(x));
+  return run(core_.broadcast(plain.address, plain.count, plain.code, root));
+}
+
+bool ShmCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
+  Plain output, input;
+  if (!entry_.is_quiet() || !entry_.read(out, output) || !entry_.read(in, input) ||
+      !output.is_like(input) || !is_of_blocks(output, input, entry_.size())) {
+    return false;
+  }
+  const bool is_in_place = input.address == output.address + entry_.member() * bytes(input);
+  if (!is_in_place && overlap(output, input)) return false;
+  entry_.enter({verb}, &input);
+  entry_.note_write(tuple_of(out));
+  return run(core_.all_gather(output.address, input.address, input.count, input.code));
+}
+
+bool ShmCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb::handle op) {
+  Plain output, input;
+  if (!entry_.is_quiet() || !entry_.read(out, output) || !entry_.read(in, input) ||
+      !output.is_like(input) || !is_of_blocks(input, output, entry_.size()) ||
+      overlap(output, input)) {
+    return false;
+  }
+  const Reduction* const found = find(op, input);
+  if (found == nullptr) return false;
+  entry_.enter({verb, found->op, found->number}, &input);
+  entry_.note_write(tuple_of(out));
+  return run(core_.reduce_scatter(output.address, input.address, output.count, output.code,
+                                  found->code, 1.0));
+}
+
+bool ShmCalls::gather(nb::handle x, nb::handle outs, int root) {
+  Plain plain;
+  Addresses addresses;
+  if (!entry_.is_quiet() || !entry_.read(x, plain)) return false;
+  if (is_me(root) ? !read_list(outs, plain, addresses) : !outs.is_none()) return false;
+  entry_.enter({gather_, nb::none(), -2, root}, &plain);
+  if (is_me(root)) entry_.note_write(checked(PySequence_Tuple(outs.ptr())));
+  return run(core_.gather(addresses, plain.address, plain.count, plain.code, root));
+}
+
+bool ShmCalls::scatter(nb::handle x, nb::handle ins, int root) {
+  Plain plain;
+  Addresses addresses;
+  if (!entry_.is_quiet() || !entry_.read(x, plain)) return false;
+  if (is_me(root) ? !read_list(ins, plain, addresses) : !ins.is_none()) return false;
+  entry_.enter({scatter_, nb::none(), -2, root}, &plain);
+  entry_.note_write(tuple_of(x));
+  return run(core_.scatter(plain.address, addresses, plain.count, plain.code, root));
+}
+
+bool ShmCalls::all_to_all(nb::handle out, nb::handle in) {
+  Plain output, input;
+  const std::uint64_t size = entry_.size();
+  if (!entry_.is_quiet(true) || !entry_.read(out, output) || !entry_.read(in, input) ||
+      !output.is_like(input) || !are_in_equal_parts(output, input, size) ||
+      overlap(output, input)) {
+    return false;
+  }
+  const std::uint64_t part = input.count / size, step = bytes(input) / size;
+  Addresses outs(size), ins(size);
+  for (std::uint64_t i = 0; i < size; ++i) {
+    outs[i] = output.address + i * step;
+    ins[i] = input.address + i * step;
+  }
+  const Counts counts(size, part);
+  entry_.enter({all_to_all_}, &input, &part);
+  entry_.note_write(tuple_of(out));
+  return run(core_.all_to_all_v(outs, counts, ins, counts, input.code));
+}
+
+bool ShmCalls::barrier() {
+  if (!entry_.is_quiet()) return false;
+  entry_.enter({barrier_}, nullptr);
+  return run(core_.barrier());
+}
+
+const ShmCalls::Reduction* ShmCalls::find(nb::handle op, const Plain& plain) const {
+  for (const Reduction& one : reductions_) {
+    if (!one.op.is(op)) continue;
+    return PyDict_GetItem(one.dtypes.ptr(), plain.dtype.ptr()) == nullptr ? nullptr : &one;
+  }
+  return nullptr;
+}
+
+bool ShmCalls::read_list(nb::handle list, const Plain& like, Addresses& addresses) {
+  const bool is_list = PyList_Check(list.ptr());
+  if (!is_list && !PyTuple_Check(list.ptr())) return false;
+  if (static_cast<std::uint64_t>(PyObject_Size(list.ptr())) != entry_.size()) return false;
+  for (std::uint64_t i = 0; i < entry_.size(); ++i) {
+    const Py_ssize_t place = static_cast<Py_ssize_t>(i);
+    Plain next;
+    if (!entry_.read(is_list ? PyList_GetItem(list.ptr(), place) : PyTuple_GetItem(list.ptr(), place),
+                     next) ||
+        !next.is_like(like) || next.count != like.count || overlap(next, like)) {
+      return false;
+    }
+    addresses.push_back(next.address);
+  }
+  return true;
+}
+
+bool ShmCalls::run(Job job) {
+  const int status = core_.run(job, timeout_);
+  if (status == 0) return true;
+  const nb::object told = call_with(failed_, whole(status));
+  PyErr_SetObject(told.type().ptr(), told.ptr());
+  throw nb::python_error();
+}
+
+}  // namespace meshdist
