@@ -1,5 +1,7 @@
 #include "mpi_calls.h"
 
+#include <algorithm>
+
 #include "waiting.h"
 
 namespace meshdist {
@@ -11,30 +13,19 @@ constexpr int kLooksPerTime = 16;  // at the clock
 
 const Name is_aborted{"is_aborted"};
 
-bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other, std::uint64_t others) {
-  return one.address < other.address + others && other.address < one.address + bytes;
-}
-
-std::uint64_t bytes(const Plain& plain) { return plain.count * plain.code; }
-
-Py_ssize_t num_dims(const nb::object& shape) { return PyTuple_Size(shape.ptr()); }
-
-std::uint64_t dim(const nb::object& shape, Py_ssize_t place) {
-  return number(PyTuple_GetItem(shape.ptr(), place));
+bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other) {
+  return one.address < other.address + other.bytes() && other.address < one.address + bytes;
 }
 
 // Whether `whole` is one `block` per member: flat, joined along dim 0, or stacked.
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size) {
-  if (whole.count != size * block.count) return false;
-  const Py_ssize_t num_whole = num_dims(whole.shape), num_block = num_dims(block.shape);
-  if (num_whole == 1) return true;
-  const Py_ssize_t more = num_whole - num_block;
+  if (whole.count != size * block.count || whole.num_dims == 0) return false;
+  if (whole.num_dims == 1) return true;
+  const int more = whole.num_dims - block.num_dims;
   if (more != 0 && more != 1) return false;
-  if (dim(whole.shape, 0) != (more == 1 ? size : size * dim(block.shape, 0))) return false;
-  for (Py_ssize_t i = 1; i < num_whole; ++i) {
-    if (dim(whole.shape, i) != dim(block.shape, i - more)) return false;
-  }
-  return true;
+  const std::uint64_t rows = more == 1 ? size : size * block.dims[0];
+  return static_cast<std::uint64_t>(whole.dims[0]) == rows &&
+         std::equal(whole.dims + 1, whole.dims + whole.num_dims, block.dims + 1 - more);
 }
 
 }  // namespace
@@ -112,7 +103,7 @@ bool MpiCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
   Plain output, input;
   const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !is_of_blocks(output, input, size) || overlap(output, bytes(output), input, bytes(input))) {
+      !is_of_blocks(output, input, size) || overlap(output, output.bytes(), input)) {
     return false;
   }
   entry_.enter({verb}, &input);
@@ -126,7 +117,7 @@ bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb
   PyObject* type = nullptr;
   const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !is_of_blocks(input, output, size) || overlap(output, bytes(output), input, bytes(input))) {
+      !is_of_blocks(input, output, size) || overlap(output, output.bytes(), input)) {
     return false;
   }
   const Reduction* const found = find(op, input, type);
@@ -174,11 +165,11 @@ bool MpiCalls::all_to_all(nb::handle out, nb::handle in) {
   Plain output, input;
   const std::uint64_t size = entry_.size();
   if (!is_ready(true) || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      num_dims(output.shape) == 0 || output.count != input.count ||
-      overlap(output, bytes(output), input, bytes(input))) {
+      output.num_dims == 0 || input.num_dims == 0 || output.count != input.count ||
+      overlap(output, output.bytes(), input)) {
     return false;
   }
-  if (dim(output.shape, 0) % size != 0 || dim(input.shape, 0) != dim(output.shape, 0)) return false;
+  if (output.dims[0] != input.dims[0] || output.dims[0] % size != 0) return false;
   const std::uint64_t part = input.count / size;
   entry_.enter({all_to_all_.name}, &input, &part);
   entry_.note_write(tuple_of(out));
@@ -203,14 +194,14 @@ bool MpiCalls::is_ready(bool is_uneven) {
          !is_true(get(link_, is_aborted));
 }
 
-bool MpiCalls::read(nb::handle x, Plain& plain) const {
-  return entry_.read(x, plain) && plain.count != 0 && is_small(bytes(plain));
+bool MpiCalls::read(nb::handle x, Plain& plain) {
+  return entry_.read(x, plain) && plain.count != 0 && is_small(plain.bytes());
 }
 
-bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) const {
+bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) {
   const bool is_list = PyList_Check(list.ptr());
   if (!is_list && !PyTuple_Check(list.ptr())) return false;
-  const std::uint64_t size = entry_.size(), step = bytes(like);
+  const std::uint64_t size = entry_.size(), step = like.bytes();
   if (static_cast<std::uint64_t>(PyObject_Size(list.ptr())) != size) return false;
   if (!is_small(size * step)) return false;
   for (std::uint64_t i = 0; i < size; ++i) {
@@ -222,7 +213,7 @@ bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) const 
     if (i != 0 && next.address != plain.address + i * step) return false;
     if (i == 0) plain = std::move(next);
   }
-  return !overlap(plain, size * step, like, step);
+  return !overlap(plain, size * step, like);
 }
 
 const MpiCalls::Reduction* MpiCalls::find(nb::handle op, const Plain& plain,
@@ -237,7 +228,7 @@ const MpiCalls::Reduction* MpiCalls::find(nb::handle op, const Plain& plain,
 
 // As `Buffers.moved`, of `blocks` such tensors in a row, counted for each of `parts`.
 nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uint64_t parts) {
-  const std::uint64_t all = bytes(plain) * blocks;
+  const std::uint64_t all = plain.bytes() * blocks;
   nb::object& found = kept({plain.address, all, all / parts, byte_.ptr()});
   if (!found.is_valid()) found = nb::make_tuple(memory(plain.address, all), all / parts, byte_);
   return found;
@@ -245,7 +236,7 @@ nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uin
 
 // As `Buffers.numbers`.
 nb::object MpiCalls::numbers_of(const Plain& plain, PyObject* type, std::uint64_t parts) {
-  const std::uint64_t all = bytes(plain), count = plain.count / parts;
+  const std::uint64_t all = plain.bytes(), count = plain.count / parts;
   nb::object& found = kept({plain.address, all, count, type});
   if (!found.is_valid()) {
     found = nb::make_tuple(memory(plain.address, all), count, nb::handle(type));
@@ -255,7 +246,7 @@ nb::object MpiCalls::numbers_of(const Plain& plain, PyObject* type, std::uint64_
 
 // As `Buffers.cut`, into equal parts.
 nb::object MpiCalls::cut(const Plain& plain) {
-  const std::uint64_t all = bytes(plain), size = entry_.size();
+  const std::uint64_t all = plain.bytes(), size = entry_.size();
   nb::object& found = kept({plain.address, all, 0, nullptr});
   if (!found.is_valid()) {
     nb::list counts, starts;
@@ -283,7 +274,7 @@ nb::object MpiCalls::memory(std::uintptr_t address, std::uint64_t bytes) const {
 bool MpiCalls::arrive() {
   const std::uint64_t number = mine_.get(window_) + 1, place = number % window_;
   const std::uint64_t word = number << 2 | kWaits;
-  mine_.set(window_, number);
+  mine_.put(window_, number);
   mine_.set(place, word);
   std::size_t num_there = 0;
   const auto are_there = [&] {

@@ -50,9 +50,9 @@ class MpiCalls {
 
   Verb verb(const char* name, const char* method) const;
   bool is_ready(bool is_uneven = false);
-  bool read(nb::handle x, Plain& plain) const;
+  bool read(nb::handle x, Plain& plain);
   // One member's tensors that lie one after the other: the first in `plain`.
-  bool read_row(nb::handle list, const Plain& like, Plain& plain) const;
+  bool read_row(nb::handle list, const Plain& like, Plain& plain);
   bool is_small(std::uint64_t bytes) const { return bytes <= most_; }
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
   const Reduction* find(nb::handle op, const Plain& plain, PyObject*& type) const;
