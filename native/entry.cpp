@@ -2,23 +2,21 @@
 
 #include <pthread.h>
 
-#include <algorithm>
-#include <iterator>
 #include <utility>
 
 namespace meshdist {
 namespace {
 
 constexpr std::uint64_t kLow = 0xffffffffu;
+constexpr std::uint64_t kSequence = 0, kMoment = 1, kNumNotes = 2;  // as in `Recorder`
 constexpr std::size_t kMostFingerprints = 4096;
 
 unsigned forks = 0;  // between this process and the one that loaded the module
 const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 struct Names {
-  Name requires_grad{"requires_grad"}, is_neg{"is_neg"}, dtype{"dtype"}, shape{"shape"};
+  Name dtype{"dtype"}, shape{"shape"};
   Name back{"f_back"}, instruction{"f_lasti"}, file{"co_filename"};
-  Name sequence{"sequence"}, moment{"moment"}, num_notes{"num_notes"};
 };
 
 const Names& names() {
@@ -29,14 +27,6 @@ const Names& names() {
 nb::object code_of(nb::handle frame) {
   return checked(
       reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
-}
-
-std::uint64_t count_of(nb::handle shape) {
-  std::uint64_t count = 1;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(shape.ptr()); ++i) {
-    count *= number(PyTuple_GetItem(shape.ptr(), i));
-  }
-  return count;
 }
 
 nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : whole(value); }
@@ -52,19 +42,19 @@ Words::Words(nb::object memory) : memory_(std::move(memory)) {
 
 Entry::Entry(nb::dict facts)
     : num_forks_(forks),
-      tensor_type_(facts["tensor_type"]),
-      codes_(facts["codes"]),
-      tensors_(tensor_type_),
+      reader_(facts),
       aborts_(facts["aborts"]),
       is_told_(facts["is_told"]),
       level_(facts["level"]),
-      recorder_(facts["recorder"]),
+      counts_(facts["counts"]),
       notes_(facts["notes"]),
       moments_(facts["moments"]),
       between_files_(facts["between_files"]),
       group_(facts["group"]),
       no_stack_(facts["no_stack"]),
       increment_version_(facts["increment_version"]),
+      get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
+      depth_(facts["depth"]),
       num_kept_(PyList_Size(notes_.ptr())),
       size_(number(facts["size"])),
       member_(number(facts["member"])) {
@@ -93,7 +83,7 @@ bool Entry::is_quiet(bool is_uneven) {
       others_.emplace_back(nb::object(view[1]));
     }
   }
-  const std::uint64_t sequence = number(get(recorder_, names().sequence)) + 1;
+  const std::uint64_t sequence = counts_.get(kSequence) + 1;
   if (sequence % check_every_ == 0) return false;
   if (!is_uneven || sequence < uneven_window_) return true;
   const std::uint64_t reached = sequence - (uneven_window_ - 1);
@@ -104,41 +94,12 @@ bool Entry::is_quiet(bool is_uneven) {
   return true;
 }
 
-bool Entry::Kind::is_of(const TensorView& view) const {
-  return dtype.is_valid() && dtype_number == view.dtype &&
-         std::equal(dims.begin(), dims.end(), view.shape, view.shape + view.num_dims);
-}
-
-bool Entry::read(nb::handle x, Plain& plain) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(x.ptr())) != tensor_type_.ptr()) return false;
-  const Names& n = names();
-  TensorView view;
-  if (!tensors_.look(x, view) || !view.is_cpu || !view.is_contiguous()) return false;
-  if (is_true(get(x, n.requires_grad)) || is_true(call(x, n.is_neg))) return false;
-  plain.count = view.count();
-  plain.address = reinterpret_cast<std::uintptr_t>(view.data);
-  if (plain.address == 0 && plain.count != 0) return false;  // its memory was taken away
-  const Kind* kind = std::find_if(std::begin(kinds_), std::end(kinds_),
-                                  [&](const Kind& one) { return one.is_of(view); });
-  if (kind == std::end(kinds_)) {
-    Kind made{view.dtype, {view.shape, view.shape + view.num_dims}, get(x, n.shape), get(x, n.dtype)};
-    PyObject* const code = PyDict_GetItem(codes_.ptr(), made.dtype.ptr());
-    if (code == nullptr) return false;
-    made.code = static_cast<unsigned>(PyLong_AsLong(code));
-    next_kind_ = (next_kind_ + 1) % std::size(kinds_);
-    kind = &(kinds_[next_kind_] = std::move(made));
-  }
-  plain.shape = kind->shape;
-  plain.dtype = kind->dtype;
-  plain.code = kind->code;
-  return true;
-}
-
-void Entry::enter(const Call& call, const Plain* plain, const std::uint64_t* part) {
-  const nb::object data = plain == nullptr ? nb::none() : plain->data();
+void Entry::enter(const Call& call, const nb::object& data, nb::handle dtype,
+                  std::uint64_t count, const std::uint64_t* part) {
   const std::uint64_t sequence = note(call, data, part == nullptr ? nb::tuple() : sizes_of(*part));
   if (ledger_.is_valid()) {
-    compare(sequence, fingerprint(call, plain, data, part != nullptr), part);
+    const Header header{call.verb.ptr(), dtype.ptr(), count, call.number, call.root};
+    compare(sequence, fingerprint(header, data, part != nullptr), part);
   }
 }
 
@@ -153,59 +114,64 @@ bool Entry::enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::han
     return true;
   }
   if (PyList_Check(tensor.ptr())) return false;
-  Plain plain;
-  plain.dtype = get(tensor, names().dtype);
-  plain.shape = get(tensor, names().shape);
-  plain.count = count_of(plain.shape);
-  enter(call, &plain);
+  const nb::object shape = get(tensor, names().shape), dtype = get(tensor, names().dtype);
+  std::uint64_t count = 1;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(shape.ptr()); ++i) {
+    count *= number(PyTuple_GetItem(shape.ptr(), i));
+  }
+  enter(call, tuple_of(shape, dtype), dtype, count, nullptr);
   return true;
+}
+
+// The caller of what is surely this package's. Frames cost nothing while nobody asks for them.
+nb::object Entry::first_frame() const {
+  try {
+    return call_with(get_frame_, depth_);
+  } catch (nb::python_error& error) {  // there are not so many: no program calls, but Python itself
+    if (!error.matches(PyExc_ValueError)) throw;
+    return nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  }
 }
 
 std::uint64_t Entry::note(const Call& call, const nb::object& data, const nb::object& sizes) {
   const Names& n = names();
-  nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));  // the verb's
-  nb::object code = code_of(frame);
-  for (nb::object back = get(frame, n.back); !back.is_none(); back = get(frame, n.back)) {
-    frame = std::move(back);  // out to the program
-    code = code_of(frame);
-    if (code.is(last_code_)) break;  // programs repeat their calls
+  nb::object frame = first_frame(), code = code_of(frame);
+  while (!code.is(last_code_)) {  // programs repeat their calls
     if (!is_true(checked(PyObject_GetItem(between_files_.ptr(), get(code, n.file).ptr())))) {
       last_code_ = code;
       break;
     }
+    nb::object back = get(frame, n.back);
+    if (back.is_none()) break;
+    frame = std::move(back);  // out to the program
+    code = code_of(frame);
   }
-  const std::uint64_t sequence = number(get(recorder_, n.sequence)) + 1;
+  const std::uint64_t sequence = counts_.get(kSequence) + 1;
   const nb::object told = whole(static_cast<std::int64_t>(sequence));
   const nb::object more = tuple_of(call.op, number_or_none(call.root), sizes);
   const nb::object note = tuple_of(told, group_, call.verb, data, more, code,
                                    get(frame, n.instruction), no_stack_);
-  const std::uint64_t num_notes = number(get(recorder_, n.num_notes));
+  const std::uint64_t num_notes = counts_.get(kNumNotes);
   const Py_ssize_t place = static_cast<Py_ssize_t>(num_notes % num_kept_);
   if (PyList_SetItem(notes_.ptr(), place, note.inc_ref().ptr()) != 0) throw nb::python_error();
-  set(recorder_, n.sequence, told);
-  set(recorder_, n.moment, checked(PyIter_Next(moments_.ptr())));
-  set(recorder_, n.num_notes, whole(static_cast<std::int64_t>(num_notes + 1)));
+  counts_.put(kSequence, sequence);
+  counts_.put(kMoment, number(checked(PyIter_Next(moments_.ptr()))));
+  counts_.put(kNumNotes, num_notes + 1);
   return sequence;
 }
 
 // As Python makes it, so that members on either way agree; kept, since programs repeat their calls.
-std::uint64_t Entry::fingerprint(const Call& call, const Plain* plain, const nb::object& data,
-                                 bool is_uneven) {
-  Header header{call.verb.ptr(), nullptr, 0, call.number, call.root};
-  if (plain != nullptr) {
-    header.dtype = plain->dtype.ptr();
-    header.count = is_uneven ? 0 : plain->count;
-  }
+std::uint64_t Entry::fingerprint(const Header& header, const nb::object& data, bool is_uneven) {
   const auto found = fingerprints_.find(header);
   if (found != fingerprints_.end()) return found->second;
   if (fingerprints_.size() >= kMostFingerprints) {
     fingerprints_.clear();
     verbs_.clear();
   }
-  const nb::object key = tuple_of(call.verb, data, number_or_none(call.number),
-                                  number_or_none(call.root), nb::bool_(is_uneven));
+  const nb::object key = tuple_of(nb::handle(header.verb), data, number_or_none(header.number),
+                                  number_or_none(header.root), nb::bool_(is_uneven));
   const std::uint64_t made = number(checked(PyObject_GetItem(headers_.ptr(), key.ptr())));
-  verbs_.push_back(nb::borrow(call.verb));
+  verbs_.push_back(nb::borrow(header.verb));
   fingerprints_.emplace(header, made);
   return made;
 }
@@ -213,8 +179,8 @@ std::uint64_t Entry::fingerprint(const Call& call, const Plain* plain, const nb:
 void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {
   if (part != nullptr) {
     const std::uint64_t start = window_ + sequence % uneven_window_ * (1 + 2 * size_);
-    for (std::uint64_t i = 1; i <= 2 * size_; ++i) mine_.set(start + i, *part);
-    mine_.set(start, sequence);
+    for (std::uint64_t i = 1; i <= 2 * size_; ++i) mine_.put(start + i, *part);
+    mine_.put(start, sequence);
   }
   const std::uint64_t word = (sequence & kLow) << 32 | header;
   mine_.set(sequence % window_, word);

@@ -5,11 +5,9 @@
 // not plain.
 #pragma once
 
-#include <unordered_map>
-#include <vector>
-
 #include "plain.h"
-#include "tensor_view.h"
+
+#include <vector>
 
 namespace meshdist {
 
@@ -22,7 +20,10 @@ class Words {
   std::uint64_t get(std::uint64_t place) const {
     return __atomic_load_n(words_ + place, __ATOMIC_ACQUIRE);
   }
-  // Seen by others before this process reads what follows.
+  void put(std::uint64_t place, std::uint64_t value) const {
+    __atomic_store_n(words_ + place, value, __ATOMIC_RELEASE);
+  }
+  // As `put`, and seen by others before this process reads what follows.
   void set(std::uint64_t place, std::uint64_t value) const {
     __atomic_store_n(words_ + place, value, __ATOMIC_SEQ_CST);
   }
@@ -49,11 +50,15 @@ class Entry {
   bool is_quiet(bool is_uneven = false);
 
   // Whether `x` is a plain tensor; fills `plain`.
-  bool read(nb::handle x, Plain& plain);
+  bool read(nb::handle x, Plain& plain) { return reader_.read(x, plain); }
 
   // Note a call and compare it with the others'; raises what `disagreement` makes where one
   // differs. `part` is how many elements go to and come from each member, of an uneven call.
-  void enter(const Call& call, const Plain* plain, const std::uint64_t* part = nullptr);
+  void enter(const Call& call, const Plain* plain, const std::uint64_t* part = nullptr) {
+    const std::uint64_t count = plain == nullptr ? 0 : plain->count;
+    enter(call, plain == nullptr ? nb::none() : plain->data,
+          plain == nullptr ? nb::none() : plain->dtype, part == nullptr ? count : 0, part);
+  }
 
   // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
   bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
@@ -87,31 +92,23 @@ class Entry {
     }
   };
 
+  void enter(const Call& call, const nb::object& data, nb::handle dtype, std::uint64_t count,
+             const std::uint64_t* part);
+  nb::object first_frame() const;
   std::uint64_t note(const Call& call, const nb::object& data, const nb::object& sizes);
-  std::uint64_t fingerprint(const Call& call, const Plain* plain, const nb::object& data,
-                            bool is_uneven);
+  std::uint64_t fingerprint(const Header& header, const nb::object& data, bool is_uneven);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;
   nb::object sizes_of(std::uint64_t part);
 
-  // What a tensor's dtype and shape are as objects; kept, since programs repeat their calls.
-  struct Kind {
-    std::uint32_t dtype_number = 0;  // DLPack's
-    std::vector<std::int64_t> dims;
-    nb::object shape, dtype;
-    unsigned code = 0;
-    bool is_of(const TensorView& view) const;
-  };
-
   const unsigned num_forks_;
-  nb::object tensor_type_, codes_;
-  TensorViews tensors_;
-  Kind kinds_[2];  // of a call's two tensors, for example
-  unsigned next_kind_ = 0;
+  PlainReader reader_;
   nb::object aborts_, is_told_, level_;
-  nb::object recorder_, notes_, moments_, between_files_;
+  const Words counts_;  // a recorder's
+  nb::object notes_, moments_, between_files_;
   nb::object group_, no_stack_, increment_version_;
+  const nb::object get_frame_, depth_;
   nb::object last_code_;  // the program's that called last
   const Py_ssize_t num_kept_;
   const std::uint64_t size_, member_;

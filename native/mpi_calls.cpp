@@ -11,12 +11,6 @@ constexpr int kLooksPerTime = 16;  // at the clock
 
 const Name is_aborted{"is_aborted"};
 
-std::uint64_t bytes(const Plain& plain) { return plain.count * plain.code; }
-
-bool overlap(const Plain& one, const Plain& other) {
-  return meshdist::overlap(one.address, bytes(one), other.address, bytes(other));
-}
-
 }  // namespace
 
 MpiCalls::MpiCalls(nb::dict facts)
@@ -92,7 +86,7 @@ bool MpiCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
   Plain output, input;
   const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !is_of_blocks(output, input, size) || overlap(output, input)) {
+      !is_of_blocks(output, input, size) || overlap(output, output.bytes(), input)) {
     return false;
   }
   entry_.enter({verb}, &input);
@@ -106,7 +100,7 @@ bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb
   PyObject* type = nullptr;
   const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !is_of_blocks(input, output, size) || overlap(output, input)) {
+      !is_of_blocks(input, output, size) || overlap(output, output.bytes(), input)) {
     return false;
   }
   const Reduction* const found = find(op, input, type);
@@ -154,7 +148,7 @@ bool MpiCalls::all_to_all(nb::handle out, nb::handle in) {
   Plain output, input;
   const std::uint64_t size = entry_.size();
   if (!is_ready(true) || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !are_in_equal_parts(output, input, size) || overlap(output, input)) {
+      !are_in_equal_parts(output, input, size) || overlap(output, output.bytes(), input)) {
     return false;
   }
   const std::uint64_t part = input.count / size;
@@ -182,13 +176,13 @@ bool MpiCalls::is_ready(bool is_uneven) {
 }
 
 bool MpiCalls::read(nb::handle x, Plain& plain) {
-  return entry_.read(x, plain) && plain.count != 0 && is_small(bytes(plain));
+  return entry_.read(x, plain) && plain.count != 0 && is_small(plain.bytes());
 }
 
 bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) {
   const bool is_list = PyList_Check(list.ptr());
   if (!is_list && !PyTuple_Check(list.ptr())) return false;
-  const std::uint64_t size = entry_.size(), step = bytes(like);
+  const std::uint64_t size = entry_.size(), step = like.bytes();
   if (static_cast<std::uint64_t>(PyObject_Size(list.ptr())) != size) return false;
   if (!is_small(size * step)) return false;
   for (std::uint64_t i = 0; i < size; ++i) {
@@ -200,7 +194,7 @@ bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) {
     if (i != 0 && next.address != plain.address + i * step) return false;
     if (i == 0) plain = std::move(next);
   }
-  return !meshdist::overlap(plain.address, size * step, like.address, step);
+  return !overlap(plain, size * step, like);
 }
 
 const MpiCalls::Reduction* MpiCalls::find(nb::handle op, const Plain& plain,
@@ -215,7 +209,7 @@ const MpiCalls::Reduction* MpiCalls::find(nb::handle op, const Plain& plain,
 
 // As `Buffers.moved`, of `blocks` such tensors in a row, counted for each of `parts`.
 nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uint64_t parts) {
-  const std::uint64_t all = bytes(plain) * blocks;
+  const std::uint64_t all = plain.bytes() * blocks;
   nb::object& found = kept({plain.address, all, all / parts, byte_.ptr()});
   if (!found.is_valid()) found = nb::make_tuple(memory(plain.address, all), all / parts, byte_);
   return found;
@@ -223,7 +217,7 @@ nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uin
 
 // As `Buffers.numbers`.
 nb::object MpiCalls::numbers_of(const Plain& plain, PyObject* type, std::uint64_t parts) {
-  const std::uint64_t all = bytes(plain), count = plain.count / parts;
+  const std::uint64_t all = plain.bytes(), count = plain.count / parts;
   nb::object& found = kept({plain.address, all, count, type});
   if (!found.is_valid()) {
     found = nb::make_tuple(memory(plain.address, all), count, nb::handle(type));
@@ -233,7 +227,7 @@ nb::object MpiCalls::numbers_of(const Plain& plain, PyObject* type, std::uint64_
 
 // As `Buffers.cut`, into equal parts.
 nb::object MpiCalls::cut(const Plain& plain) {
-  const std::uint64_t all = bytes(plain), size = entry_.size();
+  const std::uint64_t all = plain.bytes(), size = entry_.size();
   nb::object& found = kept({plain.address, all, 0, nullptr});
   if (!found.is_valid()) {
     nb::list counts, starts;
@@ -261,7 +255,7 @@ nb::object MpiCalls::memory(std::uintptr_t address, std::uint64_t bytes) const {
 bool MpiCalls::arrive() {
   const std::uint64_t number = mine_.get(window_) + 1, place = number % window_;
   const std::uint64_t word = number << 2 | kWaits;
-  mine_.set(window_, number);
+  mine_.put(window_, number);
   mine_.set(place, word);
   std::size_t num_there = 0;
   const auto are_there = [&] {

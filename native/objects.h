@@ -24,10 +24,6 @@ inline nb::object get(nb::handle from, const Name& name) {
   return checked(PyObject_GetAttr(from.ptr(), name.object));
 }
 
-inline void set(nb::handle on, const Name& name, nb::handle value) {
-  if (PyObject_SetAttr(on.ptr(), name.object, value.ptr()) != 0) throw nb::python_error();
-}
-
 inline nb::object call(nb::handle on, const Name& name) {
   PyObject* const arguments[] = {on.ptr()};
   return checked(PyObject_VectorcallMethod(name.object, arguments, 1, nullptr));

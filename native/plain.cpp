@@ -1,27 +1,131 @@
 #include "plain.h"
 
+#include <algorithm>
+
 namespace meshdist {
+namespace {
 
-bool overlap(std::uintptr_t one, std::uint64_t bytes, std::uintptr_t other, std::uint64_t others) {
-  return one < other + others && other < one + bytes;
-}
+constexpr std::size_t kMostKinds = 1024;
+constexpr std::int32_t kCpu = 1;
 
-bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size) {
-  if (whole.count != size * block.count) return false;
-  const std::int64_t num_whole = whole.num_dims(), num_block = block.num_dims();
-  if (num_whole == 1) return true;
-  const std::int64_t more = num_whole - num_block;
-  if (more != 0 && more != 1) return false;
-  if (whole.dim(0) != (more == 1 ? size : size * block.dim(0))) return false;
-  for (std::int64_t i = 1; i < num_whole; ++i) {
-    if (whole.dim(i) != block.dim(i - more)) return false;
+// As DLPack 1 lays them out.
+struct DlTensor {
+  void* data;
+  std::int32_t device_type, device;
+  std::int32_t num_dims;
+  std::uint8_t code, bits;
+  std::uint16_t lanes;
+  std::int64_t *shape, *strides;
+  std::uint64_t byte_offset;
+};
+struct DlExchange {
+  std::uint32_t major, minor;
+  void* older;
+  void *allocate, *managed_from_object, *managed_to_object;
+  int (*tensor_from_object)(void* object, void* tensor);
+};
+
+bool is_contiguous(const DlTensor& x) {
+  std::int64_t step = 1;
+  for (std::int32_t i = x.num_dims - 1; i >= 0; --i) {
+    if (x.shape[i] == 0) return true;
+    if (x.shape[i] != 1 && x.strides[i] != step) return false;
+    step *= x.shape[i];
   }
   return true;
 }
 
+struct Names {
+  Name requires_grad{"requires_grad"}, is_neg{"is_neg"}, shape{"shape"}, dtype{"dtype"};
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
+
+}  // namespace
+
+bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other) {
+  return one.address < other.address + other.bytes() && other.address < one.address + bytes;
+}
+
+bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size) {
+  if (whole.count != size * block.count || whole.num_dims == 0) return false;
+  if (whole.num_dims == 1) return true;
+  const int more = whole.num_dims - block.num_dims;
+  if (more != 0 && more != 1) return false;
+  const std::uint64_t rows = more == 1 ? size : size * block.dims[0];
+  return static_cast<std::uint64_t>(whole.dims[0]) == rows &&
+         std::equal(whole.dims + 1, whole.dims + whole.num_dims, block.dims + 1 - more);
+}
+
 bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size) {
-  return one.num_dims() != 0 && one.count == other.count && other.num_dims() != 0 &&
-         one.dim(0) == other.dim(0) && one.dim(0) % size == 0;
+  return one.num_dims != 0 && other.num_dims != 0 && one.count == other.count &&
+         one.dims[0] == other.dims[0] && static_cast<std::uint64_t>(one.dims[0]) % size == 0;
+}
+
+PlainReader::PlainReader(const nb::dict& facts)
+    : tensor_type_(facts["tensor_type"]), codes_(facts["codes"]) {
+  capsule_ = nb::getattr(tensor_type_, "__dlpack_c_exchange_api__", nb::none());
+  if (capsule_.is_none()) return;
+  const auto* const exchange =
+      static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule_.ptr(), "dlpack_exchange_api"));
+  if (exchange == nullptr) throw nb::python_error();
+  if (exchange->major == 1) look_ = exchange->tensor_from_object;
+}
+
+bool PlainReader::read(nb::handle x, Plain& plain) {
+  if (look_ == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(x.ptr())) != tensor_type_.ptr()) {
+    return false;
+  }
+  DlTensor tensor;
+  if (look_(x.ptr(), &tensor) != 0) {  // sparse, nested, quantized, on a device that it lacks
+    PyErr_Clear();
+    return false;
+  }
+  const Names& n = names();
+  if (tensor.device_type != kCpu || !is_contiguous(tensor) || is_true(get(x, n.requires_grad)) ||
+      is_true(call(x, n.is_neg))) {
+    return false;
+  }
+  plain.count = 1;
+  for (std::int32_t i = 0; i < tensor.num_dims; ++i) plain.count *= tensor.shape[i];
+  plain.address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
+  if (plain.address == 0 && plain.count != 0) return false;  // its memory was taken away
+  plain.item = tensor.bits * tensor.lanes / 8u;
+  plain.dims = tensor.shape;
+  plain.num_dims = tensor.num_dims;
+  Kind unkept;
+  const Kind* kind = &unkept;
+  if (tensor.num_dims <= kMostDims) {
+    Key key{tensor.code | tensor.bits << 8 | std::int64_t{tensor.lanes} << 16 |
+            std::int64_t{tensor.num_dims} << 32};
+    for (std::int32_t i = 0; i < tensor.num_dims; ++i) key[i + 1] = tensor.shape[i];
+    auto found = kinds_.find(key);
+    if (found == kinds_.end()) {
+      if (kinds_.size() >= kMostKinds) kinds_.clear();
+      found = kinds_.emplace(key, kind_of(x)).first;
+    }
+    kind = &found->second;
+  } else {
+    unkept = kind_of(x);
+  }
+  plain.data = kind->data;
+  plain.dtype = kind->dtype;
+  plain.code = kind->code;
+  return plain.dtype.is_valid();
+}
+
+PlainReader::Kind PlainReader::kind_of(nb::handle x) const {
+  Kind kind;
+  nb::object dtype = get(x, names().dtype);
+  PyObject* const code = PyDict_GetItem(codes_.ptr(), dtype.ptr());
+  if (code == nullptr) return kind;
+  kind.data = tuple_of(get(x, names().shape), dtype);
+  kind.dtype = std::move(dtype);
+  kind.code = static_cast<unsigned>(PyLong_AsLong(code));
+  return kind;
 }
 
 }  // namespace meshdist

@@ -1,31 +1,68 @@
-// A tensor whose own memory travels, and how two of them fit together.
+// Tensors whose own memory travels, looked at by way of DLPack's exchange between libraries: one
+// call that tells memory, shape and dtype, and makes no object of Python's.
 #pragma once
 
 #include "objects.h"
 
+#include <array>
+#include <unordered_map>
+
 namespace meshdist {
 
 struct Plain {
-  nb::object shape, dtype;
+  nb::object data, dtype;  // data: shape and dtype, as notes keep them
   std::uintptr_t address = 0;
-  std::uint64_t count = 0;
-  unsigned code = 0;  // what `codes` has for its dtype
+  std::uint64_t count = 0, item = 0;
+  unsigned code = 0;  // what `codes` has for the dtype
+  const std::int64_t* dims = nullptr;  // the tensor's own
+  int num_dims = 0;
 
+  std::uint64_t bytes() const { return count * item; }
   bool is_like(const Plain& other) const { return dtype.is(other.dtype); }
-  nb::object data() const { return tuple_of(shape, dtype); }
-  std::int64_t num_dims() const { return PyTuple_Size(shape.ptr()); }
-  std::uint64_t dim(std::int64_t place) const {
-    return number(PyTuple_GetItem(shape.ptr(), static_cast<Py_ssize_t>(place)));
-  }
 };
 
-// Whether memory of so many bytes from one address on reaches into that of another one.
-bool overlap(std::uintptr_t one, std::uint64_t bytes, std::uintptr_t other, std::uint64_t others);
+// Whether `bytes` bytes from the memory of `one` on reach into that of `other`.
+bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other);
 
-// Whether `whole` is one `block` for each of `size` members: flat, joined along dim 0, or stacked.
+// Whether `whole` is one `block` per member: flat, joined along dim 0, or stacked.
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size);
 
-// Whether both can be cut into `size` equal parts along dim 0, which are of the same size.
+// Whether both can be cut along dim 0 into as many parts as there are members, of one size.
 bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size);
+
+class PlainReader {
+ public:
+  // `facts` has the type of plain tensors, and `codes`, a number for each of their dtypes.
+  explicit PlainReader(const nb::dict& facts);
+
+  // Whether `x` is a plain tensor: dense, contiguous, of the CPU, without a gradient of its own;
+  // fills `plain`.
+  bool read(nb::handle x, Plain& plain);
+
+ private:
+  static constexpr int kMostDims = 5;  // of shapes that are kept
+  struct Kind {
+    nb::object data, dtype;  // no dtype where it has no code
+    unsigned code = 0;
+  };
+  using Key = std::array<std::int64_t, kMostDims + 1>;
+  struct Hash {
+    std::size_t operator()(const Key& key) const {
+      std::size_t mixed = 0;
+      for (std::int64_t one : key) {
+        mixed = (mixed ^ static_cast<std::size_t>(one)) * 0x9e3779b97f4a7c15u;
+        mixed ^= mixed >> 29;
+      }
+      return mixed;
+    }
+  };
+
+  Kind kind_of(nb::handle x) const;
+
+  const nb::object tensor_type_, codes_;
+  nb::object capsule_;
+  int (*look_)(void*, void*) = nullptr;  // null where torch does not offer it
+  std::unordered_map<Key, Kind, Hash> kinds_;  // programs repeat their shapes
+};
 
 }  // namespace meshdist

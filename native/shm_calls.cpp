@@ -3,18 +3,6 @@
 #include <utility>
 
 namespace meshdist {
-namespace {
-
-std::uint64_t bytes(const Plain& plain) {
-  return plain.count * dtype_facts(static_cast<Dtype>(plain.code)).bytes;
-}
-
-bool overlap(const Plain& one, const Plain& other) {
-  return meshdist::overlap(one.address, bytes(one), other.address, bytes(other));
-}
-
-}  // namespace
-
 ShmCalls::ShmCalls(nb::object communicator, nb::dict facts, double timeout)
     : entry_(facts),
       owner_(std::move(communicator)),
@@ -67,8 +55,8 @@ bool ShmCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
       !output.is_like(input) || !is_of_blocks(output, input, entry_.size())) {
     return false;
   }
-  const bool is_in_place = input.address == output.address + entry_.member() * bytes(input);
-  if (!is_in_place && overlap(output, input)) return false;
+  const bool is_in_place = input.address == output.address + entry_.member() * input.bytes();
+  if (!is_in_place && overlap(output, output.bytes(), input)) return false;
   entry_.enter({verb}, &input);
   entry_.note_write(tuple_of(out));
   return run(core_.all_gather(output.address, input.address, input.count, input.code));
@@ -78,7 +66,7 @@ bool ShmCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb
   Plain output, input;
   if (!entry_.is_quiet() || !entry_.read(out, output) || !entry_.read(in, input) ||
       !output.is_like(input) || !is_of_blocks(input, output, entry_.size()) ||
-      overlap(output, input)) {
+      overlap(output, output.bytes(), input)) {
     return false;
   }
   const Reduction* const found = find(op, input);
@@ -114,10 +102,10 @@ bool ShmCalls::all_to_all(nb::handle out, nb::handle in) {
   const std::uint64_t size = entry_.size();
   if (!entry_.is_quiet(true) || !entry_.read(out, output) || !entry_.read(in, input) ||
       !output.is_like(input) || !are_in_equal_parts(output, input, size) ||
-      overlap(output, input)) {
+      overlap(output, output.bytes(), input)) {
     return false;
   }
-  const std::uint64_t part = input.count / size, step = bytes(input) / size;
+  const std::uint64_t part = input.count / size, step = input.bytes() / size;
   Addresses outs(size), ins(size);
   for (std::uint64_t i = 0; i < size; ++i) {
     outs[i] = output.address + i * step;
@@ -152,7 +140,7 @@ bool ShmCalls::read_list(nb::handle list, const Plain& like, Addresses& addresse
     Plain next;
     if (!entry_.read(is_list ? PyList_GetItem(list.ptr(), place) : PyTuple_GetItem(list.ptr(), place),
                      next) ||
-        !next.is_like(like) || next.count != like.count || overlap(next, like)) {
+        !next.is_like(like) || next.count != like.count || overlap(next, next.bytes(), like)) {
       return false;
     }
     addresses.push_back(next.address);

@@ -346,6 +346,8 @@ def get_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
     """As ``find_peer``; raises ArgumentError where neither is given."""
+    if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
+        return group.ranks.index(global_rank)  # the common case, decided fast
     peer = find_peer(group, global_rank, group_rank, verb, role)
     if peer is None:
         raise ArgumentError(
@@ -361,9 +363,7 @@ def get_root(
     """As ``find_peer``, with global rank 0 where neither is given."""
     if global_rank is None and group_rank is None:
         global_rank = 0
-    root = find_peer(group, global_rank, group_rank, verb, role)
-    assert root is not None  # one of the two is given
-    return root
+    return get_peer(group, global_rank, group_rank, verb, role)
 
 
 def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:

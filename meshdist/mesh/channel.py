@@ -293,6 +293,7 @@ class Channel:
             "size": self.group.size(),
             "member": self.group.rank(),
             "headers": _fingerprints,
+            "depth": 1,
             "explain": explained,
             "disagreement": disagreement,
         }

@@ -22,6 +22,7 @@ NUM_NOTES = 128
 
 _moments = count(1)
 _NO_STACK: Sequence[str] = ()
+_SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 _FORGOTTEN = f"a call before the last {NUM_NOTES}"
 
 Data: TypeAlias = "tuple[Any, ...] | None"
@@ -52,30 +53,31 @@ class Recorder:
 
     Args:
         ranks: the members' global ranks, in group order.
-
-    Attributes:
-        moment: when it was called last, in terms of all recorders of the process; 0 for never.
-        num_notes: how many calls were noted; the last one bears this number.
     """
 
-    __slots__ = (
-        "_keeps_stacks",
-        "_notes",
-        "_num_messages",
-        "moment",
-        "num_notes",
-        "ranks",
-        "sequence",
-    )
+    __slots__ = ("_counts", "_keeps_stacks", "_notes", "_num_messages", "ranks")
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
         self._keeps_stacks = shows_stacks()
         self.ranks = ranks
-        self.sequence = 0
-        self.moment = 0
-        self.num_notes = 0
+        self._counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
         self._notes: list[tuple[Any, ...]] = [()] * NUM_NOTES
         self._num_messages: dict[tuple[bool, int | None, int], int] = {}
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives were noted."""
+        return self._counts[_SEQUENCE]
+
+    @property
+    def moment(self) -> int:
+        """When it was called last, in terms of all recorders of the process; 0 for never."""
+        return self._counts[_MOMENT]
+
+    @property
+    def num_notes(self) -> int:
+        """How many calls were noted; the last one bears this number."""
+        return self._counts[_NUM_NOTES]
 
     def note(
         self,
@@ -99,7 +101,7 @@ class Recorder:
         Returns:
             What is kept of ``tensor``.
         """
-        self.sequence += 1
+        self._counts[_SEQUENCE] += 1
         return self._keep(group, verb, tensor, (op, root, sizes), sys._getframe(2))
 
     def note_message(
@@ -128,7 +130,7 @@ class Recorder:
         if self._keeps_stacks:
             return {}
         return {
-            "recorder": self,
+            "counts": self._counts,
             "notes": self._notes,
             "moments": _moments,
             "between_files": _between_files,
@@ -158,7 +160,8 @@ class Recorder:
         more: tuple[Any, ...],
         verb_frame: FrameType,
     ) -> Data:
-        self.moment = next(_moments)
+        counts = self._counts
+        counts[_MOMENT] = next(_moments)
         frame = verb_frame.f_back or verb_frame
         code = frame.f_code
         while _between_files[code.co_filename] and frame.f_back is not None:
@@ -170,10 +173,10 @@ class Recorder:
         elif tensor is not None:
             data = (tensor.shape, tensor.dtype)
         stack = _stack_above(frame) if self._keeps_stacks else _NO_STACK
-        note = (self.sequence, group, verb, data, more, code, frame.f_lasti, stack)
-        number = self.num_notes
+        note = (counts[_SEQUENCE], group, verb, data, more, code, frame.f_lasti, stack)
+        number = counts[_NUM_NOTES]
         self._notes[number % NUM_NOTES] = note
-        self.num_notes = number + 1
+        counts[_NUM_NOTES] = number + 1
         return data
 
     def describe(self, number: int | None = None) -> dict[str, Any]:

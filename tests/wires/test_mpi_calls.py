@@ -1,0 +1,311 @@
+"""The short ways over MPI do what the long ones do, beside them, or leave a call alone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.reduce_ops import ReduceOp
+from meshdist.wires.core import core
+from tests.mpi_job import job_of
+from tests.pool import Pool
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(core is None, reason="no native core here"),
+]
+
+
+class Spy:
+    """The short ways of a group, and what they have answered."""
+
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+        self.answers: list[bool] = []
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        def call(*arguments: Any) -> bool:
+            self.answers.append(getattr(self.calls, name)(*arguments))
+            return self.answers[-1]
+
+        return call
+
+
+def opened() -> tuple[Any, Spy]:
+    """The world, whose members have met, and a spy on its short ways."""
+    group = md.group.WORLD
+    md.all_reduce(torch.ones(1))  # from here on everybody's words are known
+    spy = Spy(group.plain_calls)
+    group.plain_calls = spy
+    return group, spy
+
+
+def every_verb(shape: tuple[int, ...]) -> dict[str, Any]:
+    """What each verb that has a short way gives this rank."""
+    rank, size, root = md.get_rank(), md.get_world_size(), md.get_world_size() - 1
+    x = torch.full(shape, rank + 1.0)
+    row = torch.arange(size * x.numel(), dtype=torch.float64) + 100 * rank
+    found: dict[str, torch.Tensor] = {}
+    for name, call in {
+        "all_reduce": lambda y: md.all_reduce(y),
+        "reduce": lambda y: md.reduce(y, root),
+        "reduce to the product": lambda y: md.reduce(y, root, ReduceOp.PRODUCT),
+        "broadcast": lambda y: md.broadcast(y, root),
+    }.items():
+        found[name] = x.clone()
+        call(found[name])
+    found["all_gather_single"] = x.new_zeros(size * x.numel())
+    md.all_gather_single(found["all_gather_single"], x)
+    found["all_gather_into_tensor"] = x.new_zeros(size, *shape)
+    md.all_gather_into_tensor(found["all_gather_into_tensor"], x)
+    found["reduce_scatter_single"] = row.new_zeros(shape)
+    md.reduce_scatter_single(found["reduce_scatter_single"], row)
+    found["reduce_scatter_tensor"] = row.new_zeros(shape)
+    whole = row.view(size, *shape)
+    md.reduce_scatter_tensor(found["reduce_scatter_tensor"], whole, op=ReduceOp.PRODUCT)
+    found["gather"] = x.new_zeros(size, *shape)
+    md.gather(x, list(found["gather"]) if rank == root else None, root)
+    found["scatter"] = x.new_zeros(shape)
+    md.scatter(
+        found["scatter"], list(row.view(size, *shape).float()) if rank == root else None, root
+    )
+    found["all_to_all_single"] = torch.zeros_like(row)
+    md.all_to_all_single(found["all_to_all_single"], row)
+    md.barrier()
+    return {name: value.tolist() for name, value in found.items()}
+
+
+NUM_CALLS = 12
+
+
+def short_and_long(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[Any]]:
+    """The results, how many calls went the short way, and the notes, by turns.
+
+    In the first turn nobody takes the short ways, in the last one everybody; some do in between.
+    """
+    group, spy = opened()
+    results, num_short, notes = [], [], []
+    for turn in range(1 << group.size()):
+        is_short = bool(turn >> group.rank() & 1)
+        group.plain_calls = spy if is_short else None
+        spy.answers.clear()
+        results.append(every_verb(shape))
+        num_short.append(sum(spy.answers))
+        recorder = group.channel("cpu").recorder
+        called = [recorder.describe(recorder.num_notes - k) for k in range(NUM_CALLS)]
+        notes.append([(call["verb"], call["argument"], call["where"]) for call in called])
+    return results, num_short, notes
+
+
+@pytest.mark.parametrize(("size", "shape"), [(1, (3,)), (2, (3,)), (3, (2, 1, 2)), (2, (1,) * 6)])
+def test_members_on_both_ways_meet(pool: Pool, size: int, shape: tuple[int, ...]) -> None:
+    for rank, (results, num_short, notes) in enumerate(
+        job_of(pool, size).run_in_world(short_and_long, shape)
+    ):
+        assert all(result == results[0] for result in results)
+        assert num_short == [NUM_CALLS * (turn >> rank & 1) for turn in range(1 << size)]
+        assert all(note == notes[0] for note in notes)
+        assert "in every_verb" in notes[0][0][2]
+
+
+def left_alone() -> tuple[list[str], int]:
+    group, spy = opened()
+    x, size = torch.ones(2, 2), group.size()
+    row = torch.ones(size, 2, 2)
+    grown = torch.ones(2, 2, requires_grad=True)
+    cases = {
+        "strided": lambda: spy.broadcast(x[:, 0], 0),
+        "a leaf": lambda: spy.broadcast(grown, 0),
+        "a parameter": lambda: spy.broadcast(torch.nn.Parameter(x), 0),
+        "negated": lambda: spy.broadcast(torch._neg_view(x), 0),
+        "complex": lambda: spy.broadcast(x.to(torch.complex64), 0),
+        "sparse": lambda: spy.broadcast(x.to_sparse(), 0),
+        "meta": lambda: spy.broadcast(x.to("meta"), 0),
+        "no element": lambda: spy.broadcast(x[:0], 0),
+        "an array": lambda: spy.broadcast(x.numpy(), 0),
+        "nothing": lambda: spy.broadcast(None, 0),
+        "16 bits": lambda: spy.all_reduce(x.bfloat16()),
+        "a mean": lambda: spy.reduce(x, ReduceOp.AVG, 0),
+        "the largest float": lambda: spy.reduce(x, ReduceOp.MAX, 0),
+        "bits of floats": lambda: spy.reduce(x, ReduceOp.BAND, 0),
+        "no op": lambda: spy.reduce(x, "sum", 0),
+        "two dtypes": lambda: spy.all_gather("all_gather_single", row, x.double()),
+        "overlapping": lambda: spy.all_gather("all_gather_single", row, row[0]),
+        "rows of another size": lambda: spy.all_gather(
+            "all_gather_single", row.view(size, 4, 1), x
+        ),
+        "too few": lambda: spy.reduce_scatter("reduce_scatter_single", x, row[:1, 0], ReduceOp.SUM),
+        "no list": lambda: spy.gather(x, row, group.rank()),
+        "a short list": lambda: spy.gather(x, [], group.rank()),
+        "not in a row": lambda: (
+            spy.gather(x, [torch.ones(2, 2) for _ in range(size)][::-1], 0)
+            if group.rank() == 0
+            else spy.gather(x, [x], 0)
+        ),
+        "a list elsewhere": lambda: spy.scatter(x, [x], 1 - group.rank()),
+        "rows that do not divide": lambda: spy.all_to_all(torch.ones(size + 1), row[0, 0]),
+        "no dim": lambda: spy.all_to_all(torch.tensor(1.0), torch.tensor(1.0)),
+    }
+    before = group.channel("cpu").recorder.num_notes
+    taken = [name for name, call in cases.items() if call()]
+    return taken, group.channel("cpu").recorder.num_notes - before
+
+
+def test_what_is_not_plain_is_left_alone(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(left_alone) == [([], 0)] * 2
+
+
+def waits_or_not() -> list[float]:
+    """One member takes the short way, and the other goes on meanwhile."""
+    _, spy = opened()
+    found = []
+    for turn in range(4):
+        x = torch.full((3,), float(md.get_rank() + turn))
+        work = md.all_reduce(x, async_op=turn % 2 == md.get_rank())
+        if work is not None:
+            work.wait()
+        found.append(x[2].item())
+    assert spy.answers == [True, True]
+    return found
+
+
+def test_who_waits_meets_who_goes_on(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(waits_or_not) == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+def many(num_calls: int) -> tuple[float, int]:
+    """More calls than the others' words are kept for, while one member comes late now and then."""
+    _, spy = opened()
+    size = md.get_world_size()
+    x, y = torch.ones(size), torch.ones(size)
+    for call in range(num_calls):
+        if call % 300 == 50 * md.get_rank():
+            time.sleep(0.01)
+        md.all_to_all_single(y, x)
+        md.broadcast(x, call % size)
+    return y.sum().item(), sum(spy.answers)
+
+
+def test_many_calls(pool: Pool) -> None:
+    for total, num_short in job_of(pool, 3).run_in_world(many, 1500):
+        assert total == 3.0
+        assert num_short > 2900  # and the others looked for the slowest member
+
+
+def differing(what: str) -> str:
+    md.all_reduce(torch.ones(1))
+    rank = md.get_rank()
+    x = torch.ones(4)
+    two = torch.ones(2, 4, dtype=(torch.int32, torch.float32)[rank])
+    call = {
+        "roots": lambda: md.broadcast(x, rank),
+        "ops": lambda: md.reduce(x, 0, ReduceOp.SUM if rank else ReduceOp.PRODUCT),
+        "dtypes": lambda: md.all_gather_single(two, torch.zeros_like(two[0])),
+        "verbs": lambda: md.barrier() if rank else md.all_reduce(x),
+        "sizes": lambda: md.all_to_all_single(x, torch.ones(4), *[[1, 3]] * 2 * rank),
+    }[what]
+    with pytest.raises(md.AgreementError) as caught:
+        call()
+    assert x.sum() == 4
+    assert two.sum() == 8
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["roots", "ops", "dtypes", "verbs", "sizes"])
+def test_a_disagreement_is_told_on_all(pool: Pool, what: str) -> None:
+    told = {
+        "roots": ("broadcast((4,) float32, root rank 0)", "broadcast((4,) float32, root rank 1)"),
+        "ops": (
+            "reduce((4,) float32, PRODUCT, root rank 0)",
+            "reduce((4,) float32, SUM, root rank 0)",
+        ),
+        "dtypes": ("all_gather_single((4,) int32)", "all_gather_single((4,) float32)"),
+        "verbs": ("all_reduce((4,) float32, SUM)", "barrier()"),
+        "sizes": ("sending [2, 2], taking [2, 2]", "sending [1, 3], taking [1, 3]"),
+    }[what]
+    for text in job_of(pool, 2).run_in_world(differing, what):
+        assert "the members of a group disagree about their call" in text
+        assert told[0] in text
+        assert told[1] in text
+
+
+def failing(how: str) -> str:
+    group = md.new_group(timeout=timedelta(seconds=0.5))
+    md.all_reduce(torch.ones(1), group=group)
+    md.barrier()
+    if md.get_rank() == 1:
+        time.sleep(0.2)
+        if how == "aborts":
+            group.abort("enough")
+        time.sleep(1.0)
+        return ""
+    with pytest.raises(md.MeshdistError) as caught:
+        md.broadcast(torch.ones(3), 1, group=group)
+    assert caught.value.__cause__ is None
+    with pytest.raises(md.MeshdistError):
+        md.barrier(group=group)  # broken now
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("is late", "CollectiveTimeoutError: broadcast on group of ranks 0-1 was not finished"),
+        ("aborts", "AbortedError: broadcast on group of ranks 0-1 was aborted"),
+    ],
+)
+def test_failures_are_told_as_ever(pool: Pool, how: str, told: str) -> None:
+    text = job_of(pool, 2).run_in_world(failing, how)[0]
+    assert text.startswith(told)
+    assert "call 2 on group of ranks 0-1: broadcast((3,) float32, root rank 1) at " in text
+
+
+def interrupted() -> float:
+    group = md.new_group()
+    md.all_reduce(torch.ones(1), group=group)
+    if md.get_rank() == 1:
+        time.sleep(1.0)
+        return 0.0
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        md.barrier(group)
+    signal.signal(signal.SIGALRM, before)
+    return time.monotonic() - begin
+
+
+def test_ctrl_c_ends_it(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(interrupted)[0] < 0.9
+
+
+def backward_after_writes() -> list[str]:
+    opened()
+    told = []
+    for write in (md.all_reduce, lambda x: md.broadcast(x, 0)):
+        weight, x = torch.ones(2, requires_grad=True), torch.ones(2)
+        product = (weight * x).sum()
+        write(x)
+        try:
+            product.backward()
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_autograd_learns_of_what_is_written(pool: Pool) -> None:
+    root, other = job_of(pool, 2).run_in_world(backward_after_writes)
+    assert len(root) == 1  # the source's own tensor is only read
+    assert len(other) == 2
+    assert all("modified by an inplace operation" in text for text in root + other)
