@@ -14,6 +14,7 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.autograd.profiler as profiler
 
 from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
@@ -31,7 +32,7 @@ from .checks import (
     premultiplied,
     stated,
 )
-from .instruments import verb
+from .instruments import bare_verb, verb
 from .running import Written, run
 
 __all__ = [
@@ -91,7 +92,7 @@ def all_gather(
     )
 
 
-@verb
+@bare_verb
 def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
@@ -128,20 +129,27 @@ def gather(
     """
     target = resolve_group(group)
     root = get_root(target, dst, group_dst, "gather", "dst")
-    plain = None if async_op else target.plain_calls
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
     if plain is not None and plain.gather(tensor, gather_list, root):
         return None
+    return _gather(tensor, gather_list, root, target, async_op)
+
+
+@verb
+def _gather(
+    tensor: Any, gather_list: list[Any] | None, root: int, group: ProcessGroup, async_op: bool
+) -> Work | None:
     _, block = dense(tensor, "tensor", "gather", writable=False)
     written: list[Written] = []
-    if root == target.rank():
+    if root == group.rank():
         written = _written(
-            gather_list, "gather_list", "gather", target, block, "tensor", "destination"
+            gather_list, "gather_list", "gather", group, block, "tensor", "destination"
         )
         for _, _, output in written:
-            check_same_size(output, block, target, "gather", ("gather_list", "tensor"))
+            check_same_size(output, block, group, "gather", ("gather_list", "tensor"))
     else:
-        check_no_list(gather_list, "gather_list", "gather", "destination", target, root)
-    channel = target.channel(block.device.type)
+        check_no_list(gather_list, "gather_list", "gather", "destination", group, root)
+    channel = group.channel(block.device.type)
     channel.enter("gather", block, None, root)
     outputs = [buffer for _, _, buffer in written]
     return run(
@@ -153,7 +161,7 @@ def gather(
     )
 
 
-@verb
+@bare_verb
 def scatter(
     tensor: Any,
     scatter_list: list[Any] | None = None,
@@ -189,19 +197,26 @@ def scatter(
     """
     target = resolve_group(group)
     root = get_root(target, src, group_src, "scatter", "src")
-    plain = None if async_op else target.plain_calls
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
     if plain is not None and plain.scatter(tensor, scatter_list, root):
         return None
+    return _scatter(tensor, scatter_list, root, target, async_op)
+
+
+@verb
+def _scatter(
+    tensor: Any, scatter_list: list[Any] | None, root: int, group: ProcessGroup, async_op: bool
+) -> Work | None:
     data, buffer = dense(tensor, "tensor", "scatter", writable=True)
     inputs: list[torch.Tensor] = []
-    if root == target.rank():
-        inputs = _read(scatter_list, "scatter_list", "scatter", target, buffer, "tensor", "source")
+    if root == group.rank():
+        inputs = _read(scatter_list, "scatter_list", "scatter", group, buffer, "tensor", "source")
         for part in inputs:
-            check_same_size(part, buffer, target, "scatter", ("scatter_list", "tensor"))
+            check_same_size(part, buffer, group, "scatter", ("scatter_list", "tensor"))
         inputs = [apart(part, buffer) for part in inputs]
     else:
-        check_no_list(scatter_list, "scatter_list", "scatter", "source", target, root)
-    channel = target.channel(buffer.device.type)
+        check_no_list(scatter_list, "scatter_list", "scatter", "source", group, root)
+    channel = group.channel(buffer.device.type)
     channel.enter("scatter", buffer, None, root)
     return run(
         channel,
@@ -319,7 +334,7 @@ def all_to_all(
     )
 
 
-@verb
+@bare_verb
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -355,33 +370,48 @@ def all_to_all_single(
         [[0, 10], [1, 11, 12]]
     """
     target = resolve_group(group)
-    name = "all_to_all_single"
-    is_plain = not async_op and output_split_sizes is None and input_split_sizes is None
-    plain = target.plain_calls if is_plain else None
+    is_plain = not (async_op or profiler._is_profiler_enabled)
+    is_even = output_split_sizes is None and input_split_sizes is None
+    plain = target.plain_calls if is_plain and is_even else None
     if plain is not None and plain.all_to_all(output, input):
         return None
+    return _all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, target, async_op
+    )
+
+
+@verb
+def _all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: list[int] | None,
+    input_split_sizes: list[int] | None,
+    group: ProcessGroup,
+    async_op: bool,
+) -> Work | None:
+    name = "all_to_all_single"
     data, buffer = dense(output, "output", name, writable=True)
     _, source = dense(input, "input", name, writable=False)
-    check_alike(buffer, source, target, name, ("output", "input"))
-    taken = _sizes(buffer, output_split_sizes, "output", name, target)
-    sent = _sizes(source, input_split_sizes, "input", name, target)
+    check_alike(buffer, source, group, name, ("output", "input"))
+    taken = _sizes(buffer, output_split_sizes, "output", name, group)
+    sent = _sizes(source, input_split_sizes, "input", name, group)
     is_flat = buffer.dim() == source.dim() == 1
     if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
         raise ShapeError(
             f"{name}: the rows of output and input have different sizes",
-            where=f"rank {target.world.rank}, {target.name}",
+            where=f"rank {group.world.rank}, {group.name}",
             found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
             fix="give both the same shape but for dim 0",
         )
-    me = target.rank()
+    me = group.rank()
     if taken[me] != sent[me]:
         raise ShapeError(
             f"{name}: what this rank takes from itself is not what it sends to itself",
-            where=f"rank {target.world.rank}, {target.name}",
+            where=f"rank {group.world.rank}, {group.name}",
             found=f"{taken[me]} elements taken, {sent[me]} sent",
             fix=f"make entry {me} of both split sizes equal",
         )
-    channel = target.channel(buffer.device.type)
+    channel = group.channel(buffer.device.type)
     channel.enter(name, source, sent=sent, taken=taken)
     source = apart(source, buffer)
     return run(

@@ -117,7 +117,7 @@ def _all_reduce(tensor: Any, op: Any, target: ProcessGroup, async_op: bool) -> W
     return None
 
 
-@verb
+@bare_verb
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -151,23 +151,28 @@ def broadcast(
     """
     target = resolve_group(group)
     root = get_peer(target, src, group_src, "broadcast", "src")
-    plain = None if async_op else target.plain_calls
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
     if plain is not None and plain.broadcast(tensor, root):
         return None
+    return _broadcast(tensor, root, target, async_op)
+
+
+@verb
+def _broadcast(tensor: Any, root: int, group: ProcessGroup, async_op: bool) -> Work | None:
     data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
-    channel = target.channel(buffer.device.type)
+    channel = group.channel(buffer.device.type)
     channel.enter("broadcast", buffer, None, root)
     return run(
         channel,
         "broadcast",
         lambda wire, timeout: wire.broadcast(buffer, root, timeout),
-        [(tensor, data, buffer)] if root != target.rank() else [],
+        [(tensor, data, buffer)] if root != group.rank() else [],
         async_op,
         result=[tensor],
     )
 
 
-@verb
+@bare_verb
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -202,14 +207,19 @@ def reduce(
     """
     target = resolve_group(group)
     root = get_peer(target, dst, group_dst, "reduce", "dst")
-    plain = None if async_op else target.plain_calls
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
     if plain is not None and plain.reduce(tensor, op, root):
         return None
-    is_root = root == target.rank()
+    return _reduce(tensor, root, op, target, async_op)
+
+
+@verb
+def _reduce(tensor: Any, root: int, op: Any, group: ProcessGroup, async_op: bool) -> Work | None:
+    is_root = root == group.rank()
     data, buffer = dense(tensor, "tensor", "reduce", writable=is_root)
     kind, factor = split_premul(op)
     check_reducible(kind, buffer, "reduce", factor)
-    channel = target.channel(buffer.device.type)
+    channel = group.channel(buffer.device.type)
     channel.enter("reduce", buffer, stated(kind, factor), root)
     if factor is not None:
         buffer = premultiplied(buffer, factor)
@@ -223,7 +233,7 @@ def reduce(
     )
 
 
-@verb
+@bare_verb
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -249,28 +259,37 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
-    return _all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
+    target = resolve_group(group)
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
+    if plain is not None and plain.all_gather(
+        "all_gather_into_tensor", output_tensor, input_tensor
+    ):
+        return None
+    return _all_gather("all_gather_into_tensor", output_tensor, input_tensor, target, async_op)
 
 
-@verb
+@bare_verb
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``all_gather_into_tensor``, under its newer name."""
-    return _all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
-
-
-def _all_gather(name: str, output: Any, input: Any, group: Any, async_op: bool) -> Work | None:
     target = resolve_group(group)
-    plain = None if async_op else target.plain_calls
-    if plain is not None and plain.all_gather(name, output, input):
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
+    if plain is not None and plain.all_gather("all_gather_single", output_tensor, input_tensor):
         return None
+    return _all_gather("all_gather_single", output_tensor, input_tensor, target, async_op)
+
+
+@verb
+def _all_gather(
+    name: str, output: Any, input: Any, group: ProcessGroup, async_op: bool
+) -> Work | None:
     names = ("output_tensor", "input_tensor")
     data, buffer = dense(output, names[0], name, writable=True)
     _, block = dense(input, names[1], name, writable=False)
-    check_alike(buffer, block, target, name, names)
-    check_blocks(buffer, block, target, name, names)
-    channel = target.channel(buffer.device.type)
+    check_alike(buffer, block, group, name, names)
+    check_blocks(buffer, block, group, name, names)
+    channel = group.channel(buffer.device.type)
     channel.enter(name, block)
     return run(
         channel,
@@ -281,7 +300,7 @@ def _all_gather(name: str, output: Any, input: Any, group: Any, async_op: bool) 
     )
 
 
-@verb
+@bare_verb
 def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -306,31 +325,36 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
-    return _reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
+    target = resolve_group(group)
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
+    if plain is not None and plain.reduce_scatter("reduce_scatter_tensor", output, input, op):
+        return None
+    return _reduce_scatter("reduce_scatter_tensor", output, input, op, target, async_op)
 
 
-@verb
+@bare_verb
 def reduce_scatter_single(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``reduce_scatter_tensor``, under its newer name."""
-    return _reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
-
-
-def _reduce_scatter(
-    name: str, output: Any, input: Any, op: Any, group: Any, async_op: bool
-) -> Work | None:
     target = resolve_group(group)
-    plain = None if async_op else target.plain_calls
-    if plain is not None and plain.reduce_scatter(name, output, input, op):
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
+    if plain is not None and plain.reduce_scatter("reduce_scatter_single", output, input, op):
         return None
+    return _reduce_scatter("reduce_scatter_single", output, input, op, target, async_op)
+
+
+@verb
+def _reduce_scatter(
+    name: str, output: Any, input: Any, op: Any, group: ProcessGroup, async_op: bool
+) -> Work | None:
     data, buffer = dense(output, "output", name, writable=True)
     _, whole = dense(input, "input", name, writable=False)
     kind, factor = split_premul(op)
     check_reducible(kind, buffer, name, factor)
-    check_alike(buffer, whole, target, name, ("output", "input"))
-    check_blocks(whole, buffer, target, name, ("input", "output"))
-    channel = target.channel(buffer.device.type)
+    check_alike(buffer, whole, group, name, ("output", "input"))
+    check_blocks(whole, buffer, group, name, ("input", "output"))
+    channel = group.channel(buffer.device.type)
     channel.enter(name, whole, stated(kind, factor))
     if factor is not None:
         whole = premultiplied(whole, factor)
@@ -343,7 +367,7 @@ def _reduce_scatter(
     )
 
 
-@verb
+@bare_verb
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -363,13 +387,20 @@ def barrier(
         CollectiveTimeoutError: a member did not come; the text names it.
     """
     target = resolve_group(group)
-    is_plain = not async_op and device_ids is None and timeout is None
-    plain = target.plain_calls if is_plain and target.first_device_type() == "cpu" else None
-    if plain is not None and plain.barrier():
+    is_plain = not (async_op or profiler._is_profiler_enabled)
+    plain = target.plain_calls if is_plain and device_ids is None and timeout is None else None
+    if plain is not None and target.first_device_type() == "cpu" and plain.barrier():
         return None
+    return _barrier(target, async_op, device_ids, timeout)
+
+
+@verb
+def _barrier(
+    group: ProcessGroup, async_op: bool, device_ids: list[int] | None, timeout: timedelta | None
+) -> Work | None:
     check_timeout(timeout)
-    device = target.device if device_ids is None else first_cuda_device(device_ids, "barrier")
-    channel = target.channel("cuda" if device_ids else target.first_device_type())
+    device = group.device if device_ids is None else first_cuda_device(device_ids, "barrier")
+    channel = group.channel("cuda" if device_ids else group.first_device_type())
     channel.enter("barrier", None)
     return run(
         channel,
