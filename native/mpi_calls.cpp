@@ -37,7 +37,7 @@ MpiCalls::MpiCalls(nb::dict facts)
       window_(number(facts["arrivals_window"])),
       check_every_(number(facts["arrivals_check_every"])) {
   for (nb::handle one : nb::borrow<nb::list>(facts["reductions"])) {
-    reductions_.push_back({one[0], one[2], one[3], nb::cast<std::int64_t>(one[1])});
+    reductions_.push_back({one[0], one[2], nb::cast<std::int64_t>(one[1])});
   }
   for (nb::handle words : nb::borrow<nb::list>(facts["others_arrivals"])) {
     others_.emplace_back(nb::borrow(words));
@@ -46,30 +46,28 @@ MpiCalls::MpiCalls(nb::dict facts)
 
 bool MpiCalls::all_reduce(nb::handle x) {
   Plain plain;
-  PyObject* type = nullptr;
   if (!is_ready() || !read(x, plain)) return false;
-  const Reduction& sum = reductions_.front();
-  if (find(sum.op, plain, type) == nullptr) return false;
+  const Way sum = find(reductions_.front().op, plain);
+  if (!sum.type.is_valid()) return false;
   entry_.enter({all_reduce_.name, sum.op, sum.number}, &plain);
   entry_.note_write(tuple_of(x));
-  run(all_reduce_, nb::borrow(x), in_place_, numbers_of(plain, type), sum.of_mpi);
+  run(all_reduce_, nb::borrow(x), in_place_, numbers_of(plain, sum.type), sum.of_mpi);
   return true;
 }
 
 bool MpiCalls::reduce(nb::handle x, nb::handle op, int root) {
   Plain plain;
-  PyObject* type = nullptr;
   if (!is_ready() || !read(x, plain)) return false;
-  const Reduction* const found = find(op, plain, type);
-  if (found == nullptr) return false;
-  entry_.enter({reduce_.name, found->op, found->number, root}, &plain);
-  const nb::object numbers = numbers_of(plain, type), place = whole(root);
+  const Way found = find(op, plain);
+  if (!found.type.is_valid()) return false;
+  entry_.enter({reduce_.name, found.op, found.number, root}, &plain);
+  const nb::object numbers = numbers_of(plain, found.type), place = whole(root);
   if (!is_me(root)) {
-    run(reduce_, nb::borrow(x), numbers, nb::none(), found->of_mpi, place);
+    run(reduce_, nb::borrow(x), numbers, nb::none(), found.of_mpi, place);
     return true;
   }
   entry_.note_write(tuple_of(x));
-  run(reduce_, nb::borrow(x), in_place_, numbers, found->of_mpi, place);
+  run(reduce_, nb::borrow(x), in_place_, numbers, found.of_mpi, place);
   return true;
 }
 
@@ -97,18 +95,17 @@ bool MpiCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
 
 bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb::handle op) {
   Plain output, input;
-  PyObject* type = nullptr;
   const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
       !is_of_blocks(input, output, size) || overlap(output, output.bytes(), input)) {
     return false;
   }
-  const Reduction* const found = find(op, input, type);
-  if (found == nullptr) return false;
-  entry_.enter({verb, found->op, found->number}, &input);
+  const Way found = find(op, input);
+  if (!found.type.is_valid()) return false;
+  entry_.enter({verb, found.op, found.number}, &input);
   entry_.note_write(tuple_of(out));
-  run(reduce_scatter_, tuple_of(out, in), numbers_of(input, type, size), numbers_of(output, type),
-      found->of_mpi);
+  run(reduce_scatter_, tuple_of(out, in), numbers_of(input, found.type, size), numbers_of(output, found.type),
+      found.of_mpi);
   return true;
 }
 
@@ -197,14 +194,15 @@ bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) {
   return !overlap(plain, size * step, like);
 }
 
-const MpiCalls::Reduction* MpiCalls::find(nb::handle op, const Plain& plain,
-                                          PyObject*& type) const {
+MpiCalls::Way MpiCalls::find(nb::handle op, const Plain& plain) const {
   for (const Reduction& one : reductions_) {
     if (!one.op.is(op)) continue;
-    type = PyDict_GetItem(one.types.ptr(), plain.dtype.ptr());
-    return type == nullptr ? nullptr : &one;
+    PyObject* const way = PyDict_GetItem(one.ways.ptr(), plain.dtype.ptr());
+    if (way == nullptr) break;
+    return {one.op, nb::borrow(PyTuple_GetItem(way, 0)), nb::borrow(PyTuple_GetItem(way, 1)),
+            one.number};
   }
-  return nullptr;
+  return {};
 }
 
 // As `Buffers.moved`, of `blocks` such tensors in a row, counted for each of `parts`.
@@ -216,11 +214,11 @@ nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uin
 }
 
 // As `Buffers.numbers`.
-nb::object MpiCalls::numbers_of(const Plain& plain, PyObject* type, std::uint64_t parts) {
+nb::object MpiCalls::numbers_of(const Plain& plain, nb::handle type, std::uint64_t parts) {
   const std::uint64_t all = plain.bytes(), count = plain.count / parts;
-  nb::object& found = kept({plain.address, all, count, type});
+  nb::object& found = kept({plain.address, all, count, type.ptr()});
   if (!found.is_valid()) {
-    found = nb::make_tuple(memory(plain.address, all), count, nb::handle(type));
+    found = nb::make_tuple(memory(plain.address, all), count, type);
   }
   return found;
 }

@@ -24,9 +24,9 @@ class MpiCalls {
   bool barrier();
 
  private:
-  // A reduction that MPI does on the very memory of a tensor.
+  // A reduction that is done on the very memory of a tensor.
   struct Reduction {
-    nb::object op, of_mpi, types;  // types: MPI's datatype for each dtype
+    nb::object op, ways;  // ways: MPI's datatype and reduction for each dtype
     std::int64_t number;
   };
   struct Memory {
@@ -55,10 +55,15 @@ class MpiCalls {
   bool read_row(nb::handle list, const Plain& like, Plain& plain);
   bool is_small(std::uint64_t bytes) const { return bytes <= most_; }
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
-  const Reduction* find(nb::handle op, const Plain& plain, PyObject*& type) const;
+  // How MPI reduces such a tensor; no type where it does not.
+  struct Way {
+    nb::object op, type, of_mpi;
+    std::int64_t number = 0;
+  };
+  Way find(nb::handle op, const Plain& plain) const;
 
   nb::object bytes_of(const Plain& plain, std::uint64_t blocks = 1, std::uint64_t parts = 1);
-  nb::object numbers_of(const Plain& plain, PyObject* type, std::uint64_t parts = 1);
+  nb::object numbers_of(const Plain& plain, nb::handle type, std::uint64_t parts = 1);
   nb::object cut(const Plain& plain);
   nb::object& kept(const Memory& memory);
   nb::object memory(std::uintptr_t address, std::uint64_t bytes) const;

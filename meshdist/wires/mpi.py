@@ -40,8 +40,8 @@ from .mpi_opening import Shared, open_shared
 from .mpi_ops import (
     Plan,
     find_plan,
-    mpi_op,
     mpi_type,
+    op_of,
     plain_reductions,
     plain_sums,
     plan_of,
@@ -100,7 +100,7 @@ class MpiCommunicator(Communicator):
         if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
             buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
             return self._collective("Allreduce", timeout, tensor, None, *buffers)
-        plan = plan_of(op, tensor.dtype)
+        plan = plan_of(op, tensor.dtype, self.size)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             parts = data.view(-1).split(self._buffers.most)
@@ -113,7 +113,7 @@ class MpiCommunicator(Communicator):
     def reduce(
         self, tensor: torch.Tensor, op: ReduceKind, root: int, timeout: timedelta
     ) -> Pending:
-        plan = plan_of(op, tensor.dtype)
+        plan = plan_of(op, tensor.dtype, self.size)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             return fallbacks.reduce(self, tensor, op, root, timeout)
@@ -151,7 +151,7 @@ class MpiCommunicator(Communicator):
         timeout: timedelta,
     ) -> Pending:
         """Reduce each member's block of ``whole``; ``sizes`` are theirs where they may differ."""
-        plan = plan_of(kind, whole.dtype)
+        plan = plan_of(kind, whole.dtype, self.size)
         if whole.numel() > self._buffers.most:
             given = sizes or [output.numel()] * self.size
             return fallbacks.reduce_scatter_by_exchange(self, output, whole, given, kind, timeout)
@@ -350,7 +350,7 @@ class MpiCommunicator(Communicator):
             "byte": MPI.BYTE,
             "from_address": MPI.buffer.fromaddress,
             "most": self._buffers.most,
-            "reductions": plain_reductions(MPI),
+            "reductions": plain_reductions(MPI, self.size),
             "go_on": partial(self._go_on, timeout),
             "explain": explained,
             "spin_ns": int(link.spin_s * 1e9),
@@ -407,7 +407,7 @@ class MpiCommunicator(Communicator):
         return settle
 
     def _op(self, plan: Plan) -> Any:
-        return self._sum if plan.op is _SUM else mpi_op(self._shared.MPI, plan.op)
+        return op_of(self._shared.MPI, plan)
 
     def _numbers(self, data: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:
         kind = mpi_type(self._shared.MPI, data.dtype)

@@ -109,6 +109,35 @@ def test_the_least_and_greatest_are_the_same_everywhere_nan_and_zeros_too(
     assert found[0] == found[1] == found[2]
 
 
+def halves(dtype: torch.dtype) -> list[bool]:
+    """Whether a sum of 16-bit floats is that of float32, rounded; members wait, or do not."""
+    rank, size = md.get_rank(), md.get_world_size()
+    everyone = [
+        torch.randn(3000 * size, generator=torch.Generator().manual_seed(k)).to(dtype)
+        for k in range(size)
+    ]
+    expected = torch.stack(everyone).float().sum(0).to(dtype)
+    found = []
+    for async_op in (False, True, rank == 0):
+        x, y, part = everyone[rank].clone(), everyone[rank].clone(), torch.zeros(3000, dtype=dtype)
+        works = [
+            md.all_reduce(x, async_op=async_op),
+            md.reduce(y, 0, async_op=async_op),
+            md.reduce_scatter_single(part, everyone[rank], async_op=async_op),
+        ]
+        for work in filter(None, works):
+            work.wait()
+        mine = expected.chunk(size)[rank]
+        found.append(torch.equal(x, expected) and torch.equal(part, mine))
+        found.append(torch.equal(y, everyone[1] if rank else expected))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_floats_of_two_members_are_rounded_once(pool: Pool, dtype: torch.dtype) -> None:
+    assert job_of(pool, 2).run_in_world(halves, dtype) == [[True] * 6] * 2
+
+
 def with_few_counted() -> list[str]:
     """What more elements than a count holds go through, with a small one."""
     group = md.new_group(range(md.get_world_size()))
