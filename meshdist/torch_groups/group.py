@@ -165,10 +165,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     # -- several as one --------------------------------------------------------------------------
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device_type: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> JointWork:
+    def _end_coalescing(self, device_type: torch.device) -> JointWork:
         works, self._coalesced = self._coalesced or [], None
         return JointWork(works)
 
@@ -368,10 +368,11 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         row = tensor.numel() // length if length else 0
         return [size * row for size in sizes]
 
-    def _other_for(self, tensor: torch.Tensor) -> Any:
+    def other_for(self, tensor: torch.Tensor | None) -> Any:
         """Torch's own group for a tensor that the wire does not serve; None for all others."""
-        kind = tensor.device.type
-        return None if kind in self._wire.device_types else self._other(kind)
+        if tensor is None or tensor.device.type in self._wire.device_types:
+            return None
+        return self._other(tensor.device.type)
 
     def _other(self, kind: str) -> Any:
         if kind not in self._others:
