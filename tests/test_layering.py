@@ -150,6 +150,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "lax": ("lax",),
         "torch_groups": (
             "calls",
+            "comparing",
             "buffers",
             "works",
             "meeting",

@@ -201,7 +201,12 @@ class WireGroup(GroupOfWire):
         else:
             sent = [apart(part, taken) for part in sent]
         return self._run(
-            Call("reduce_scatter", sent, kind),
+            Call(
+                "reduce_scatter",
+                sent,
+                kind,
+                sizes=([part.numel() for part in sent], [taken.numel()] * self.size()),
+            ),
             asked,
             lambda wire, limit: wire.reduce_scatter_list(taken, sent, kind, limit),
             buffers,
@@ -288,7 +293,7 @@ class WireGroup(GroupOfWire):
             (sent,) = apart_from_all([sent], taken)
             pairs.append((taken, sent))
         return self._run(
-            Call("all_gather", [sent for _, sent in pairs]),
+            Call("all_gather", [sent for _, sent in pairs], sizes=_gathered_sizes(pairs)),
             read_options(opts, "timeout"),
             _each(lambda wire, limit, a, b: wire.all_gather_list(a, b, limit), pairs),
             buffers,
@@ -372,7 +377,11 @@ class WireGroup(GroupOfWire):
         taken = [buffers.write(output) for output in output_tensors]
         sent = apart_from_all([buffers.read(part) for part in input_tensors], taken)
         return self._run(
-            Call("all_to_all", sent),
+            Call(
+                "all_to_all",
+                sent,
+                sizes=([part.numel() for part in sent], [part.numel() for part in taken]),
+            ),
             read_options(opts, "timeout"),
             lambda wire, limit: wire.all_to_all(taken, sent, limit),
             buffers,
@@ -402,7 +411,7 @@ class WireGroup(GroupOfWire):
         taken = buffers.write(output)
         sent = apart(buffers.read(input), taken)
         return self._run(
-            Call("all_to_all_single", (sent,)),
+            Call("all_to_all_single", (sent,), sizes=(gives, takes)),
             read_options(opts, "timeout"),
             lambda wire, limit: wire.all_to_all_single(taken, sent, takes, gives, limit),
             buffers,
@@ -475,6 +484,13 @@ class WireGroup(GroupOfWire):
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _gathered_sizes(pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> tuple[list[int], list[int]]:
+    """How many elements go to and come from each member where all gather lists of tensors."""
+    size = len(pairs[0][0])
+    sent = sum(tensor.numel() for _, tensor in pairs)
+    return [sent] * size, [sum(into[j].numel() for into, _ in pairs) for j in range(size)]
 
 
 def _each(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,6 +132,10 @@ class MemberLost(WireFailure):
         self.member = member
 
 
+class MessageMisfit(WireFailure):
+    """A message came that is longer or shorter than what was to receive it."""
+
+
 class MembersDisagree(WireFailure):
     """A wire that compares calls found that members have started different ones.
 
@@ -172,6 +176,8 @@ class Opening:
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
         hosts: the number of each member's host; () where nobody knows.
+        look: what a wire that does not compare calls asks now and then while a caller waits; raises
+            WireFailure where that is in vain. None where nobody compares them for it.
     """
 
     store: Store
@@ -185,6 +191,7 @@ class Opening:
     name: str = ""
     num_local: int = 1
     hosts: tuple[int, ...] = ()
+    look: Callable[[], None] | None = None
 
 
 class Communicator(ABC):
