@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,39 @@ def test_a_message_that_does_not_fit(count: int, pool: Pool) -> None:
     text = on_mpi(pool, program)[1]
     assert text.startswith("a message does not fit the tensor that receives it\n")
     assert "rank 1, call 1: recv(4 float32, rank 0, tag 4)" in text
+
+
+def test_groups_of_shared_memory_in_a_world_over_mpi(pool: Pool) -> None:
+    def program() -> list[Any]:
+        found: list[Any] = []
+        for ranks in ([0, 1], [1, 0], [0, 1]):
+            group = dist.new_group(ranks, backend="shm", sort_ranks=False)
+            x = torch.full((1,), float(dist.get_rank()))
+            dist.broadcast(x, 1, group)
+            found += [dist.get_backend(group), x.item()]
+        alone = dist.new_group([0], backend="shm")
+        found.append(dist.get_rank(alone))
+        return found
+
+    for rank, found in enumerate(on_mpi(pool, program)):
+        assert found == ["shm", 1.0] * 3 + [-rank]
+
+
+def test_groups_over_mpi_in_a_world_over_gloo(pool: Pool, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/world"
+
+    def program(rank: int) -> Any:
+        import meshdist.torch_backends  # noqa: F401 (offers mpi to torch)
+
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+        try:
+            found = []
+            for backend in ("mpi", "shm", "gloo"):
+                x = torch.ones(1)
+                dist.all_reduce(x, group=dist.new_group([0, 1], backend=backend))
+                found.append(x.item())
+            return found
+        finally:
+            dist.destroy_process_group()
+
+    assert job_of(pool, 2).call(program, 2) == [[2.0] * 3] * 2
