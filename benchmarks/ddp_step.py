@@ -14,14 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from _report import spread, write_report
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import meshdist as md
+from benchmarks._report import spread, write_report
 
 NUM_RANKS = 2
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _report import spread, write_report
 from torch import distributed as torch_dist, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,10 +27,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import meshdist as md
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import train_lm
+
+import meshdist as md
+from benchmarks._report import spread, write_report
 
 DP = TP = 2
 AXES = ("dp", "tp")

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _report import spread, write_report
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import meshdist as md
+from benchmarks._report import spread, write_report
 from meshdist.runtime.world import World, world_here
 
 SHAPES = {

@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _report import spread, write_report
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import meshdist as md
+from benchmarks._report import spread, write_report
 
 ROUNDS = 15
 OWN = {"dp": md.AxisOptions(private=True)}

@@ -13,15 +13,18 @@ import argparse
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from _report import spread, write_report
-from ddp_step import MODELS
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import meshdist.torch_backends  # noqa: F401 (offers "shm" to torch)
+from benchmarks._report import spread, write_report
+from benchmarks.ddp_step import MODELS
 
 BACKENDS = ("gloo", "shm")
 

@@ -42,6 +42,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "ledger",
             "debug_levels",
             "recorder",
+            "roll_calls",
             "file_records",
             "mpiexec",
             "mpi_library",
@@ -150,6 +151,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "lax": ("lax",),
         "torch_groups": (
             "calls",
+            "comparing",
             "buffers",
             "works",
             "meeting",

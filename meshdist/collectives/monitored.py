@@ -7,9 +7,6 @@ and compare.
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,18 +17,15 @@ from ..mesh.failures import last_call_text
 from ..mesh.groups import ProcessGroup, resolve_group
 from ..mesh.registry import get_registry
 from ..mesh.signals import ask
-from ..runtime.clock import clock
 from ..runtime.handles import check_store_served, store_of_thread
 from ..runtime.recorder import call_text
+from ..runtime.roll_calls import RollCall, Verdict, failed_text
 from ..runtime.timeouts import check_timeout
 from ..wires.turns import Site, call_site, find_rank_here, show_site
 from .instruments import verb
 
 __all__ = ["monitored_barrier"]
 
-_FIRST_PAUSE_S = 0.0001
-_LONGEST_PAUSE_S = 0.02
-_GRACE_S = 1.0
 _NAME = "monitored_barrier"
 
 
@@ -101,37 +95,8 @@ def _keys_of(group: ProcessGroup) -> str:
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
-def _failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
-    """Who did not pass, in the words that torch uses."""
-    who = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
-    return f"{who} failed to pass monitoredBarrier{limit}"
-
-
-@dataclass
-class _Verdict:
-    """How a group's latest barrier ended; kept in the store.
-
-    Args:
-        number: the barrier's.
-        passed: the number of the latest that all members passed.
-        by: who decided.
-        failure: why it failed, or "".
-        absent: who had not come.
-    """
-
-    number: int
-    passed: int
-    by: int
-    failure: str
-    absent: list[int]
-
-
 class _Meeting:
     """One call of one member.
-
-    In the store are, for each group: the number of the latest barrier that each member has come
-    to, and one verdict, replaced by compare-and-set, so that each barrier ends in one way for all.
 
     Args:
         group: who meets.
@@ -142,105 +107,32 @@ class _Meeting:
     def __init__(self, group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
         world = self._world = group.world
         self._group = group
-        self._timeout = timeout
         self._names_all = names_all
-        self._store = store_of_thread(world)
-        self._prefix = _keys_of(group)
+        prefix = _keys_of(group)
         counts: dict[str, int] = world.rooms.setdefault("monitored barriers", {})
-        self._number = counts[self._prefix] = counts.get(self._prefix, 0) + 1
+        number = counts[prefix] = counts.get(prefix, 0) + 1
+        self._roll_call = RollCall(
+            store_of_thread(world),
+            prefix,
+            group.ranks,
+            world.rank,
+            number,
+            timeout,
+            names_all=names_all,
+            check=self._check,
+        )
         self._aborts = get_registry(world).aborts
         self._known_aborts = set(self._aborts)
         recorder = get_registry(world).beside_wires
         recorder.note(group.name, _NAME, None)
-        call = {**recorder.describe(), "sequence": self._number}
+        call = {**recorder.describe(), "sequence": number}
         self.where = f"rank {world.rank}, {call_text(call)}"
 
     def hold(self) -> None:
-        """Wait for the verdict, as rank 0 make it; raise where it is bad."""
-        verdict = self._find_verdict()
-        if verdict is None:
-            self._check()
-            self._store.set(f"{self._prefix}/arrived/{self._world.rank}", str(self._number))
-            verdict = self._lead() if self._group.rank() == 0 else self._follow()
+        """Wait for the verdict; raise where it is bad."""
+        verdict = self._roll_call.hold()
         if verdict.failure:
             raise self._error(verdict)
-
-    def _lead(self) -> _Verdict:
-        absent = list(self._group.ranks[1:])
-        deadline = clock.now() + self._timeout.total_seconds()
-        pause = _FIRST_PAUSE_S
-        while True:
-            absent = [rank for rank in absent if not self._has_come(rank)]
-            if not absent:
-                return self._decide("", absent)
-            verdict = self._find_verdict()  # another member may have given up
-            if verdict is not None:
-                return verdict
-            if clock.now() >= deadline:
-                return self._decide(self._why(absent), absent)
-            pause = self._pause(pause)
-
-    def _follow(self) -> _Verdict:
-        leader = self._group.ranks[0]
-        is_leader_here = False
-        deadline = clock.now() + self._timeout.total_seconds()
-        pause = _FIRST_PAUSE_S
-        while True:
-            verdict = self._find_verdict()
-            if verdict is not None:
-                return verdict
-            if not is_leader_here and self._has_come(leader):
-                is_leader_here = True
-                deadline = clock.now() + self._timeout.total_seconds() + _GRACE_S
-            if clock.now() >= deadline:
-                absent = [rank for rank in self._group.ranks if not self._has_come(rank)]
-                why = self._why(absent) if absent else f"rank {leader} gave no verdict"
-                return self._decide(why, absent)
-            pause = self._pause(pause)
-
-    def _has_come(self, rank: int) -> bool:
-        key = f"{self._prefix}/arrived/{rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= self._number
-
-    def _why(self, absent: list[int]) -> str:
-        return _failed_text(absent if self._names_all else absent[:1], self._timeout)
-
-    def _find_verdict(self) -> _Verdict | None:
-        """How this barrier ended, if it has."""
-        verdict, _ = self._read()
-        if verdict is None or verdict.number < self._number:
-            return None
-        if verdict.passed >= self._number:
-            verdict.failure = ""
-        return verdict
-
-    def _read(self) -> tuple[_Verdict | None, str]:
-        key = f"{self._prefix}/verdict"
-        if not self._store.check([key]):
-            return None, ""
-        text = self._store.get(key).decode()
-        return _Verdict(**json.loads(text)), text
-
-    def _decide(self, failure: str, absent: list[int]) -> _Verdict:
-        """Decide how the barrier ends, unless another member has; return how it does."""
-        while True:
-            latest, before = self._read()
-            if latest is not None and latest.number >= self._number:
-                found = self._find_verdict()
-                assert found is not None  # numbers only rise
-                return found
-            passed = self._number if not failure else latest.passed if latest else 0
-            mine = _Verdict(self._number, passed, self._world.rank, failure, absent)
-            text = json.dumps(vars(mine))
-            after = self._store.compare_set(f"{self._prefix}/verdict", before, text)
-            if after.decode() == text:
-                return mine
-
-    def _pause(self, seconds: float) -> float:
-        """Sleep a little; return how long to sleep next."""
-        time.sleep(seconds)
-        self._check()
-        return min(seconds * 1.5, _LONGEST_PAUSE_S)
 
     def _check(self) -> None:
         """Raise where waiting is in vain: the store is lost, or the group was aborted."""
@@ -255,7 +147,7 @@ class _Meeting:
                     fix="make a new mesh on the ranks that are left",
                 )
 
-    def _error(self, verdict: _Verdict) -> CollectiveTimeoutError:
+    def _error(self, verdict: Verdict) -> CollectiveTimeoutError:
         me, leader = self._world.rank, self._group.ranks[0]
         told = f"rank {verdict.by}: {verdict.failure}"
         if me in verdict.absent:
@@ -309,7 +201,7 @@ class _Wait:
     def describe(self) -> str:
         return (
             f"{_NAME} on {self.group.name}, called at {show_site(self.site)}: "
-            f"{_failed_text(self._absent())}"
+            f"{failed_text(self._absent())}"
         )
 
     def _absent(self) -> list[int]:

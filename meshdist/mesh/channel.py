@@ -35,7 +35,7 @@ from .registry import OpenCommunicator
 if TYPE_CHECKING:
     from .groups import ProcessGroup
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "header_of"]
 
 _PAUSE_S = 0.001
 _MOST_FINGERPRINTS = 4096
@@ -339,6 +339,21 @@ class Channel:
 
 def _is_not_entered(*_: Any) -> bool:
     return False
+
+
+def header_of(
+    verb: str, data: Data, op: ReduceKind | None, root: int | None, *, is_uneven: bool
+) -> int:
+    """What must be equal on all members of a collective, as a number equal on every process.
+
+    Args:
+        verb: its name.
+        data: the shape and dtype of its tensor, a tuple of such, or None.
+        op: its reduction.
+        root: the place of its root.
+        is_uneven: whether members may differ in the number of elements.
+    """
+    return _fingerprints[verb, data, None if op is None else op.value, root, is_uneven]
 
 
 def _message_header(verb: str, tensor: torch.Tensor) -> int:

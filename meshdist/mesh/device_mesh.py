@@ -134,6 +134,7 @@ class DeviceMesh:
             layout.ranks_of_axes(axes, self._world.rank),
             name=f"{'axis' if len(axes) == 1 else 'axes'} {labels} of {self._short()}",
             backends=backends,
+            named_for="" if backends is None else self._device_type,
             timeout=options.timeout,
             options=options.options if options.options is not None else self._world.options,
             is_private=options.private,

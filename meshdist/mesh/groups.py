@@ -61,6 +61,7 @@ class ProcessGroup:
         name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
         backends: the wire per device type, where the program has named them for this group;
             None takes the world's, or what serves in place of its default ones.
+        named_for: the device type for which alone the program has named a wire; "" for none.
         timeout: how long a verb may wait; None takes the world's, else the wire's default.
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
@@ -78,6 +79,7 @@ class ProcessGroup:
         *,
         name: str,
         backends: dict[str, str] | None = None,
+        named_for: str = "",
         timeout: timedelta | None = None,
         options: Any = None,
         is_private: bool = False,
@@ -90,6 +92,7 @@ class ProcessGroup:
         self.name = name
         self._chooses_wires = world.chooses_wires and backends is None
         self.backends = backends or world.backends
+        self.named_for = named_for
         if self._chooses_wires and world.spans_hosts(ranks):
             self.backends = _across_hosts(self.backends)
         self.options = options

@@ -106,7 +106,7 @@ class Matching:
             explain: tells all members that a message does not fit, and makes the error.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
-        deferred = Deferred(self._look, timeout)
+        deferred = Deferred(self._look)
         receive = _Receive(weakref.ref(deferred), tensor, peer, tag, header, note, timeout, explain)
         with self._lock:
             is_first = all(one.tag != tag for one in self._receives)

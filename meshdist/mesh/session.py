@@ -212,10 +212,13 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 def get_backend(group: ProcessGroup | None = None) -> Backend:
     """Return the name of the wire of ``group`` (None: the world).
 
-    Where several wires serve it, by device type: the accelerator's if there is one and no pairs
-    were named, else the pairs as text.
+    Where several wires serve it, by device type: the one that AxisOptions named for the mesh's; the
+    accelerator's if there is one and no pairs were named; else the pairs as text.
     """
-    backends = _backends_asked(group)
+    target = _group_asked(group)
+    backends = target.backends
+    if target.named_for in backends:
+        return Backend(backends[target.named_for])
     if len(set(backends.values())) == 1:
         return Backend(next(iter(backends.values())))
     world = get_world()
@@ -229,7 +232,7 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Return the wire for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
-    return backends_text(_backends_asked(group))
+    return backends_text(_group_asked(group).backends)
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
@@ -444,10 +447,10 @@ def _is_outsider(group: object) -> bool:
     return isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER
 
 
-def _backends_asked(group: ProcessGroup | None) -> dict[str, str]:
+def _group_asked(group: ProcessGroup | None) -> ProcessGroup:
     world = get_world()
     if group is None:
-        return world_group(world).backends
+        return world_group(world)
     if _is_outsider(group):
         raise NotInGroupError(
             "this rank is not a member of the group",
@@ -455,4 +458,4 @@ def _backends_asked(group: ProcessGroup | None) -> dict[str, str]:
             expected="get_backend only on members",
             fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
         )
-    return resolve_group(group).backends
+    return resolve_group(group)

@@ -130,6 +130,35 @@ class Ledger:
         word = (sequence & _LOW) << 32 | header
         place = sequence % WINDOW
         self._mine[place] = word
+        return self._differing(sequence, word, sent, taken)
+
+    def look_again(self, sequence: int) -> list[int] | None:
+        """The members whose call ``sequence`` differs from this member's, now that more have come.
+
+        None where none does and one is still to come to it, this member included. To be asked
+        before the words of that call are overwritten.
+        """
+        place = sequence % WINDOW
+        word = self._mine[place]
+        if word >> 32 != sequence & _LOW:
+            return None
+        sent: Sequence[int] = ()
+        taken: Sequence[int] = ()
+        start = self._uneven_start(sequence)
+        if self._mine[start] == sequence:
+            sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
+            sent, taken = sizes[: self._size], sizes[self._size :]
+        differing = self._differing(sequence, word, sent, taken)
+        if not differing and any(
+            _is_behind(view[place] >> 32, sequence) for _, view in self._views
+        ):
+            return None
+        return differing
+
+    def _differing(
+        self, sequence: int, word: int, sent: Sequence[int], taken: Sequence[int]
+    ) -> list[int]:
+        place = sequence % WINDOW
         differing = []
         for member, view in self._views:
             theirs = view[place]
@@ -153,8 +182,7 @@ class Ledger:
         if self._missing:
             self._find_missing()
         for member, view in self._views:
-            ahead = (view[reached % WINDOW] >> 32) - reached & _LOW
-            if ahead >= 1 << 31 and self._is_alive(member):
+            if _is_behind(view[reached % WINDOW] >> 32, reached) and self._is_alive(member):
                 return member
         return None
 
@@ -306,6 +334,11 @@ class Ledger:
 
     def _uneven_start(self, sequence: int) -> int:
         return WINDOW + sequence % _UNEVEN_WINDOW * self._uneven_words
+
+
+def _is_behind(noted: int, sequence: int) -> bool:
+    """Whether the number of a noted call, of which 32 bits are kept, is below ``sequence``."""
+    return noted - sequence & _LOW >= 1 << 31
 
 
 class _MessageLog:

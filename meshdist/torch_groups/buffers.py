@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,16 @@ from ..arrays import dtype_name, shape_text
 from ..collectives.checks import check_not_expanded, check_stored
 from ..errors import ArgumentError, DtypeError, ShapeError
 
-__all__ = ["Buffers", "check_alike", "check_blocks", "check_count", "first", "only", "only_list"]
+__all__ = [
+    "Buffers",
+    "check_alike",
+    "check_blocks",
+    "check_count",
+    "check_some",
+    "find_tensor",
+    "only",
+    "only_list",
+]
 
 _Tensor = torch.Tensor
 
@@ -65,11 +74,19 @@ class Buffers:
                 tensor.copy_(buffer)
 
 
-def first(tensors: Sequence[torch.Tensor], verb: str) -> torch.Tensor:
-    """The first tensor of a list that has at least one."""
+def find_tensor(given: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among arguments, some of which may be lists, also of lists."""
+    for one in given:
+        found = find_tensor(one) if isinstance(one, (list, tuple)) else one
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+def check_some(verb: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise for an empty list."""
     if not tensors:
         raise ArgumentError(f"{verb}: an empty list of tensors", expected="at least one tensor")
-    return tensors[0]
 
 
 def only(tensors: Sequence[torch.Tensor] | torch.Tensor, verb: str) -> torch.Tensor:

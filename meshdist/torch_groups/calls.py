@@ -23,7 +23,14 @@ from ..errors import (
     MeshdistError,
 )
 from ..reduce_ops import ReduceKind, ReduceOp, op_name
-from ..wires.base import MemberLost, MembersDisagree, WireAborted, WireFailure, WireTimeout
+from ..wires.base import (
+    MemberLost,
+    MembersDisagree,
+    MessageMisfit,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+)
 
 __all__ = ["Asked", "Call", "Members", "explain", "read_options"]
 
@@ -108,6 +115,8 @@ class Call:
         peer: the other side of a message, or the root, counted in the group; None for neither.
         tag: of a message.
         number: how many calls the group had before, and this one.
+        sizes: how many elements go to and come from each member, where members may differ.
+        amounts: elements and dtype of each tensor, in the place of ``tensors``.
     """
 
     verb: str
@@ -116,30 +125,58 @@ class Call:
     peer: int | None = None
     tag: int | None = None
     number: int = 0
+    sizes: tuple[Sequence[int], Sequence[int]] = ((), ())
+    amounts: Sequence[tuple[int, torch.dtype]] = ()
 
     @property
     def title(self) -> str:
         """The verb as torch's own backends name it in a profile."""
         return "recvAnySource" if self.verb == "recv" and self.peer is None else self.verb
 
+    def without_tensors(self) -> Call:
+        """The same call, to be told later without keeping its tensors."""
+        amounts = [(tensor.numel(), tensor.dtype) for tensor in self.tensors]
+        return Call(
+            self.verb, (), self.op, self.peer, self.tag, self.number, self.sizes, tuple(amounts)
+        )
+
     def text(self, members: Members) -> str:
         """The call in words, for example ``broadcast(3 float32, rank 0)``."""
-        parts = [f"{tensor.numel()} {dtype_name(tensor.dtype)}" for tensor in self.tensors]
+        amounts = self.without_tensors().amounts if self.tensors else self.amounts
+        parts = [f"{count} {dtype_name(dtype)}" for count, dtype in amounts]
         if self.op is not None:
             parts.append(op_name(self.op))
         if self.peer is not None:
             parts.append(f"rank {members.ranks[self.peer]}")
         if self.tag is not None:
             parts.append(f"tag {self.tag}")
+        if self.sizes[0]:
+            sent, taken = map(list, self.sizes)
+            parts.append(f"sending {sent}, taking {taken} elements")
         return f"{self.verb}({', '.join(parts)})"
 
 
-def explain(failure: WireFailure, call: Call, members: Members, limit: timedelta) -> MeshdistError:
-    """Turn a wire's failure into the error that tells who, where and why."""
+def explain(
+    failure: WireFailure,
+    call: Call,
+    members: Members,
+    limit: timedelta,
+    *,
+    is_end: bool = False,
+) -> MeshdistError:
+    """Turn a wire's failure into the error that tells who, where and why.
+
+    Args:
+        failure: how the call failed.
+        call: which call.
+        members: of which group.
+        limit: how long it might take.
+        is_end: whether calls that differ end the group.
+    """
     told = call.text(members)
     where = f"{members.here}, call {call.number}: {told}"
-    if isinstance(failure, MembersDisagree):
-        return _disagreement(failure, call, members, where)
+    if isinstance(failure, (MembersDisagree, MessageMisfit)):
+        return _disagreement(failure, call, members, where, "; the group is broken now" * is_end)
     text = str(failure)
     if isinstance(failure, MemberLost):
         text = f"rank {members.ranks[failure.member]} {failure}"
@@ -170,7 +207,7 @@ def explain(failure: WireFailure, call: Call, members: Members, limit: timedelta
 
 
 def _disagreement(
-    failure: MembersDisagree, call: Call, members: Members, where: str
+    failure: WireFailure, call: Call, members: Members, where: str, end: str
 ) -> AgreementError:
     if call.tag is not None:
         return AgreementError(
@@ -186,7 +223,7 @@ def _disagreement(
         where=f"{members}; {where}; no data was moved",
         expected="the same verb, dtype, number of elements, op and root on every member",
         found="\n".join([str(failure), _what_each_called(call, members)]),
-        fix="make every member call the same verbs in the same order, on fitting tensors",
+        fix=f"make every member call the same verbs in the same order, on fitting tensors{end}",
     )
 
 

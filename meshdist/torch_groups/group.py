@@ -35,10 +35,20 @@ from ..errors import (
 )
 from ..runtime.forks import num_forks
 from ..wires.background import InOrder
-from ..wires.base import Communicator, Opening, Pending, Wire, WireFailure, WireRefused, WireTimeout
+from ..wires.base import (
+    Communicator,
+    MembersDisagree,
+    Opening,
+    Pending,
+    Wire,
+    WireFailure,
+    WireRefused,
+    WireTimeout,
+)
 from ..wires.work import Work
 from .buffers import Buffers
 from .calls import Asked, Call, Members, explain
+from .comparing import Comparison
 from .meeting import meet_monitored
 from .other_devices import other_group
 from .works import JointWork, TorchWork, begin_record
@@ -79,12 +89,23 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._group_name = name
         self._group_desc = "undefined"
         self._timeout = opening.timeout
+        self._broken = ""
+        self._broken_by = ""
+        self._comparison: Comparison | None = None
+        if not wire.compares_calls:
+            self._comparison = Comparison(opening, lambda: bool(self._broken))
+            opening = replace(opening, look=self._comparison.look)
         # Opening is collective and calls need not be: so all that may be called for is opened here.
-        self._carriers = {
-            kind: _opened(wire, opening, kind, self._members)
-            for kind in sorted(wire.device_types)
-            if kind == opening.device_type or (kind == "cuda" and torch.cuda.is_available())
-        }
+        try:
+            self._carriers = {
+                kind: _opened(wire, opening, kind, self._members)
+                for kind in sorted(wire.device_types)
+                if kind == opening.device_type or (kind == "cuda" and torch.cuda.is_available())
+            }
+        except BaseException:
+            if self._comparison is not None:
+                self._comparison.close()
+            raise
         self._completer = InOrder(self._abort_carriers)
         self._starting = threading.Lock()
         self._counting = threading.Lock()
@@ -93,7 +114,6 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._num_meetings = 0
         self._num_forks = num_forks()
         self._is_closed = False
-        self._broken = ""
         self._coalesced: list[TorchWork] | None = None
         self._others: dict[str, Any] = {}
         _open.add(self)
@@ -165,10 +185,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     # -- several as one --------------------------------------------------------------------------
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device_type: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> JointWork:
+    def _end_coalescing(self, device_type: torch.device) -> JointWork:
         works, self._coalesced = self._coalesced or [], None
         return JointWork(works)
 
@@ -207,6 +227,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         for carrier in self._carriers.values():
             carrier.leave()
             carrier.close()
+        if self._comparison is not None:
+            self._comparison.close()
         for group in self._others.values():
             group.shutdown()
 
@@ -249,6 +271,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             with self._starting if communicator is carrier else nullcontext():
                 call.number = communicator.number = self._count(call)
                 communicator.caller = call.verb
+                if self._comparison is not None and call.tag is None:
+                    self._comparison.enter(call, limit)
                 pending = start(communicator, limit)
             if asked.is_async:
                 work = Work(
@@ -271,10 +295,19 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     def _explained(self, failure: WireFailure, call: Call, limit: timedelta) -> MeshdistError:
         """The error to raise; after a timeout the members may be out of step, and the group ends.
 
-        A member that comes late would else meet another call than its own.
+        A member that comes late would else meet another call than its own. Calls that differ end
+        the group where the wire does not compare them: it has started those of some members.
         """
-        error = explain(failure, call, self._members, limit)
-        if isinstance(failure, WireTimeout):
+        is_end = False
+        if self._comparison is not None:
+            try:
+                self._comparison.look()  # one that sees it first may leave the others alone
+            except MembersDisagree as disagreement:
+                failure, is_end = disagreement, True
+                call = self._comparison.noted(disagreement.number or 0) or call
+        error = explain(failure, call, self._members, limit, is_end=is_end)
+        if is_end or isinstance(failure, WireTimeout):
+            self._broken_by = self._broken_by or ("a disagreement" if is_end else "a timeout")
             self._broken = self._broken or str(error).splitlines()[0]
             self._abort_carriers()
         return error
@@ -315,7 +348,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._check_open()
         if self._broken:
             raise AbortedError(
-                f"{self._members} cannot be used after a timeout",
+                f"{self._members} cannot be used after {self._broken_by}",
                 where=self._members.here,
                 found=self._broken,
                 fix="make a new group on the ranks that are left",
@@ -368,10 +401,11 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         row = tensor.numel() // length if length else 0
         return [size * row for size in sizes]
 
-    def _other_for(self, tensor: torch.Tensor) -> Any:
+    def other_for(self, tensor: torch.Tensor | None) -> Any:
         """Torch's own group for a tensor that the wire does not serve; None for all others."""
-        kind = tensor.device.type
-        return None if kind in self._wire.device_types else self._other(kind)
+        if tensor is None or tensor.device.type in self._wire.device_types:
+            return None
+        return self._other(tensor.device.type)
 
     def _other(self, kind: str) -> Any:
         if kind not in self._others:

@@ -30,7 +30,7 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
     return WireGroup(
         get_wire(wire),
         Opening(
-            store=_fresh(options.store, options.group_rank),
+            store=_fresh(_given_store(options), options.group_rank),
             ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
             rank=options.group_rank,
             device_type="cpu",
@@ -81,6 +81,20 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
 def _meeting_under_mpi() -> Meeting:
     """The ranks that one mpiexec has started, met once in a process."""
     return meet(is_mpi_asked=True, group_name="torch's mpi")
+
+
+def _given_store(options: Any) -> Store:
+    """The store that torch gives the group.
+
+    In a world over MPI it gives what cannot be called: there the group gets the store by which
+    mpiexec's ranks have met.
+    """
+    root = options.store
+    while isinstance(root, PrefixStore):
+        root = root.underlying_store
+    if type(root) is not Store:
+        return options.store  # type: ignore[no-any-return]
+    return PrefixStore(f"torch's group {options.group_id}", _meeting_under_mpi().joined.store)
 
 
 def _fresh(store: Store, place: int) -> Store:

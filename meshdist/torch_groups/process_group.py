@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from ..errors import ShapeError
 from ..reduce_ops import Factor, ReduceKind, multiply, split_premul
 from ..wires.base import Communicator, Pending
 from ..wires.pending import Chain
-from .buffers import Buffers, check_alike, check_blocks, check_count, first, only, only_list
+from .buffers import (
+    Buffers,
+    check_alike,
+    check_blocks,
+    check_count,
+    check_some,
+    find_tensor,
+    only,
+    only_list,
+)
 from .calls import Asked, Call, read_options
 from .group import GroupOfWire, Start
 from .sparse import sum_sparse
@@ -29,11 +39,36 @@ __all__ = ["WireGroup"]
 Tensors = Sequence[torch.Tensor]
 
 
+def _verb(**also: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a method that torch's programs can call in every form that torch's own method has.
+
+    Tensors that the wire does not serve go on to torch's own group, as they were given.
+
+    Args:
+        also: what torch's other forms call an argument, and what the method does.
+    """
+
+    def made(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def called(self: WireGroup, *given: Any, **named: Any) -> Any:
+            other = self.other_for(find_tensor(given or named.values()))
+            if other is not None:
+                return getattr(other, method.__name__)(*given, **named)
+            if named:
+                named = {also.get(name, name): value for name, value in named.items()}
+            return method(self, *given, **named)
+
+        return called
+
+    return made
+
+
 class WireGroup(GroupOfWire):
     """One group of torch's over one wire. Making one is collective over its members."""
 
     # -- reducing --------------------------------------------------------------------------------
 
+    @_verb(tensor="tensors")
     def allreduce(
         self,
         tensors: Tensors | torch.Tensor,
@@ -44,9 +79,6 @@ class WireGroup(GroupOfWire):
     ) -> Any:
         """Reduce the tensor in place on every member."""
         tensor = only(tensors, "all_reduce")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.allreduce([tensor], opts or op)
         asked = read_options(opts, "op", op=op, timeout=timeout)
         kind, factor = self._checked_op(asked, [tensor], "all_reduce")
         if tensor.layout is not torch.strided:
@@ -64,11 +96,10 @@ class WireGroup(GroupOfWire):
             [tensor],
         )
 
+    @_verb()
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduce each tensor in place on every member."""
-        other = self._other_for(first(tensors, "all_reduce_coalesced"))
-        if other is not None:
-            return other.allreduce_coalesced(tensors, opts)
+        check_some("all_reduce_coalesced", tensors)
         asked = read_options(opts, "op")
         buffers = Buffers("all_reduce_coalesced")
         some = [buffers.write(tensor) for tensor in tensors]
@@ -84,6 +115,7 @@ class WireGroup(GroupOfWire):
             list(tensors),
         )
 
+    @_verb(tensor="tensors")
     def reduce(
         self,
         tensors: Tensors | torch.Tensor,
@@ -95,9 +127,6 @@ class WireGroup(GroupOfWire):
     ) -> Any:
         """Reduce the tensor in place on the root; the others keep theirs."""
         tensor = only(tensors, "reduce")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.reduce([tensor], opts)
         asked = read_options(opts, "root", op=op, timeout=timeout, root=root)
         buffers = Buffers("reduce")
         is_root = asked.root == self.rank()
@@ -117,22 +146,19 @@ class WireGroup(GroupOfWire):
             [tensor],
         )
 
+    @_verb()
     def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+        self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        """``output`` is this member's block of the reduced ``input``."""
-        other = self._other_for(output)
-        if other is not None:
-            return other.reduce_scatter_single(output, input, opts)
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        """``outputTensor`` is this member's block of the reduced ``inputTensor``."""
+        return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
+    @_verb()
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """As ``reduce_scatter_single`` for each pair."""
-        other = self._other_for(first(outputs, "reduce_scatter_tensor_coalesced"))
-        if other is not None:
-            return other.reduce_scatter_single_coalesced(outputs, inputs, opts)
+        check_some("reduce_scatter_tensor_coalesced", outputs)
         asked = read_options(opts, "op")
         kind, factor = self._checked_op(asked, inputs, "reduce_scatter_tensor")
         buffers = Buffers("reduce_scatter_tensor")
@@ -150,20 +176,19 @@ class WireGroup(GroupOfWire):
             list(outputs),
         )
 
+    @_verb(output="output_tensors", input="input_tensors")
     def reduce_scatter(
         self,
-        outputs: Any,
-        inputs: Any,
+        output_tensors: Any,
+        input_tensors: Any,
         opts: Any = None,
         timeout: timedelta | None = None,
         *,
         op: Any = None,
     ) -> Any:
         """``output`` is the reduction of what the members' lists have in this member's place."""
-        output, parts = only(outputs, "reduce_scatter"), only_list(inputs, "reduce_scatter")
-        other = self._other_for(output)
-        if other is not None:
-            return other.reduce_scatter([output], [parts], opts)
+        output = only(output_tensors, "reduce_scatter")
+        parts = only_list(input_tensors, "reduce_scatter")
         asked = read_options(opts, "op", op=op, timeout=timeout)
         self._check_list(parts, "reduce_scatter")
         check_alike("reduce_scatter", [output, *parts])
@@ -176,7 +201,12 @@ class WireGroup(GroupOfWire):
         else:
             sent = [apart(part, taken) for part in sent]
         return self._run(
-            Call("reduce_scatter", sent, kind),
+            Call(
+                "reduce_scatter",
+                sent,
+                kind,
+                sizes=([part.numel() for part in sent], [taken.numel()] * self.size()),
+            ),
             asked,
             lambda wire, limit: wire.reduce_scatter_list(taken, sent, kind, limit),
             buffers,
@@ -185,6 +215,7 @@ class WireGroup(GroupOfWire):
 
     # -- moving ----------------------------------------------------------------------------------
 
+    @_verb(tensor="tensors")
     def broadcast(
         self,
         tensors: Tensors | torch.Tensor,
@@ -195,9 +226,6 @@ class WireGroup(GroupOfWire):
     ) -> Any:
         """Give every member the root's tensor."""
         tensor = only(tensors, "broadcast")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.broadcast([tensor], opts)
         asked = read_options(opts, "root", timeout=timeout, root=root)
         self._check_place(asked.root, "broadcast")
         buffers = Buffers("broadcast")
@@ -211,20 +239,17 @@ class WireGroup(GroupOfWire):
             [tensor],
         )
 
+    @_verb()
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """Lay the members' tensors one after the other into ``output``."""
-        other = self._other_for(output)
-        if other is not None:
-            return other.all_gather_single(output, input, opts)
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @_verb()
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """As ``all_gather_single`` for each pair."""
-        other = self._other_for(first(outputs, "all_gather_into_tensor_coalesced"))
-        if other is not None:
-            return other.all_gather_single_coalesced(outputs, inputs, opts)
+        check_some("all_gather_into_tensor_coalesced", outputs)
         buffers = Buffers("all_gather_into_tensor")
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -239,22 +264,19 @@ class WireGroup(GroupOfWire):
             list(outputs),
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Write member j's tensor into ``outputs[j]``; sizes may differ between members."""
-        into, tensor = only_list(outputs, "all_gather"), only(inputs, "all_gather")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.allgather([into], [tensor], opts)
+    @_verb(input_tensor="input_tensors", timeout="opts")
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """Write member j's tensor into the j-th output; sizes may differ between members."""
+        into, tensor = only_list(output_tensors, "all_gather"), only(input_tensors, "all_gather")
         return self._gather_lists([into], [tensor], opts, [into])
 
-    def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Any:
-        """Write the i-th tensor of member j into ``outputs[j][i]``."""
-        other = self._other_for(first(inputs, "all_gather_coalesced"))
-        if other is not None:
-            return other.allgather_coalesced(outputs, inputs, opts)
-        self._check_list(outputs, "all_gather_coalesced")
-        lists = list(zip(*outputs, strict=True))
-        return self._gather_lists(lists, inputs, opts, outputs)
+    @_verb()
+    def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Any:
+        """Write the i-th tensor of member j into ``output_lists[j][i]``."""
+        check_some("all_gather_coalesced", input_list)
+        self._check_list(output_lists, "all_gather_coalesced")
+        lists = list(zip(*output_lists, strict=True))
+        return self._gather_lists(lists, input_list, opts, output_lists)
 
     def _gather_lists(
         self, lists: Sequence[Tensors], inputs: Tensors, opts: Any, result: Any
@@ -271,34 +293,33 @@ class WireGroup(GroupOfWire):
             (sent,) = apart_from_all([sent], taken)
             pairs.append((taken, sent))
         return self._run(
-            Call("all_gather", [sent for _, sent in pairs]),
+            Call("all_gather", [sent for _, sent in pairs], sizes=_gathered_sizes(pairs)),
             read_options(opts, "timeout"),
             _each(lambda wire, limit, a, b: wire.all_gather_list(a, b, limit), pairs),
             buffers,
             [list(into) for into in result],
         )
 
+    @_verb(input_tensor="input_tensors")
     def gather(
         self,
-        outputs: Any,
-        inputs: Any,
+        output_tensors: Any,
+        input_tensors: Any,
         opts: Any = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
     ) -> Any:
         """Give the root everyone's tensor."""
-        tensor = only(inputs, "gather")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.gather(outputs, [tensor], opts)
+        tensor = only(input_tensors, "gather")
         asked = read_options(opts, "root", timeout=timeout, root=root)
         self._check_place(asked.root, "gather")
         buffers = Buffers("gather")
         sent = buffers.read(tensor)
+        into: Tensors = ()
         taken: list[torch.Tensor] = []
         if asked.root == self.rank():
-            into = only_list(outputs, "gather")
+            into = only_list(output_tensors, "gather")
             self._check_list(into, "gather")
             check_alike("gather", [tensor, *into])
             for output in into:
@@ -310,30 +331,28 @@ class WireGroup(GroupOfWire):
             asked,
             lambda wire, limit: wire.gather(taken, sent, asked.root, limit),
             buffers,
-            [list(outputs[0])] if taken else [],
+            [list(into)] if taken else [],
         )
 
+    @_verb(output_tensor="output_tensors")
     def scatter(
         self,
-        outputs: Any,
-        inputs: Any,
+        output_tensors: Any,
+        input_tensors: Any,
         opts: Any = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
     ) -> Any:
         """Give every member its tensor of those on the root."""
-        output = only(outputs, "scatter")
-        other = self._other_for(output)
-        if other is not None:
-            return other.scatter([output], inputs, opts)
+        output = only(output_tensors, "scatter")
         asked = read_options(opts, "root", timeout=timeout, root=root)
         self._check_place(asked.root, "scatter")
         buffers = Buffers("scatter")
         taken = buffers.write(output)
         sent: list[torch.Tensor] = []
         if asked.root == self.rank():
-            parts = only_list(inputs, "scatter")
+            parts = only_list(input_tensors, "scatter")
             self._check_list(parts, "scatter")
             check_alike("scatter", [output, *parts])
             for part in parts:
@@ -347,26 +366,29 @@ class WireGroup(GroupOfWire):
             [output],
         )
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Send ``inputs[j]`` to member j, and receive member j's into ``outputs[j]``."""
-        self._check_list(outputs, "all_to_all")
-        self._check_list(inputs, "all_to_all")
-        other = self._other_for(inputs[0])
-        if other is not None:
-            return other.alltoall(outputs, inputs, opts)
-        check_alike("all_to_all", [*outputs, *inputs])
-        check_count("all_to_all", outputs[self.rank()], inputs[self.rank()])
+    @_verb()
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Any:
+        """Send the j-th input to member j, and receive member j's into the j-th output."""
+        self._check_list(output_tensors, "all_to_all")
+        self._check_list(input_tensors, "all_to_all")
+        check_alike("all_to_all", [*output_tensors, *input_tensors])
+        check_count("all_to_all", output_tensors[self.rank()], input_tensors[self.rank()])
         buffers = Buffers("all_to_all")
-        taken = [buffers.write(output) for output in outputs]
-        sent = apart_from_all([buffers.read(part) for part in inputs], taken)
+        taken = [buffers.write(output) for output in output_tensors]
+        sent = apart_from_all([buffers.read(part) for part in input_tensors], taken)
         return self._run(
-            Call("all_to_all", sent),
+            Call(
+                "all_to_all",
+                sent,
+                sizes=([part.numel() for part in sent], [part.numel() for part in taken]),
+            ),
             read_options(opts, "timeout"),
             lambda wire, limit: wire.all_to_all(taken, sent, limit),
             buffers,
-            list(outputs),
+            list(output_tensors),
         )
 
+    @_verb(timeout="opts")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -376,11 +398,6 @@ class WireGroup(GroupOfWire):
         opts: Any = None,
     ) -> Any:
         """As ``alltoall`` over parts along dim 0; no sizes means equal parts."""
-        other = self._other_for(output)
-        if other is not None:
-            return other.all_to_all_single(
-                output, input, output_split_sizes, input_split_sizes, opts
-            )
         check_alike("all_to_all_single", [output, input])
         takes = self._split_counts(output, output_split_sizes, "output")
         gives = self._split_counts(input, input_split_sizes, "input")
@@ -394,7 +411,7 @@ class WireGroup(GroupOfWire):
         taken = buffers.write(output)
         sent = apart(buffers.read(input), taken)
         return self._run(
-            Call("all_to_all_single", (sent,)),
+            Call("all_to_all_single", (sent,), sizes=(gives, takes)),
             read_options(opts, "timeout"),
             lambda wire, limit: wire.all_to_all_single(taken, sent, takes, gives, limit),
             buffers,
@@ -410,39 +427,33 @@ class WireGroup(GroupOfWire):
 
     # -- messages --------------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, dst: int, tag: int) -> Any:
-        """Send the tensor to member ``dst``."""
+    @_verb()
+    def send(self, tensors: Tensors, dstRank: int, tag: int) -> Any:
+        """Send the tensor to member ``dstRank``."""
         tensor = only(tensors, "send")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.send([tensor], dst, tag)
-        self._check_place(dst, "send")
+        self._check_place(dstRank, "send")
         self._check_tag(tag, "send")
         buffers = Buffers("send")
         buffer = buffers.read(tensor)
         return self._run(
-            Call("send", (buffer,), peer=dst, tag=tag),
+            Call("send", (buffer,), peer=dstRank, tag=tag),
             Asked(),
-            lambda wire, limit: wire.send(buffer, dst, tag, limit),
+            lambda wire, limit: wire.send(buffer, dstRank, tag, limit),
             buffers,
             [tensor],
         )
 
-    def recv(self, tensors: Tensors, src: int, tag: int) -> Any:
-        """Receive the tensor from member ``src``."""
+    @_verb()
+    def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Any:
+        """Receive the tensor from member ``srcRank``."""
         tensor = only(tensors, "recv")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.recv([tensor], src, tag)
-        self._check_place(src, "recv")
-        return self._receive(tensor, src, tag)
+        self._check_place(srcRank, "recv")
+        return self._receive(tensor, srcRank, tag)
 
+    @_verb()
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """Receive the tensor from whoever sends one."""
         tensor = only(tensors, "recv")
-        other = self._other_for(tensor)
-        if other is not None:
-            return other.recv_anysource([tensor], tag)
         return self._receive(tensor, None, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> TorchWork:
@@ -473,6 +484,13 @@ class WireGroup(GroupOfWire):
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _gathered_sizes(pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> tuple[list[int], list[int]]:
+    """How many elements go to and come from each member where all gather lists of tensors."""
+    size = len(pairs[0][0])
+    sent = sum(tensor.numel() for _, tensor in pairs)
+    return [sent] * size, [sum(into[j].numel() for into, _ in pairs) for j in range(size)]
 
 
 def _each(

@@ -165,9 +165,25 @@ class JointWork(torch_distributed.Work):
             work.wait(timeout)
         return True
 
+    def synchronize(self) -> None:
+        """The same as ``wait()``."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether all are done, or have failed, without waiting."""
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all are done and none has failed."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """The error of the first that has failed, or None."""
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[Any]:
+        """Wait, and return the tensors that hold the results of all."""
+        return [x for work in self._works for x in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A Future of the results of all."""

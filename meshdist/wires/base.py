@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.clock import clock
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from . import fallbacks
-from .pending import Chain, Pending
+from .pending import Chain, Deferred, Pending
 from .scratch import Scratch
 
 __all__ = [
@@ -132,6 +132,10 @@ class MemberLost(WireFailure):
         self.member = member
 
 
+class MessageMisfit(WireFailure):
+    """A message came that is longer or shorter than what was to receive it."""
+
+
 class MembersDisagree(WireFailure):
     """A wire that compares calls found that members have started different ones.
 
@@ -172,6 +176,8 @@ class Opening:
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
         hosts: the number of each member's host; () where nobody knows.
+        look: what a wire that does not compare calls asks now and then while a caller waits; raises
+            WireFailure where that is in vain. None where nobody compares them for it.
     """
 
     store: Store
@@ -185,6 +191,7 @@ class Opening:
     name: str = ""
     num_local: int = 1
     hosts: tuple[int, ...] = ()
+    look: Callable[[], None] | None = None
 
 
 class Communicator(ABC):
@@ -368,6 +375,33 @@ class Communicator(ABC):
     def is_chain_finished(self, chain: Chain) -> bool:
         """Whether every part of ``chain`` is done; for ``is_finished``."""
         return all(self.is_finished(pending) for pending in chain.pendings)
+
+    def finish_deferred(
+        self,
+        deferred: Deferred,
+        timeout: timedelta,
+        wait: Callable[[Callable[[], bool], timedelta], None],
+    ) -> None:
+        """Wait until it has started, and then for its end; for ``finish``.
+
+        ``wait`` returns when what it is given says True, and raises at the timeout.
+        """
+        deadline = clock.now() + timeout.total_seconds()
+        try:
+            wait(deferred.is_settled, timeout)
+        except BaseException:  # Ctrl-C, too: who receives next must not wait behind it
+            deferred.is_cancelled = True
+            raise
+        if deferred.failure is not None:
+            raise deferred.failure
+        left = max(0.0, deadline - clock.now())
+        self.finish(deferred.started, timedelta(seconds=left))
+
+    def is_deferred_finished(self, deferred: Deferred) -> bool:
+        """Whether it has started and ended, or never will start; for ``is_finished``."""
+        return deferred.is_settled() and (
+            deferred.failure is not None or self.is_finished(deferred.started)
+        )
 
     @abstractmethod
     def finish(self, pending: Pending, timeout: timedelta) -> None:

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store, Work
 
-from ..errors import BackendError
 from ..reduce_ops import ReduceKind
 from ..runtime.alarms import Alarm
 from ..runtime.clock import clock
@@ -137,12 +136,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def source(self, pending: Pending) -> int:
         if type(pending) is Deferred:
-            pending = pending.started
-            if pending is None:
-                raise BackendError(
-                    "the sender of a receive that is not finished is not known",
-                    fix="call wait() before source_rank()",
-                )
+            pending = pending.get_started()
         return super().source(pending.pendings[0] if type(pending) is Chain else pending)
 
     def is_finished(self, pending: Pending) -> bool:
@@ -150,7 +144,7 @@ class GlooCommunicator(C10dCommunicator):
             # Gloo learns that a message has come or gone only while somebody waits for it.
             return self._has_ended(pending)
         if type(pending) is Deferred:
-            return self._has_deferred_ended(pending)
+            return self.is_deferred_finished(pending)
         return super().is_finished(pending)
 
     def finish(self, pending: Pending, timeout: timedelta) -> None:
@@ -158,7 +152,7 @@ class GlooCommunicator(C10dCommunicator):
             if type(pending) is Transfer:
                 self._finish_transfer(pending, timeout)
             elif type(pending) is Deferred:
-                self._finish_deferred(pending, timeout)
+                self.finish_deferred(pending, timeout, self._wait_until)
             else:
                 super().finish(pending, timeout)
             return
@@ -289,38 +283,18 @@ class GlooCommunicator(C10dCommunicator):
         except RuntimeError as error:
             raise self._failure(error) from None
 
-    def _finish_deferred(self, deferred: Deferred, timeout: timedelta) -> None:
-        """Wait until it has started, and then for its end."""
-        if deferred.is_late:
-            raise _late(timeout)
-        deferred.deadline = deadline = clock.now() + timeout.total_seconds()
+    def _wait_until(self, is_so: Callable[[], bool], timeout: timedelta) -> None:
+        deadline = clock.now() + timeout.total_seconds()
         awake_until = time.perf_counter() + _SPIN_S * self._spins
         pause = _PAUSE_S
-        try:
-            while not deferred.is_settled():
-                if clock.now() > deadline:
-                    raise _late(timeout)
-                if time.perf_counter() < awake_until:
-                    os.sched_yield()
-                else:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
-        except BaseException:  # Ctrl-C, too: who receives next must not wait behind it
-            deferred.is_cancelled = True
-            raise
-        if deferred.failure is not None:
-            raise deferred.failure
-        left = max(0.0, deadline - clock.now())
-        self.finish(deferred.started, timedelta(seconds=left))
-
-    def _has_deferred_ended(self, deferred: Deferred) -> bool:
-        if deferred.is_settled():
-            return deferred.failure is not None or self.is_finished(deferred.started)
-        if deferred.deadline is None:
-            deferred.deadline = clock.now() + deferred.timeout.total_seconds()
-        if clock.now() > deferred.deadline:
-            deferred.is_late = deferred.is_cancelled = True
-        return deferred.is_late
+        while not is_so():
+            if clock.now() > deadline:
+                raise _late(timeout)
+            if time.perf_counter() < awake_until:
+                os.sched_yield()
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _has_ended(self, transfer: Transfer, seconds: float = 0.0) -> bool:
         """Whether a transfer that another thread waits for is over within ``seconds``, or late."""

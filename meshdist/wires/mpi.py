@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from ..arrays import apart
-from ..errors import BackendError
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.clock import clock
 from ..runtime.mpi_library import find_mpi_problem, is_cuda_aware
 from . import fallbacks
 from .base import (
@@ -319,12 +317,7 @@ class MpiCommunicator(Communicator):
         if type(pending) is SelfTransfer:
             return self.rank
         if type(pending) is Deferred:
-            if pending.started is None:
-                raise BackendError(
-                    "the sender of a receive that is not finished is not known",
-                    fix="call wait() before source_rank()",
-                )
-            return self.source(pending.started)
+            return self.source(pending.get_started())
         if type(pending) is Started and pending.status is not None:
             return int(pending.status.Get_source())
         return super().source(pending)
@@ -368,7 +361,7 @@ class MpiCommunicator(Communicator):
         elif kind is SelfTransfer:
             self._mailbox.finish(pending, timeout, lambda: self._link.is_aborted)
         elif kind is Deferred:
-            self._finish_deferred(pending, timeout)
+            self.finish_deferred(pending, timeout, self._wait_until)
 
     def is_finished(self, pending: Pending) -> bool:
         kind = type(pending)
@@ -377,9 +370,7 @@ class MpiCommunicator(Communicator):
         if kind is Chain:
             return self.is_chain_finished(pending)
         if kind is Deferred:
-            return pending.is_settled() and (
-                pending.failure is not None or self.is_finished(pending.started)
-            )
+            return self.is_deferred_finished(pending)
         return pending is None or bool(pending.done)
 
     def abort(self) -> None:
@@ -488,23 +479,12 @@ class MpiCommunicator(Communicator):
     def _fits(self, count: int, like: torch.Tensor) -> bool:
         return count * like.itemsize <= self._buffers.most
 
-    def _finish_deferred(self, deferred: Deferred, timeout: timedelta) -> None:
-        """Wait until it has started, and then for its end."""
-        deadline = clock.now() + timeout.total_seconds()
-
-        def has_settled() -> bool:
+    def _wait_until(self, is_so: Callable[[], bool], timeout: timedelta) -> None:
+        def goes_on() -> bool:
             self._link.progress()
-            return deferred.is_settled()
+            return is_so()
 
-        try:
-            self._link.wait(has_settled, timeout)
-        except BaseException:  # Ctrl-C, too: who receives next must not wait behind it
-            deferred.is_cancelled = True
-            raise
-        if deferred.failure is not None:
-            raise deferred.failure
-        left = max(0.0, deadline - clock.now())
-        self.finish(deferred.started, timedelta(seconds=left))
+        self._link.wait(goes_on, timeout)
 
 
 class MpiWire(Wire):

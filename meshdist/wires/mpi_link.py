@@ -25,7 +25,7 @@ from torch.distributed import Store
 from ..runtime.boards import Board, find_board
 from ..runtime.clock import clock
 from ..runtime.hosts import ProcessCard, is_alive
-from .base import MemberLost, WireAborted, WireFailure, WireTimeout
+from .base import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
 
 __all__ = ["Arrivals", "Link", "Started", "left_key", "report_at_the_end", "shared_board"]
 
@@ -106,6 +106,7 @@ class Link:
         rank: this member's place.
         is_crowded: whether this host has more ranks than cores.
         end: gives back what the group has taken besides.
+        look: raises where waiting is in vain; asked now and then. Or None.
 
     Attributes:
         spin_s: how long to look for another member without a pause.
@@ -122,6 +123,7 @@ class Link:
         *,
         is_crowded: bool,
         end: Callable[[], None],
+        look: Callable[[], None] | None = None,
     ) -> None:
         self.MPI = MPI
         self.comm = comm
@@ -136,6 +138,7 @@ class Link:
         self._in_flight: dict[Started, None] = {}
         self._keeping = threading.Lock()
         self._end = end
+        self._look = look
         _links.add(self)
 
     @property
@@ -173,6 +176,9 @@ class Link:
             self.wait(started.test, timeout)
         except self.MPI.Exception as error:
             self._forget(started)
+            if error.Get_error_class() == self.MPI.ERR_TRUNCATE:
+                text = f"a longer message came where {started.num_bytes} bytes were to be received"
+                raise MessageMisfit(text) from None
             raise self.failure(error) from None
         self._forget(started)
         if started.status is not None:
@@ -261,11 +267,13 @@ class Link:
     def _check_size(self, started: Started) -> None:
         count = started.status.Get_count(self.MPI.BYTE)
         if count != started.num_bytes:
-            raise WireFailure(
+            raise MessageMisfit(
                 f"a message of {count} bytes came where {started.num_bytes} were to be received"
             )
 
     def _look_for_lost(self, is_done: Callable[[], bool], *, asks: bool) -> None:
+        if self._look is not None:
+            self._look()
         lost = [k for k, card in enumerate(self._cards) if is_alive(card) is False]
         text = "has ended"
         if not lost and asks:

@@ -142,6 +142,7 @@ def open_shared(opening: Opening) -> Shared:
         opening.rank,
         is_crowded=opening.num_local > num_cores(),
         end=region.release_after_all,
+        look=opening.look,
     )
     report_at_the_end()
     words = region.words

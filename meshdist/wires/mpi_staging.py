@@ -152,8 +152,8 @@ class StagedCommunicator(Communicator):
         return self._host.is_finished(pending)
 
     def source(self, pending: Pending) -> int:
-        if type(pending) is Deferred and pending.started is not None:
-            pending = pending.started
+        if type(pending) is Deferred:
+            pending = pending.get_started()
         return self._host.source(pending.pendings[0] if type(pending) is Chain else pending)
 
     def abort(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeAlias
+
+from ..errors import BackendError
 
 __all__ = ["Chain", "Deferred", "Pending"]
 
@@ -40,38 +41,32 @@ class Deferred:
 
     Args:
         look: starts it if that has happened; any thread may call it at any time.
-        timeout: how long it may take, once somebody looks after it.
 
     Attributes:
         started: the operation, once it has started.
         failure: why it never will.
         is_cancelled: whether nobody wants it any more; so is one that nobody holds.
-        is_late: whether it was given up.
-        deadline: until when it may take to start; None while nobody has looked after it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_look",
-        "deadline",
-        "failure",
-        "is_cancelled",
-        "is_late",
-        "started",
-        "timeout",
-    )
+    __slots__ = ("__weakref__", "_look", "failure", "is_cancelled", "started")
 
-    def __init__(self, look: Callable[[], None], timeout: timedelta) -> None:
+    def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
-        self.timeout = timeout
         self.started: Pending | None = None
         self.failure: Exception | None = None
         self.is_cancelled = False
-        self.is_late = False
-        self.deadline: float | None = None
 
     def is_settled(self) -> bool:
         """Whether it has started, or never will."""
         if self.started is None and self.failure is None:
             self._look()
         return self.started is not None or self.failure is not None
+
+    def get_started(self) -> Pending:
+        """The operation, once it has started; raises BackendError before."""
+        if self.started is None:
+            raise BackendError(
+                "the sender of a receive that is not finished is not known",
+                fix="call wait() before source_rank()",
+            )
+        return self.started

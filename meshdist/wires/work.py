@@ -120,9 +120,10 @@ class Work:
     def is_completed(self) -> bool:
         """Whether the verb is done (on CUDA: enqueued), without waiting.
 
-        Its results are in place then, as after ``wait``.
+        Its results are in place then, as after ``wait``. A verb that is not done when somebody has
+        asked for as long as its timeout has failed, and so is done too.
         """
-        if self._is_due() and self._future is not None:
+        if (self._is_due() or self._is_overdue()) and self._future is not None:
             self._future.tell()
         return self._done
 
@@ -288,7 +289,14 @@ class Work:
         return self._done
 
     def _is_overdue(self) -> bool:
-        """Whether the time was up since the future was asked for; the verb has failed then."""
+        """Whether the time is up since somebody has first asked; the verb has ended then.
+
+        Simulated ranks have no clock.
+        """
+        if find_rank_here() is not None:
+            return False
+        if not self._deadline:
+            self._deadline = clock.now() + self._timeout.total_seconds()
         if clock.now() < self._deadline or not self._guard.acquire(blocking=False):
             return False
         try:
@@ -296,8 +304,9 @@ class Work:
                 self._communicator.finish(self._pending, _AT_ONCE)
                 self._bring_home()
         except WireTimeout:
-            limit = self._timeout.total_seconds()
-            self._end(self._explain(WireTimeout(f"not finished after {limit:g} s")))
+            failure = WireTimeout(f"not finished after {self._timeout.total_seconds():g} s")
+            failure.limit = self._timeout
+            self._end(self._explain(failure))
         except WireFailure as failure:
             self._end(self._explain(failure))
         except Exception as error:
@@ -323,7 +332,7 @@ class _WorksFuture(WorkFuture):
 
     def is_due(self) -> bool:
         work = self._work
-        return work._is_due() or (find_rank_here() is None and work._is_overdue())
+        return work._is_due() or work._is_overdue()
 
     def run(self) -> None:
         self.tell()

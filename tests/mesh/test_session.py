@@ -93,6 +93,20 @@ def test_pairs_of_device_type_and_backend(pool: Pool) -> None:
     assert pool.call(program, 1) == [("gloo", "cpu:gloo,cuda:gloo")]
 
 
+def test_the_wire_that_an_axis_names_is_that_of_the_meshs_device_type(pool: Pool) -> None:
+    def program(rank: int) -> list[tuple[str, str]]:
+        md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
+        options = {"tp": md.AxisOptions(backend="shm")}
+        mesh = md.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"), axis_options=options)
+        groups = [mesh["dp"], mesh["tp"], mesh.get_group("tp")]
+        answers = [(md.get_backend(group), md.get_backend_config(group)) for group in groups]
+        md.destroy_process_group()
+        return answers
+
+    named = ("shm", "cpu:shm,cuda:gloo")
+    assert pool.call(program, 1) == [[("gloo", "cpu:gloo,cuda:gloo"), named, named]]
+
+
 def test_without_a_world() -> None:
     assert not md.is_initialized()
     for ask in (md.get_rank, md.get_world_size, md.get_backend, md.get_backend_config):

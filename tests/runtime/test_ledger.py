@@ -101,6 +101,30 @@ def test_a_call_that_differs_is_seen_there_by_the_later_ones(
         arrived.append(member)
 
 
+@given(sizes, st.data(), schedules, st.sampled_from([0, 2**32 - 3]), st.booleans())
+def test_who_looks_again_sees_whoever_has_come_since(
+    size: int, data: st.DataObject, schedule: list[int], base: int, is_uneven: bool
+) -> None:
+    length = 5
+    place = data.draw(st.integers(0, length - 1))
+    kinds = [data.draw(st.integers(0, 1)) for _ in range(size)]
+    team = Team(size, base)
+    for member in turns(schedule, size, length):
+        index = team.reached[member] - base
+        odd = kinds[member] if index == place else 0
+        # As sizes member j takes from i another number than i sends, if one of them is odd.
+        sent_taken = [[odd] * size, [odd] * size] if is_uneven else []
+        team.enter(member, 7 if is_uneven else 7 + odd, *sent_taken)
+        number = base + place + 1
+        here = [one for one in range(size) if team.reached[one] >= number]
+        for me, ledger in enumerate(team.ledgers):
+            differing = [one for one in here if me in here and kinds[one] != kinds[me]]
+            are_all_here = len(here) == size
+            found = ledger.look_again(number)
+            assert (found is None) == (not differing and not are_all_here)
+            assert sorted(found or []) == differing
+
+
 @given(sizes, st.integers(1, 8), st.data(), schedules)
 def test_uneven_sizes_are_compared_pair_by_pair(
     size: int, length: int, data: st.DataObject, schedule: list[int]

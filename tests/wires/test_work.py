@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ import meshdist as md
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.wires.base import WireFailure, WireTimeout
 from meshdist.wires.work import Work
+from tests.mpi_job import job_of
 
 
 class Hand:
@@ -73,6 +75,53 @@ def test_waiting_settles_once_and_zero_means_the_groups_timeout() -> None:
     assert settled == [1]
     assert hand.waited == [timedelta(seconds=9)]
     assert work.is_completed() and work.is_success() and work.exception() is None
+
+
+def test_who_only_asks_learns_when_the_time_is_up() -> None:
+    hand = Hand()
+    hand.failure = WireTimeout("not finished after 0.001 s")
+    work = work_of(hand, timeout_s=0.1)
+    begin = time.monotonic()
+    time.sleep(0.15)
+    assert not work.is_completed()  # the time is counted from here
+    while not work.is_completed():
+        time.sleep(0.01)
+    assert 0.25 <= time.monotonic() - begin < 5.0
+    assert str(work.exception()) == "explained: not finished after 0.1 s"
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait()
+
+
+def polled(kind: str) -> tuple[str, float]:
+    """What a rank learns that asks for a verb to which the other does not come."""
+    x = torch.ones(3)
+    group = md.new_group([0, 1], timeout=timedelta(seconds=1))
+    if md.get_rank() == 1:
+        md.monitored_barrier(timeout=timedelta(seconds=20))
+        return "", 0.0
+    work = {
+        "collective": lambda: md.all_reduce(x, group=group, async_op=True),
+        "receive": lambda: md.irecv(x, 1, group),
+        "receive from anyone": lambda: md.irecv(x, group=group),
+    }[kind]()
+    begin = time.monotonic()
+    while not work.is_completed() and time.monotonic() - begin < 15.0:
+        time.sleep(0.01)
+    took = time.monotonic() - begin
+    md.monitored_barrier(timeout=timedelta(seconds=20))
+    return type(work.exception()).__name__, took
+
+
+@pytest.mark.parametrize("kind", ["collective", "receive", "receive from anyone"])
+@pytest.mark.parametrize("wire", ["gloo", "shm", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_no_verb_is_asked_for_in_vain_for_ever(wire: str, kind: str, pool) -> None:
+    if wire == "mpi":
+        found = job_of(pool, 2).run_in_world(polled, kind)
+    else:
+        found = pool.run(polled, 2, kind, backend=wire)
+    told, took = found[0]
+    assert told == "CollectiveTimeoutError"
+    assert 0.9 < took < 5.0
 
 
 def test_it_tells_verb_group_and_state_and_asks_nobody() -> None:

@@ -1,0 +1,74 @@
+"""Roll calls: who has come is told alike to all, whoever decides."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from meshdist.runtime.roll_calls import RollCall, Verdict, failed_text
+
+RANKS = (4, 1, 7)
+SHORT, LONG = timedelta(milliseconds=200), timedelta(seconds=20)
+
+
+def hold(
+    store: dist.Store, ranks: tuple[int, ...], number: int, timeout: timedelta, names_all: bool
+) -> dict[int, Verdict]:
+    """The verdicts that these members have, who come at the same time."""
+    found: dict[int, Verdict] = {}
+
+    def come(rank: int) -> None:
+        call = RollCall(store, "keys", RANKS, rank, number, timeout, names_all=names_all)
+        found[rank] = call.hold()
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_who_come_pass_as_often_as_they_do() -> None:
+    store = dist.HashStore()
+    for number in (1, 2, 3):
+        found = hold(store, RANKS, number, LONG, names_all=False)
+        assert {verdict.failure for verdict in found.values()} == {""}
+    assert store.num_keys() == len(RANKS) + 1  # and a verdict, however often they come
+
+
+@pytest.mark.parametrize(
+    ("come", "names_all", "text"),
+    [
+        ((4, 7), False, "Rank 1 failed to pass monitoredBarrier in 200 ms"),
+        ((4,), False, "Rank 1 failed to pass monitoredBarrier in 200 ms"),
+        ((4,), True, "Ranks 1, 7 failed to pass monitoredBarrier in 200 ms"),
+        ((1, 7), False, "Rank 4 failed to pass monitoredBarrier in 200 ms"),
+    ],
+)
+def test_who_does_not_come_is_told_alike_to_all_also_later(
+    come: tuple[int, ...], names_all: bool, text: str
+) -> None:
+    store = dist.HashStore()
+    found = hold(store, come, 1, SHORT, names_all)
+    late = tuple(rank for rank in RANKS if rank not in come)
+    found |= hold(store, late, 1, LONG, names_all)
+    assert {verdict.failure for verdict in found.values()} == {text}
+    assert {tuple(verdict.absent) for verdict in found.values()} == {late}
+    assert hold(store, RANKS, 2, LONG, names_all)[1].failure == ""
+
+
+def test_whoever_waits_in_vain_learns_so() -> None:
+    def check() -> None:
+        raise ValueError("in vain")
+
+    call = RollCall(dist.HashStore(), "keys", RANKS, 4, 1, LONG, names_all=False, check=check)
+    with pytest.raises(ValueError, match="in vain"):
+        call.hold()
+
+
+def test_the_words_are_torchs() -> None:
+    assert failed_text([3]) == "Rank 3 failed to pass monitoredBarrier"
