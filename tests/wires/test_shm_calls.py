@@ -1,4 +1,4 @@
-"""The short ways of plain calls do what the long ways do, or leave the call to them."""
+"""The short ways of shared memory do what the long ones do, beside them, or leave a call alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ import torch
 
 import meshdist as md
 from meshdist.mesh.groups import ProcessGroup
+from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.shm import ShmWire
 from tests.pool import Pool
+from tests.wires.short_ways import (
+    NUM_CALLS,
+    TOLD,
+    differing,
+    opened,
+    short_and_long,
+    waits_or_not,
+)
 
 pytestmark = pytest.mark.skipif(not ShmWire().is_available(), reason="no native core here")
 
@@ -252,3 +261,104 @@ def test_a_forked_child_and_a_closed_group_go_the_long_way(pool: Pool) -> None:
     for forked, closed in pool.run(closed_and_forked, 2, backend="shm"):
         assert forked == "False"
         assert "was closed" in closed
+
+
+@pytest.mark.parametrize(("size", "shape"), [(1, (3,)), (2, (3,)), (3, (2, 1, 2)), (2, (1,) * 6)])
+def test_members_on_both_ways_meet(pool: Pool, size: int, shape: tuple[int, ...]) -> None:
+    found = pool.run(short_and_long, size, shape, backend="shm")
+    for rank, (results, num_short, notes) in enumerate(found):
+        assert all(result == results[0] for result in results)
+        assert num_short == [NUM_CALLS * (turn >> rank & 1) for turn in range(1 << size)]
+        assert all(note == notes[0] for note in notes)
+        assert "in every_verb" in notes[0][0][2]
+
+
+def left_alone() -> tuple[list[str], int]:
+    group, spy = opened()
+    x, size = torch.ones(2, 2), group.size()
+    row = torch.ones(size, 2, 2)
+    cases = {
+        "strided": lambda: spy.broadcast(x[:, 0], 0),
+        "a leaf": lambda: spy.broadcast(torch.ones(2, requires_grad=True), 0),
+        "complex": lambda: spy.broadcast(x.to(torch.complex64), 0),
+        "no sum in the core": lambda: spy.reduce(x.to(torch.float8_e5m2), ReduceOp.SUM, 0),
+        "an array": lambda: spy.broadcast(x.numpy(), 0),
+        "a mean of whole numbers": lambda: spy.reduce(x.int(), ReduceOp.AVG, 0),
+        "bits of floats": lambda: spy.reduce(x, ReduceOp.BAND, 0),
+        "no op": lambda: spy.reduce(x, "sum", 0),
+        "two dtypes": lambda: spy.all_gather("all_gather_single", row, x.double()),
+        "overlapping": lambda: spy.all_gather("all_gather_single", row, row[1 - group.rank()]),
+        "rows of another size": lambda: spy.all_gather(
+            "all_gather_single", row.view(size, 4, 1), x
+        ),
+        "too few": lambda: spy.reduce_scatter("reduce_scatter_single", x, row[:1, 0], ReduceOp.SUM),
+        "no list": lambda: spy.gather(x, row, group.rank()),
+        "a short list": lambda: spy.gather(x, [], group.rank()),
+        "a list with its own tensor": lambda: spy.gather(x, [x] * size, group.rank()),
+        "a list elsewhere": lambda: spy.scatter(x, [x], 1 - group.rank()),
+        "rows that do not divide": lambda: spy.all_to_all(
+            torch.ones(size + 1), torch.ones(size + 1)
+        ),
+        "no dim": lambda: spy.all_to_all(torch.tensor(1.0), torch.tensor(1.0)),
+    }
+    before = group.channel("cpu").recorder.num_notes
+    taken = [name for name, call in cases.items() if call()]
+    return taken, group.channel("cpu").recorder.num_notes - before
+
+
+def test_other_verbs_leave_alone_what_is_not_plain(pool: Pool) -> None:
+    assert pool.run(left_alone, 2, backend="shm") == [([], 0)] * 2
+
+
+def every_reduction() -> list[list[float]]:
+    """Of each op the root's result and the scattered one."""
+    _, spy = opened()
+    rank = md.get_rank()
+    found = []
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+        x, part = torch.tensor([1.0 + rank, 2.0]), torch.zeros(1, dtype=torch.bfloat16)
+        md.reduce(x, 0, op)
+        md.reduce_scatter_tensor(part, torch.tensor([1.0 + rank, 2.0]).bfloat16(), op)
+        found.append([*x.tolist(), part.item()])
+    for op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
+        x, part = torch.tensor([1 + rank, 2]), torch.zeros(1, dtype=torch.uint8)
+        md.reduce(x, 0, op)
+        md.reduce_scatter_tensor(part, torch.tensor([1 + rank, 2], dtype=torch.uint8), op)
+        found.append([*x.tolist(), part.item()])
+    assert spy.answers == [True] * 16
+    return found
+
+
+def test_every_reduction(pool: Pool) -> None:
+    first, second = pool.run(every_reduction, 2, backend="shm")
+    kept = [[2.0, 2.0]] * 8
+    sums = [[3.0, 4.0], [1.5, 2.0], [2.0, 4.0], [1.0, 2.0], [2.0, 2.0], [0, 2], [3, 2], [3, 0]]
+    assert [one[:2] for one in first] == sums
+    assert [one[2] for one in first] == [one[0] for one in sums]
+    assert [one[:2] for one in second] == kept
+    assert [one[2] for one in second] == [one[1] for one in sums]
+
+
+def gathered_in_place() -> list[float]:
+    _, spy = opened()
+    out = torch.zeros(md.get_world_size(), 3)
+    out[md.get_rank()] = md.get_rank() + 1.0
+    md.all_gather_into_tensor(out, out[md.get_rank()])
+    assert spy.answers == [True]
+    return out[:, 2].tolist()
+
+
+def test_a_gather_into_its_own_rows(pool: Pool) -> None:
+    assert pool.run(gathered_in_place, 3, backend="shm") == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_who_waits_meets_who_goes_on(pool: Pool) -> None:
+    assert pool.run(waits_or_not, 2, backend="shm") == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize("what", list(TOLD))
+def test_a_disagreement_is_told_on_all(pool: Pool, what: str) -> None:
+    for text in pool.run(differing, 2, what, backend="shm"):
+        assert "the members of a group disagree about their call" in text
+        assert TOLD[what][0] in text
+        assert TOLD[what][1] in text

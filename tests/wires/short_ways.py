@@ -1,0 +1,139 @@
+"""Programs that take the short ways of plain calls, over any wire that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.reduce_ops import ReduceOp
+
+
+class Spy:
+    """The short ways of a group, and what they have answered."""
+
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+        self.answers: list[bool] = []
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        def call(*arguments: Any) -> bool:
+            self.answers.append(getattr(self.calls, name)(*arguments))
+            return self.answers[-1]
+
+        return call
+
+
+def opened() -> tuple[Any, Spy]:
+    """The world, whose members have met, and a spy on its short ways."""
+    group = md.group.WORLD
+    md.all_reduce(torch.ones(1))  # from here on everybody's words are known
+    spy = Spy(group.plain_calls)
+    group.plain_calls = spy
+    return group, spy
+
+
+def every_verb(shape: tuple[int, ...]) -> dict[str, Any]:
+    """What each verb that has a short way gives this rank."""
+    rank, size, root = md.get_rank(), md.get_world_size(), md.get_world_size() - 1
+    x = torch.full(shape, rank + 1.0)
+    row = torch.arange(size * x.numel(), dtype=torch.float64) + 100 * rank
+    found: dict[str, torch.Tensor] = {}
+    for name, call in {
+        "all_reduce": lambda y: md.all_reduce(y),
+        "reduce": lambda y: md.reduce(y, root),
+        "reduce to the product": lambda y: md.reduce(y, root, ReduceOp.PRODUCT),
+        "broadcast": lambda y: md.broadcast(y, root),
+    }.items():
+        found[name] = x.clone()
+        call(found[name])
+    found["all_gather_single"] = x.new_zeros(size * x.numel())
+    md.all_gather_single(found["all_gather_single"], x)
+    found["all_gather_into_tensor"] = x.new_zeros(size, *shape)
+    md.all_gather_into_tensor(found["all_gather_into_tensor"], x)
+    found["reduce_scatter_single"] = row.new_zeros(shape)
+    md.reduce_scatter_single(found["reduce_scatter_single"], row)
+    found["reduce_scatter_tensor"] = row.new_zeros(shape)
+    whole = row.view(size, *shape)
+    md.reduce_scatter_tensor(found["reduce_scatter_tensor"], whole, op=ReduceOp.PRODUCT)
+    found["gather"] = x.new_zeros(size, *shape)
+    md.gather(x, list(found["gather"]) if rank == root else None, root)
+    found["scatter"] = x.new_zeros(shape)
+    md.scatter(
+        found["scatter"], list(row.view(size, *shape).float()) if rank == root else None, root
+    )
+    found["all_to_all_single"] = torch.zeros_like(row)
+    md.all_to_all_single(found["all_to_all_single"], row)
+    md.barrier()
+    return {name: value.tolist() for name, value in found.items()}
+
+
+NUM_CALLS = 12
+
+
+def short_and_long(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[Any]]:
+    """The results, how many calls went the short way, and the notes, by turns.
+
+    In the first turn nobody takes the short ways, in the last one everybody; some do in between.
+    """
+    group, spy = opened()
+    results, num_short, notes = [], [], []
+    for turn in range(1 << group.size()):
+        is_short = bool(turn >> group.rank() & 1)
+        group.plain_calls = spy if is_short else None
+        spy.answers.clear()
+        results.append(every_verb(shape))
+        num_short.append(sum(spy.answers))
+        recorder = group.channel("cpu").recorder
+        called = [recorder.describe(recorder.num_notes - k) for k in range(NUM_CALLS)]
+        notes.append([(call["verb"], call["argument"], call["where"]) for call in called])
+    return results, num_short, notes
+
+
+def waits_or_not() -> list[float]:
+    """One member takes the short way, and the other goes on meanwhile."""
+    _, spy = opened()
+    found = []
+    for turn in range(4):
+        x = torch.full((3,), float(md.get_rank() + turn))
+        work = md.all_reduce(x, async_op=turn % 2 == md.get_rank())
+        if work is not None:
+            work.wait()
+        found.append(x[2].item())
+    assert spy.answers == [True, True]
+    return found
+
+
+def differing(what: str) -> str:
+    md.all_reduce(torch.ones(1))
+    rank = md.get_rank()
+    x = torch.ones(4)
+    two = torch.ones(2, 4, dtype=(torch.int32, torch.float32)[rank])
+    call = {
+        "roots": lambda: md.broadcast(x, rank),
+        "ops": lambda: md.reduce(x, 0, ReduceOp.SUM if rank else ReduceOp.PRODUCT),
+        "dtypes": lambda: md.all_gather_single(two, torch.zeros_like(two[0])),
+        "verbs": lambda: md.barrier() if rank else md.all_reduce(x),
+        "sizes": lambda: md.all_to_all_single(x, torch.ones(4), *[[1, 3]] * 2 * rank),
+    }[what]
+    with pytest.raises(md.AgreementError) as caught:
+        call()
+    assert x.sum() == 4
+    assert two.sum() == 8
+    return str(caught.value)
+
+
+TOLD = {
+    "roots": ("broadcast((4,) float32, root rank 0)", "broadcast((4,) float32, root rank 1)"),
+    "ops": (
+        "reduce((4,) float32, PRODUCT, root rank 0)",
+        "reduce((4,) float32, SUM, root rank 0)",
+    ),
+    "dtypes": ("all_gather_single((4,) int32)", "all_gather_single((4,) float32)"),
+    "verbs": ("all_reduce((4,) float32, SUM)", "barrier()"),
+    "sizes": ("sending [2, 2], taking [2, 2]", "sending [1, 3], taking [1, 3]"),
+}
+"""What the error shows of the two calls."""
