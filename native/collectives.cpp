@@ -169,7 +169,8 @@ std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
 
 // Whether members fetch from each other what has up to `bytes` bytes; all give the same answer.
 bool Collectives::is_fetched(std::size_t bytes) const {
-  return reach_.is_open() && bytes >= tuning.fetch_least_bytes && bytes <= tuning.fetch_most_bytes;
+  return reach_.is_open() && bytes != 0 && bytes >= tuning.fetch_least_bytes &&
+         bytes <= tuning.fetch_most_bytes;
 }
 
 // Tell the others, with the announcement in `round`, where `input` lies, if they can read it there.

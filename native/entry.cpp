@@ -54,7 +54,7 @@ Entry::Entry(nb::dict facts)
       no_stack_(facts["no_stack"]),
       increment_version_(facts["increment_version"]),
       get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
-      depth_(facts["depth"]),
+      depth_(whole(1)),
       num_kept_(PyList_Size(notes_.ptr())),
       size_(number(facts["size"])),
       member_(number(facts["member"])) {
@@ -98,8 +98,8 @@ void Entry::enter(const Call& call, const nb::object& data, nb::handle dtype,
                   std::uint64_t count, const std::uint64_t* part) {
   const std::uint64_t sequence = note(call, data, part == nullptr ? nb::tuple() : sizes_of(*part));
   if (ledger_.is_valid()) {
-    const Header header{call.verb.ptr(), dtype.ptr(), count, call.number, call.root};
-    compare(sequence, fingerprint(header, data, part != nullptr), part);
+    const Header header{call.verb.ptr(), dtype.ptr(), count, call.number, call.root, part != nullptr};
+    compare(sequence, fingerprint(header, data), part);
   }
 }
 
@@ -161,7 +161,7 @@ std::uint64_t Entry::note(const Call& call, const nb::object& data, const nb::ob
 }
 
 // As Python makes it, so that members on either way agree; kept, since programs repeat their calls.
-std::uint64_t Entry::fingerprint(const Header& header, const nb::object& data, bool is_uneven) {
+std::uint64_t Entry::fingerprint(const Header& header, const nb::object& data) {
   const auto found = fingerprints_.find(header);
   if (found != fingerprints_.end()) return found->second;
   if (fingerprints_.size() >= kMostFingerprints) {
@@ -169,7 +169,7 @@ std::uint64_t Entry::fingerprint(const Header& header, const nb::object& data, b
     verbs_.clear();
   }
   const nb::object key = tuple_of(nb::handle(header.verb), data, number_or_none(header.number),
-                                  number_or_none(header.root), nb::bool_(is_uneven));
+                                  number_or_none(header.root), nb::bool_(header.is_uneven));
   const std::uint64_t made = number(checked(PyObject_GetItem(headers_.ptr(), key.ptr())));
   verbs_.push_back(nb::borrow(header.verb));
   fingerprints_.emplace(header, made);

@@ -75,16 +75,17 @@ class Entry {
     PyObject *verb, *dtype;
     std::uint64_t count;
     std::int64_t number, root;
+    bool is_uneven;
     bool operator==(const Header& o) const {
       return verb == o.verb && dtype == o.dtype && count == o.count && number == o.number &&
-             root == o.root;
+             root == o.root && is_uneven == o.is_uneven;
     }
   };
   struct Hash {
     std::size_t operator()(const Header& h) const {
       std::size_t mixed = reinterpret_cast<std::size_t>(h.verb);
       for (std::uint64_t one : {reinterpret_cast<std::uint64_t>(h.dtype), h.count,
-                                static_cast<std::uint64_t>(h.number * 64 + h.root)}) {
+                                static_cast<std::uint64_t>((h.number * 64 + h.root) * 2 + h.is_uneven)}) {
         mixed = (mixed ^ one) * 0x9e3779b97f4a7c15u;
         mixed ^= mixed >> 29;
       }
@@ -96,7 +97,7 @@ class Entry {
              const std::uint64_t* part);
   nb::object first_frame() const;
   std::uint64_t note(const Call& call, const nb::object& data, const nb::object& sizes);
-  std::uint64_t fingerprint(const Header& header, const nb::object& data, bool is_uneven);
+  std::uint64_t fingerprint(const Header& header, const nb::object& data);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;

@@ -32,6 +32,25 @@ void bind_plain_calls(nb::class_<Calls> to) {
       .def("barrier", &Calls::barrier);
 }
 
+// `result` becomes the sum of both, numbers of a dtype. Called by MPI, which passes its own datatype.
+void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
+  const ReduceLoop add =
+      dtype < kNumDtypes ? kernels().reduce[dtype][static_cast<unsigned>(Op::sum)] : nullptr;
+  if (add == nullptr) throw std::invalid_argument("no such sum");
+  Py_buffer from, to;
+  if (PyObject_GetBuffer(data.ptr(), &from, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  if (PyObject_GetBuffer(result.ptr(), &to, PyBUF_WRITABLE) != 0) {
+    PyBuffer_Release(&from);
+    throw nb::python_error();
+  }
+  const void* const sources[] = {to.buf, from.buf};
+  const double factors[] = {1.0, 1.0};
+  const std::size_t count = std::min(from.len, to.len) / dtype_facts(static_cast<Dtype>(dtype)).bytes;
+  add(to.buf, sources, 2, count, factors);
+  PyBuffer_Release(&to);
+  PyBuffer_Release(&from);
+}
+
 // A verb in its two forms: `name(..., timeout)` waits and returns a status, `name_async(...,
 // timeout)` returns a Ticket at once.
 template <class... Args>
@@ -76,6 +95,7 @@ NB_MODULE(native, m) {
   m.def("can_reduce", [](unsigned dtype, unsigned op) {
     return dtype < kNumDtypes && op < kNumOps && kernels().reduce[dtype][op] != nullptr;
   });
+  m.def("add_to", &add_to, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
   m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a);
   m.def("segment_bytes", [](std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {

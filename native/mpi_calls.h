@@ -10,7 +10,7 @@ namespace meshdist {
 
 class MpiCalls {
  public:
-  // `facts` has what Python knows: see `meshdist.wires.mpi_calls`.
+  // `facts` has what Python knows: see `meshdist.wires.mpi`.
   explicit MpiCalls(nb::dict facts);
 
   bool all_reduce(nb::handle x);

@@ -42,8 +42,8 @@ _MOST_FINGERPRINTS = 4096
 _SUM = ReduceOp.SUM
 _SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 _DTYPES = {one for one in vars(torch).values() if isinstance(one, torch.dtype)} - QUANTIZED
-_ITEM_BYTES = {dtype: dtype.itemsize for dtype in _DTYPES if not dtype.is_complex}
-"""Of the dtypes of plain tensors. (One of complex numbers may hold their conjugates.)"""
+_PLAIN_DTYPES = {dtype: 0 for dtype in _DTYPES if not dtype.is_complex}
+"""Of plain tensors; a wire may have numbers of its own. (Complex ones may hold conjugates.)"""
 
 
 class _Codes(dict[Any, int]):
@@ -284,7 +284,7 @@ class Channel:
             **insides,
             **({} if self.ledger is None else self.ledger.insides()),
             "tensor_type": torch.Tensor,
-            "codes": _ITEM_BYTES,
+            "codes": _PLAIN_DTYPES,
             "increment_version": torch._C._increment_version,
             "aborts": self.aborts,
             "is_told": verbs_log.isEnabledFor,
@@ -293,7 +293,6 @@ class Channel:
             "size": self.group.size(),
             "member": self.group.rank(),
             "headers": _fingerprints,
-            "depth": 1,
             "explain": explained,
             "disagreement": disagreement,
         }

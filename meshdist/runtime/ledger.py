@@ -82,6 +82,7 @@ class Ledger:
         self._messages = {peer: _MessageLog(self, peer) for peer in others}
         self._turns = list(others)
         self._publisher: threading.Thread | None = None
+        self._finding = threading.Lock()  # several threads may call verbs at the same time
         self._messages_lock = threading.Lock()  # another thread may look for who has sent
 
     @staticmethod
@@ -297,14 +298,15 @@ class Ledger:
             return None if log is None else log.note(kind, header)
 
     def _find_missing(self) -> None:
-        self._num_looks += 1
-        if self._num_looks > _PATIENT_LOOKS and self._num_looks % _PATIENT_LOOKS:
-            return
-        for member in list(self._missing):
-            view = self._find_region(member, self.num_words(self._size))
-            if view is not None:
-                self._missing.remove(member)
-                self._views.append((member, view))
+        with self._finding:
+            self._num_looks += 1
+            if self._num_looks > _PATIENT_LOOKS and self._num_looks % _PATIENT_LOOKS:
+                return
+            for member in list(self._missing):
+                view = self._find_region(member, self.num_words(self._size))
+                if view is not None:
+                    self._missing.remove(member)
+                    self._views.append((member, view))
 
     def _write_uneven(self, sequence: int, sent: Sequence[int], taken: Sequence[int]) -> None:
         start = self._uneven_start(sequence)

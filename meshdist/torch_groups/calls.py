@@ -176,7 +176,7 @@ def explain(
     told = call.text(members)
     where = f"{members.here}, call {call.number}: {told}"
     if isinstance(failure, (MembersDisagree, MessageMisfit)):
-        return _disagreement(failure, call, members, where, "; the group is broken now" * is_end)
+        return _disagreement(failure, call, members, where, is_end=is_end)
     text = str(failure)
     if isinstance(failure, MemberLost):
         text = f"rank {members.ranks[failure.member]} {failure}"
@@ -207,7 +207,7 @@ def explain(
 
 
 def _disagreement(
-    failure: WireFailure, call: Call, members: Members, where: str, end: str
+    failure: WireFailure, call: Call, members: Members, where: str, *, is_end: bool
 ) -> AgreementError:
     if call.tag is not None:
         return AgreementError(
@@ -218,9 +218,12 @@ def _disagreement(
             fix="receive into a tensor like the one that is sent, or give messages of different "
             "kinds different tags",
         )
+    # Where the wire itself compares, it does so before any data moves, and the group goes on.
+    moved = "this member's tensors may have been written" if is_end else "no data was moved"
+    end = "; the group is broken now" if is_end else ""
     return AgreementError(
         f"the members of a group disagree about their call {call.number}",
-        where=f"{members}; {where}; no data was moved",
+        where=f"{members}; {where}; {moved}",
         expected="the same verb, dtype, number of elements, op and root on every member",
         found="\n".join([str(failure), _what_each_called(call, members)]),
         fix=f"make every member call the same verbs in the same order, on fitting tensors{end}",

@@ -1,4 +1,4 @@
-"""Calls compared before any data moves, on a wire that does not compare them by itself.
+"""Calls compared as they start, on a wire that does not compare them by itself.
 
 As in meshdist's own groups the members on one host write a header of each collective where the
 others can read it. Of two whose calls differ the later one sees it at once; the other sees it while

@@ -51,7 +51,7 @@ def _verb(**also: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def made(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def called(self: WireGroup, *given: Any, **named: Any) -> Any:
-            other = self.other_for(find_tensor(given or named.values()))
+            other = self.other_for(find_tensor((*given, *named.values())))
             if other is not None:
                 return getattr(other, method.__name__)(*given, **named)
             if named:

@@ -176,7 +176,8 @@ class Link:
             self.wait(started.test, timeout)
         except self.MPI.Exception as error:
             self._forget(started)
-            if error.Get_error_class() == self.MPI.ERR_TRUNCATE:
+            is_receive = started.status is not None
+            if is_receive and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
                 text = f"a longer message came where {started.num_bytes} bytes were to be received"
                 raise MessageMisfit(text) from None
             raise self.failure(error) from None

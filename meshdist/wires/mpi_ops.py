@@ -13,12 +13,14 @@ Open MPI 5 and MPICH 5).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 
+from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
+from .core import core
 from .reductions import check_reducible
 from .scratch import Scratch
 
@@ -158,7 +160,7 @@ def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> Plan:
     """How a group of ``size`` reduces; to hash an op takes longer than to add a few numbers."""
     if op is not ReduceOp.SUM:
         return find_plan("mpi", op, dtype)
-    plan = _sums_of_two.get(dtype) if size == 2 else None
+    plan = _sums_of_two.get(dtype) if size == 2 and core is not None else None
     plan = plan or _sums.get(dtype)
     if plan is None:
         plan = _sums[dtype] = find_plan("mpi", op, dtype)
@@ -201,12 +203,11 @@ def op_of(MPI: Any, plan: Plan) -> Any:
 
 @cache
 def _sum_of_two(MPI: Any, dtype: torch.dtype) -> Any:
-    """A reduction that adds 16-bit floats; for two members, since it rounds each sum."""
+    """A reduction that adds 16-bit floats; for two members, since it rounds each sum.
 
-    def add(data: Any, result: Any, _: Any) -> None:
-        torch.frombuffer(result, dtype=dtype).add_(torch.frombuffer(data, dtype=dtype))
-
-    return MPI.Op.Create(add, commute=True)
+    Nothing of it is Python's: a signal's handler that raised inside would end the whole job.
+    """
+    return MPI.Op.Create(partial(core.add_to, core.DTYPES[dtype_name(dtype)]), commute=True)
 
 
 @cache

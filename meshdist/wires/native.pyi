@@ -58,6 +58,9 @@ class ShmCalls(_PlainCalls):
         self, communicator: Communicator, facts: dict[str, Any], timeout: float
     ) -> None: ...
 
+def add_to(dtype: int, data: object, result: object, datatype: object, /) -> None:
+    """``result`` becomes the sum of both: buffers of numbers of a dtype. ``datatype`` is MPI's."""
+
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:
     """Whether the time that timeouts count stands still, in this process."""

@@ -191,7 +191,7 @@ class Work:
             is_new = self._future is None
             future = self._future = self._future or _WorksFuture(self)
         if is_new:
-            self._deadline = clock.now() + self._timeout.total_seconds()
+            self._begin_to_count()
             if self._done:
                 future.tell()
             else:
@@ -288,6 +288,12 @@ class Work:
             self._guard.release()
         return self._done
 
+    def _begin_to_count(self) -> float:
+        """The deadline: as long after somebody has first asked as the verb may take."""
+        if not self._deadline:
+            self._deadline = clock.now() + self._timeout.total_seconds()
+        return self._deadline
+
     def _is_overdue(self) -> bool:
         """Whether the time is up since somebody has first asked; the verb has ended then.
 
@@ -295,9 +301,7 @@ class Work:
         """
         if find_rank_here() is not None:
             return False
-        if not self._deadline:
-            self._deadline = clock.now() + self._timeout.total_seconds()
-        if clock.now() < self._deadline or not self._guard.acquire(blocking=False):
+        if clock.now() < self._begin_to_count() or not self._guard.acquire(blocking=False):
             return False
         try:
             if not self._done:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshdist.runtime.roll_calls import RollCall, Verdict, failed_text
 
 RANKS = (4, 1, 7)
-SHORT, LONG = timedelta(milliseconds=200), timedelta(seconds=20)
+SHORT, LONG = timedelta(seconds=1), timedelta(seconds=20)
 
 
 def hold(
@@ -19,8 +19,10 @@ def hold(
 ) -> dict[int, Verdict]:
     """The verdicts that these members have, who come at the same time."""
     found: dict[int, Verdict] = {}
+    start = threading.Barrier(len(ranks))
 
     def come(rank: int) -> None:
+        start.wait()
         call = RollCall(store, "keys", RANKS, rank, number, timeout, names_all=names_all)
         found[rank] = call.hold()
 
@@ -43,10 +45,10 @@ def test_all_who_come_pass_as_often_as_they_do() -> None:
 @pytest.mark.parametrize(
     ("come", "names_all", "text"),
     [
-        ((4, 7), False, "Rank 1 failed to pass monitoredBarrier in 200 ms"),
-        ((4,), False, "Rank 1 failed to pass monitoredBarrier in 200 ms"),
-        ((4,), True, "Ranks 1, 7 failed to pass monitoredBarrier in 200 ms"),
-        ((1, 7), False, "Rank 4 failed to pass monitoredBarrier in 200 ms"),
+        ((4, 7), False, "Rank 1 failed to pass monitoredBarrier in 1000 ms"),
+        ((4,), False, "Rank 1 failed to pass monitoredBarrier in 1000 ms"),
+        ((4,), True, "Ranks 1, 7 failed to pass monitoredBarrier in 1000 ms"),
+        ((1, 7), False, "Rank 4 failed to pass monitoredBarrier in 1000 ms"),
     ],
 )
 def test_who_does_not_come_is_told_alike_to_all_also_later(

@@ -123,7 +123,8 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
         assert text == (
             "AgreementError: the members of a group disagree about their call 2\n"
             f"  where:    group '{name[1]}' (ranks 0-1); rank {rank}, call 2: "
-            f"all_reduce({4 + 2 * rank} float32, SUM); no data was moved\n"
+            f"all_reduce({4 + 2 * rank} float32, SUM); this member's tensors may have been "
+            "written\n"
             "  expected: the same verb, dtype, number of elements, op and root on every member\n"
             f"  found:    this member's call differs from that of rank {1 - rank}\n"
             "            rank 0: all_reduce(4 float32, SUM)\n"

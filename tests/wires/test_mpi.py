@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,12 +132,52 @@ def halves(dtype: torch.dtype) -> list[bool]:
         mine = expected.chunk(size)[rank]
         found.append(torch.equal(x, expected) and torch.equal(part, mine))
         found.append(torch.equal(y, everyone[1] if rank else expected))
+    for async_op in (False, True):
+        for sizes in ((3, 0), (0, 3)):
+            part = torch.zeros(sizes[rank], dtype=dtype)
+            parts = [torch.full((n,), 1.0 + rank).to(dtype) for n in sizes]
+            work = md.reduce_scatter(part, parts, async_op=async_op)
+            if work is not None:
+                work.wait()
+            found.append(part.tolist() == [3.0] * sizes[rank])
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bit_floats_of_two_members_are_rounded_once(pool: Pool, dtype: torch.dtype) -> None:
-    assert job_of(pool, 2).run_in_world(halves, dtype) == [[True] * 6] * 2
+    assert job_of(pool, 2).run_in_world(halves, dtype) == [[True] * 10] * 2
+
+
+def interrupted_sums() -> int:
+    """How often a signal's handler raised while 16-bit floats were summed."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    num_raised = 0
+    for _ in range(10):
+        group, x = md.new_group(), torch.ones(1 << 21, dtype=torch.bfloat16)
+        md.barrier(group)
+        try:
+            if md.get_rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.001)
+            for _ in range(4):
+                md.all_reduce(x, group=group)
+            if md.get_rank() == 0:
+                time.sleep(1.0)
+        except InterruptedError:
+            num_raised += 1
+            group.abort("interrupted")
+        except md.MeshdistError:
+            pass
+        md.barrier()
+    signal.signal(signal.SIGALRM, before)
+    return num_raised
+
+
+def test_a_signals_handler_that_raises_does_not_end_the_job(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(interrupted_sums) == [10, 0]
 
 
 def with_few_counted() -> list[str]:
