@@ -1,6 +1,7 @@
 #include "collectives.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <sstream>
 
@@ -224,6 +225,10 @@ Status Collectives::finish_direct(const Job& job, bool is_done) {
   rounds_.publish();
   const Status status = rounds_.wait(round, job.call);
   if (status != Status::ok) return status;
+  // A member that has told, and then gave up waiting for this one, may have written over its input
+  // while this one read it; it ended the communicator before.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (end_.is_over()) return end_.over_status();
   if (!rounds_.anyone_hints(round, kHintMissed)) return Status::ok;
   reach_.close();
   return Status::unsupported;

@@ -44,6 +44,7 @@ Entry::Entry(nb::dict facts)
     : num_forks_(forks),
       reader_(facts),
       aborts_(facts["aborts"]),
+      label_(facts["label"]),
       is_told_(facts["is_told"]),
       level_(facts["level"]),
       counts_(facts["counts"]),
@@ -71,7 +72,10 @@ Entry::Entry(nb::dict facts)
 }
 
 bool Entry::is_quiet(bool is_uneven) {
-  if (num_forks_ != forks || PyDict_Size(aborts_.ptr()) != 0) return false;
+  if (num_forks_ != forks) return false;
+  if (PyDict_Size(aborts_.ptr()) != 0 && PyDict_Contains(aborts_.ptr(), label_.ptr()) != 0) {
+    return false;
+  }
   if (is_true(call_with(is_told_, level_))) return false;
   if (!ledger_.is_valid()) return true;
   if (PyList_Size(missing_.ptr()) != 0) return false;

@@ -105,7 +105,7 @@ class Entry {
 
   const unsigned num_forks_;
   PlainReader reader_;
-  nb::object aborts_, is_told_, level_;
+  nb::object aborts_, label_, is_told_, level_;
   const Words counts_;  // a recorder's
   nb::object notes_, moments_, between_files_;
   nb::object group_, no_stack_, increment_version_;

@@ -61,8 +61,11 @@ bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size) {
 }
 
 bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size) {
-  return one.num_dims != 0 && other.num_dims != 0 && one.count == other.count &&
-         one.dims[0] == other.dims[0] && static_cast<std::uint64_t>(one.dims[0]) % size == 0;
+  if (one.num_dims == 0 || other.num_dims == 0 || one.count != other.count) return false;
+  if (one.dims[0] != other.dims[0] || static_cast<std::uint64_t>(one.dims[0]) % size != 0) {
+    return false;
+  }
+  return one.count != 0 || (one.num_dims == 1 && other.num_dims == 1);  // else rows may differ
 }
 
 PlainReader::PlainReader(const nb::dict& facts)

@@ -287,6 +287,7 @@ class Channel:
             "codes": _PLAIN_DTYPES,
             "increment_version": torch._C._increment_version,
             "aborts": self.aborts,
+            "label": self.opened.label,
             "is_told": verbs_log.isEnabledFor,
             "level": TRACE,
             "group": self.group.name,

@@ -310,6 +310,29 @@ def test_what_others_cannot_read_goes_through_slots(is_uneven_first: bool) -> No
     assert found == [[True, False, False]] * 2
 
 
+def late_reading_cases(c: Any) -> bool:
+    """One member has much to read, and the other one little, and no patience."""
+    many = 1 << 26
+    c.set_tuning("fetch_most_bytes", 1 << 40)
+    give, take = ([1, many], [1, 1]) if c.rank == 0 else ([1, 1], [many, 1])
+    x, out = torch.ones(sum(give)), torch.empty(sum(take))
+    outs = [out.data_ptr(), out.data_ptr() + 4 * take[0]]
+    ins = [x.data_ptr(), x.data_ptr() + 4 * give[0]]
+    call(c.barrier)
+    assert c.reads_others
+    seconds = 0.02 if c.rank == 0 else TIMEOUT
+    status = c.all_to_all_v(outs, take, ins, give, DTYPES["float32"], seconds)
+    x.fill_(-1.0)
+    time.sleep(1.0)  # it stays where it is
+    return bool(status == OK)
+
+
+@reads_others
+def test_who_still_reads_from_a_member_that_gave_up_fails_too() -> None:
+    first, second = run_ranks(2, late_reading_cases, is_crowded=False)
+    assert first == second  # both in time, on a fast machine, or neither
+
+
 def unaligned_cases(c: Any) -> None:
     count = 70_001
     raw = (ctypes.c_char * (4 * count + 64))()

@@ -299,6 +299,7 @@ def left_alone() -> tuple[list[str], int]:
         "rows that do not divide": lambda: spy.all_to_all(
             torch.ones(size + 1), torch.ones(size + 1)
         ),
+        "rows of two sizes": lambda: spy.all_to_all(torch.empty(0, 3), torch.empty(0, 5)),
         "no dim": lambda: spy.all_to_all(torch.tensor(1.0), torch.tensor(1.0)),
     }
     before = group.channel("cpu").recorder.num_notes
@@ -308,6 +309,19 @@ def left_alone() -> tuple[list[str], int]:
 
 def test_other_verbs_leave_alone_what_is_not_plain(pool: Pool) -> None:
     assert pool.run(left_alone, 2, backend="shm") == [([], 0)] * 2
+
+
+def after_another_group_broke() -> list[bool]:
+    group, spy = opened()
+    other = md.new_group()
+    with pytest.raises(md.AgreementError):
+        md.all_reduce(torch.ones(1 + md.get_rank()), group=other)
+    md.all_reduce(torch.ones(1), group=group)
+    return spy.answers
+
+
+def test_another_group_that_broke_changes_nothing(pool: Pool) -> None:
+    assert pool.run(after_another_group_broke, 2, backend="shm") == [[True]] * 2
 
 
 def every_reduction() -> list[list[float]]:
