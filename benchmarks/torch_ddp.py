@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist.torch_backends  # noqa: F401 (offers "shm" to torch)
 from benchmarks._report import spread, write_report
-from benchmarks.ddp_step import MODELS
+from benchmarks.ddp_step import MODELS, seconds_per_step
 
 BACKENDS = ("gloo", "shm")
-
-
-def seconds_per_step(model: nn.Module, x: torch.Tensor, num_steps: int) -> float:
-    """The slowest rank's time per step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    taken = torch.tensor((time.perf_counter() - start) / num_steps, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
 
 
 def measure(rank: int, folder: str, ranks: int, names: list[str], rounds: int, path: str) -> None:
@@ -61,7 +46,7 @@ def measure(rank: int, folder: str, ranks: int, names: list[str], rounds: int, p
         samples: dict[str, list[float]] = {side: [] for side in models}
         for round_number in range(rounds + 1):
             for side, model in models.items():
-                taken = seconds_per_step(model, x, num_steps)
+                taken = seconds_per_step(model, x, num_steps, dist)
                 if round_number > 0:  # the first warms up, and lets buckets be rebuilt
                     samples[side].append(taken * 1e3)
         medians = {side: spread(taken)["median"] for side, taken in samples.items()}

@@ -3,6 +3,7 @@
 #include <utility>
 
 namespace meshdist {
+
 ShmCalls::ShmCalls(nb::object communicator, nb::dict facts, double timeout)
     : entry_(facts),
       owner_(std::move(communicator)),

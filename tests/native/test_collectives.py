@@ -229,7 +229,8 @@ def may_read_others() -> bool:
     if other == 0:
         time.sleep(20.0)
         os._exit(0)
-    if os.fork() == 0:
+    asker = os.fork()
+    if asker == 0:
         found = ctypes.create_string_buffer(5)
         here, there = ((ctypes.c_size_t * 2)(ctypes.addressof(x), 5) for x in (found, text))
         num_read = libc.process_vm_readv(other, here, 1, there, 1, 0)
@@ -237,8 +238,10 @@ def may_read_others() -> bool:
         os._exit(0)
     answer = os.read(reader, 3)
     os.kill(other, signal.SIGKILL)
-    os.wait()
-    os.wait()
+    for child in (other, asker):  # and no other child of this process
+        os.waitpid(child, 0)
+    for end in (reader, writer):
+        os.close(end)
     return answer == b"yes"
 
 

@@ -85,8 +85,6 @@ def on_a_gpu() -> list[list[float]]:
 @pytest.mark.gpu
 @pytest.mark.mpi
 def test_cuda_tensors(pool: Pool) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     found = job_of(pool, 2).run_in_world(on_a_gpu)
     gathered = [3.0, 3.0, 4.0, 4.0]
     assert found == [[[3.0], gathered, [0.0] * 3], [[3.0], gathered, [7.0] * 3]]
@@ -103,7 +101,5 @@ def of_cupy() -> list[float]:
 @pytest.mark.gpu
 @pytest.mark.mpi
 def test_cupy_arrays(pool: Pool) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     pytest.importorskip("cupy")
     assert job_of(pool, 2).run_in_world(of_cupy) == [[3.0] * 4] * 2
