@@ -1,0 +1,72 @@
+// The patterns of rounds that the verbs are made of, see collectives.h.
+#pragma once
+
+#include <cstdint>
+
+#include "collectives.h"
+
+namespace meshdist {
+
+inline std::uint64_t num_chunks(std::uint64_t count, std::uint64_t per_chunk) {
+  return count == 0 ? 1 : (count + per_chunk - 1) / per_chunk;
+}
+
+template <class Write, class Read, class Direct>
+Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write,
+                             Read read, Direct direct) {
+  const std::uint64_t first = rounds_.next();
+  if (!offer(input, first)) write(0, first);
+  rounds_.announce(job.call);
+  Status status = agree(job, first);
+  if (status != Status::ok) return status;
+  if (loop_ != nullptr) {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      factors_[j] = end_.segment.member(j).factors[first % kDepth];
+    }
+  }
+  const Sharing sharing = find_offers(input, first);
+  if (sharing == Sharing::all) {
+    status = finish_direct(job, direct());
+    if (status != Status::unsupported) return status;
+  }
+  // Those who offered have written nothing for the first round: begin anew, all of them.
+  if (sharing != Sharing::none) return exchange_agreed(job, num_rounds, write, read);
+  for (std::uint64_t i = 1; i < num_rounds; ++i) {
+    write(i, first + i);
+    rounds_.publish();
+    read(i - 1, first + i - 1);
+    status = rounds_.wait(first + i, job.call);
+    if (status != Status::ok) return status;
+  }
+  read(num_rounds - 1, first + num_rounds - 1);
+  return Status::ok;
+}
+
+// The same, when a round before has announced the call.
+template <class Write, class Read>
+Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read) {
+  const std::uint64_t first = rounds_.next();
+  for (std::uint64_t i = 0; i < num_rounds; ++i) {
+    write(i, first + i);
+    rounds_.publish();
+    if (i > 0) read(i - 1, first + i - 1);
+    const Status status = rounds_.wait(first + i, job.call);
+    if (status != Status::ok) return status;
+  }
+  if (num_rounds > 0) read(num_rounds - 1, first + num_rounds - 1);
+  return Status::ok;
+}
+
+// The same for parts of up to `longest` bytes, whose sizes and places the members have told.
+template <class Write, class Read, class Direct>
+Status Collectives::exchange_parts(Job& job, std::uint64_t num_rounds, std::size_t longest,
+                                   Write write, Read read, Direct direct) {
+  if (longest == 0) return Status::ok;
+  if (is_fetched(longest)) {
+    const Status status = finish_direct(job, direct());
+    if (status != Status::unsupported) return status;
+  }
+  return exchange_agreed(job, num_rounds, write, read);
+}
+
+}  // namespace meshdist

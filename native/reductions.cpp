@@ -1,0 +1,255 @@
+// The verbs that reduce: all-reduce, reduce and reduce-scatter.
+#include <algorithm>
+#include <cstring>
+
+#include "collectives.h"
+#include "exchange.h"
+
+namespace meshdist {
+namespace {
+
+// Call `use(data, offset, count)` for the stretches of `parts` that make up the elements
+// [start, start + count) of all of them one after the other.
+template <class Use>
+void for_stretches(const Part* parts, std::size_t num_parts, std::uint64_t start,
+                   std::uint64_t count, std::size_t item, Use use) {
+  std::uint64_t done = 0;
+  for (std::size_t i = 0; i < num_parts && done < count; ++i) {
+    if (start >= parts[i].count) {
+      start -= parts[i].count;
+      continue;
+    }
+    const std::uint64_t n = std::min(parts[i].count - start, count - done);
+    use(parts[i].data + start * item, done, n);
+    done += n;
+    start = 0;
+  }
+}
+
+}  // namespace
+
+Status Collectives::reduce_whole(Job& job) {
+  const Part single{job.out, job.count()};
+  const bool is_list = job.verb() == Verb::all_reduce_list;
+  const Part* parts = is_list ? job.outs.data() : &single;
+  const std::size_t num_parts = is_list ? job.outs.size() : 1;
+  const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
+  const std::uint64_t count = job.count();
+  const bool is_inline = count * item_ <= kInlineBytes;
+  const std::uint64_t per_chunk = lay_out(1, count * item_) / item_;
+
+  const auto write = [&](std::uint64_t i, std::uint64_t round) {
+    const std::uint64_t start = i * per_chunk;
+    if (start >= count) return;
+    Bytes slot = area(end_.rank, round, is_inline);
+    for_stretches(parts, num_parts, start, std::min(per_chunk, count - start), item_,
+                  [&](Bytes data, std::uint64_t at, std::uint64_t n) {
+                    copy_in(slot + at * item_, data, n * item_);
+                  });
+  };
+  const auto read = [&](std::uint64_t i, std::uint64_t round) {
+    const std::uint64_t start = i * per_chunk;
+    if (!takes || start >= count) return;
+    for_stretches(parts, num_parts, start, std::min(per_chunk, count - start), item_,
+                  [&](Bytes data, std::uint64_t at, std::uint64_t n) {
+                    for (unsigned j = 0; j < end_.size; ++j) {
+                      sources_[j] = j == end_.rank ? data : area(j, round, is_inline) + at * item_;
+                    }
+                    loop_(data, sources_.data(), end_.size, n, factors_.data());
+                  });
+  };
+  return exchange(job, num_chunks(count, per_chunk), reduce_input(job), write, read,
+                  [&] {
+                    reduce_shared(job);
+                    return true;
+                  });
+}
+
+Collectives::Input Collectives::reduce_input(const Job& job) const {
+  if (job.verb() != Verb::all_reduce) return {};  // the others must not be written to, or are many
+  return {job.out, job.count() * item_, kEveryone};
+}
+
+// All-reduce buffers that all members map: each member reduces its part of all, into all.
+void Collectives::reduce_shared(const Job& job) {
+  const unsigned n = end_.size;
+  const std::uint64_t line = std::max<std::uint64_t>(kCacheLine / item_, 1);
+  const std::uint64_t each = round_up((job.count() + n - 1) / n, line);
+  const std::uint64_t from = std::min(job.count(), each * end_.rank);
+  const std::uint64_t to = std::min(job.count(), from + each);
+  const std::uint64_t block = 8192 / item_;  // stays in the L1 cache until all have it
+  for (std::uint64_t at = from; at < to; at += block) {
+    const std::uint64_t b = std::min(block, to - at);
+    for (unsigned j = 0; j < n; ++j) sources_[j] = theirs_[j] + at * item_;
+    Bytes mine = job.out + at * item_;
+    loop_(mine, sources_.data(), n, b, factors_.data());
+    for (unsigned j = 0; j < n; ++j) {
+      if (j != end_.rank) std::memcpy(theirs_[j] + at * item_, mine, b * item_);
+    }
+  }
+}
+
+Status Collectives::reduce_by_parts(Job& job) {
+  const Part single{job.out, job.count()};
+  const bool is_list = job.verb() == Verb::all_reduce_list;
+  const Part* parts = is_list ? job.outs.data() : &single;
+  const std::size_t num_parts = is_list ? job.outs.size() : 1;
+  const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
+  const unsigned n = end_.size;
+  const unsigned me = end_.rank;
+  const std::uint64_t count = job.count();
+  // A slot holds a chunk, cut into one piece per member, and the one piece that I have reduced.
+  const std::uint64_t piece = lay_out(n + 1, (count + n - 1) / n * item_) / item_;
+  const std::uint64_t per_chunk = piece * n;
+  const std::uint64_t chunks = num_chunks(count, per_chunk);
+  const std::size_t result_at = per_chunk * item_;
+  const std::size_t block = 8192 / item_;  // stays in the L1 cache from reducing to publishing
+  streams_out_ = count * item_ > tuning.stream_out_bytes;
+
+  // The chunk's last pieces may be short or empty: cut what there is evenly, in whole lines.
+  const auto cut = [&](std::uint64_t i, unsigned p, std::uint64_t& from, std::uint64_t& len) {
+    const std::uint64_t start = i * per_chunk;
+    const std::uint64_t here = std::min(per_chunk, count - start);
+    const std::uint64_t line = std::max<std::uint64_t>(kCacheLine / item_, 1);
+    const std::uint64_t each = std::min(piece, round_up((here + n - 1) / n, line));
+    from = std::min(here, each * p);
+    len = std::min(here, each * (p + 1)) - from;
+    from += start;
+  };
+  const auto write = [&](std::uint64_t i, std::uint64_t round) {
+    Bytes mine = slot(me, round);
+    for (unsigned p = 0; p < n; ++p) {
+      std::uint64_t from, len;
+      cut(i, p, from, len);
+      if (p == me || len == 0) continue;
+      for_stretches(parts, num_parts, from, len, item_,
+                    [&](Bytes data, std::uint64_t at, std::uint64_t m) {
+                      copy_in(mine + (p * piece + at) * item_, data, m * item_);
+                    });
+    }
+  };
+  // Reduce my piece of the i-th chunk, given in `round`, for publishing in `result_round`.
+  const auto reduce_mine = [&](std::uint64_t i, std::uint64_t round, std::uint64_t result_round) {
+    Bytes result = slot(me, result_round) + result_at;
+    std::uint64_t from, len;
+    cut(i, me, from, len);
+    for_stretches(parts, num_parts, from, len, item_,
+                  [&](Bytes data, std::uint64_t at, std::uint64_t m) {
+      for (std::uint64_t done = 0; done < m; done += block) {
+        const std::uint64_t b = std::min<std::uint64_t>(block, m - done);
+        const std::size_t offset = (me * piece + at + done) * item_;
+        for (unsigned j = 0; j < n; ++j) {
+          sources_[j] = j == me ? data + done * item_ : slot(j, round) + offset;
+        }
+        Bytes there = result + (at + done) * item_;
+        if (takes) {
+          loop_(data + done * item_, sources_.data(), n, b, factors_.data());
+          copy_in(there, data + done * item_, b * item_);
+        } else {
+          loop_(there, sources_.data(), n, b, factors_.data());
+        }
+      }
+    });
+  };
+  const auto collect = [&](std::uint64_t i, std::uint64_t round) {
+    if (!takes) return;
+    for (unsigned p = 0; p < n; ++p) {
+      std::uint64_t from, len;
+      cut(i, p, from, len);
+      if (p == me || len == 0) continue;
+      const std::uint8_t* result = slot(p, round) + result_at;
+      for_stretches(parts, num_parts, from, len, item_,
+                    [&](Bytes data, std::uint64_t at, std::uint64_t m) {
+                      copy_out(data, result + at * item_, m * item_);
+                    });
+    }
+  };
+
+  std::uint64_t first = rounds_.next();
+  const Input input = reduce_input(job);
+  if (!offer(input, first)) write(0, first);
+  rounds_.announce(job.call);
+  Status status = agree(job, first);
+  if (status != Status::ok) return status;
+  for (unsigned j = 0; j < n; ++j) factors_[j] = end_.segment.member(j).factors[first % kDepth];
+  const Sharing sharing = find_offers(input, first);
+  if (sharing == Sharing::all) {
+    reduce_shared(job);
+    return finish_direct(job, true);
+  }
+  if (sharing == Sharing::some) {  // those who offered have written nothing: begin anew
+    first = rounds_.next();
+    write(0, first);
+    rounds_.publish();
+    status = rounds_.wait(first, job.call);
+    if (status != Status::ok) return status;
+  }
+  if (chunks == 1) {
+    reduce_mine(0, first, first + 1);
+    rounds_.publish();
+    status = rounds_.wait(first + 1, job.call);
+    if (status == Status::ok) collect(0, first + 1);
+    return status;
+  }
+  // Chunk i is given in round i, reduced while round i + 1 is in flight, and its results are
+  // published in round i + 2.
+  for (std::uint64_t i = 1; i <= chunks + 1; ++i) {
+    if (i < chunks) write(i, first + i);
+    rounds_.publish();
+    if (i <= chunks) reduce_mine(i - 1, first + i - 1, first + i + 1);
+    if (i >= 3) collect(i - 3, first + i - 1);
+    status = rounds_.wait(first + i, job.call);
+    if (status != Status::ok) return status;
+  }
+  collect(chunks - 1, first + chunks + 1);
+  return Status::ok;
+}
+
+Status Collectives::reduce_scatter(Job& job) {
+  const unsigned n = end_.size;
+  const unsigned me = end_.rank;
+  const bool varies = job.verb() == Verb::reduce_scatter_v;
+  if (varies) {
+    const Status status = agree_on_sizes(job);
+    if (status != Status::ok) return status;
+  }
+  const auto count_of = [&](unsigned j) { return varies ? given_[me * n + j] : job.count(); };
+  const auto source = [&](unsigned j) {
+    return varies ? job.ins[j].data : job.in + j * job.count() * item_;
+  };
+  const Bytes target = varies ? job.outs[0].data : job.out;
+  std::uint64_t longest = 0;
+  for (unsigned j = 0; j < n; ++j) longest = std::max<std::uint64_t>(longest, count_of(j));
+  const bool is_inline = !varies && (n - 1) * job.count() * item_ <= kInlineBytes;
+  const std::uint64_t piece = lay_out(n - 1, longest * item_) / item_;
+  const std::uint64_t stride = is_inline ? job.count() : piece;
+  const auto write = [&](std::uint64_t i, std::uint64_t round) {
+    const std::uint64_t start = i * piece;
+    for (unsigned j = 0; j < n; ++j) {
+      if (j == me || start >= count_of(j)) continue;
+      copy_in(area(me, round, is_inline) + place(me, j) * stride * item_,
+              source(j) + start * item_, std::min(piece, count_of(j) - start) * item_);
+    }
+  };
+  const auto read = [&](std::uint64_t i, std::uint64_t round) {
+    const std::uint64_t start = i * piece;
+    if (start >= count_of(me)) return;
+    for (unsigned j = 0; j < n; ++j) {
+      sources_[j] = j == me ? source(me) + start * item_
+                            : area(j, round, is_inline) + place(j, me) * stride * item_;
+    }
+    loop_(target + start * item_, sources_.data(), n, std::min(piece, count_of(me) - start),
+          factors_.data());
+  };
+  const std::uint64_t rounds = num_chunks(longest, piece);
+  return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
+                : exchange(job, rounds, {job.in, n * job.count() * item_}, write, read, [&] {
+                    for (unsigned j = 0; j < n; ++j) {
+                      sources_[j] = theirs_[j] + me * job.count() * item_;
+                    }
+                    loop_(target, sources_.data(), n, job.count(), factors_.data());
+                    return true;
+                  });
+}
+
+}  // namespace meshdist
