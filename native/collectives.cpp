@@ -90,6 +90,7 @@ Status Collectives::dispatch(Job& job) {
     case Verb::all_reduce:
     case Verb::all_reduce_list:
     case Verb::reduce: {
+      if (is_halved(job)) return reduce_by_halves(job);
       const std::size_t bytes = job.count() * item_;
       const bool whole = end_.size <= 2 || bytes <= tuning.whole_reduce_bytes;
       return whole ? reduce_whole(job) : reduce_by_parts(job);
@@ -166,7 +167,7 @@ bool Collectives::offer(const Input& input, std::uint64_t round) {
     if (input.bytes < tuning.shared_bytes || !memory->holds(input.data, input.bytes)) continue;
     return tell({number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared);
   }
-  return is_fetched(input.fetched) && tell({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
+  return input.is_fetched && tell({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
 }
 
 // Who has offered in `round`; all members come to the same answer.
@@ -185,6 +186,21 @@ Collectives::Sharing Collectives::find_offers(const Input& input, std::uint64_t 
   }
   const unsigned givers = input.giver == kEveryone ? end_.size : 1;
   return offers == 0 ? Sharing::none : offers == givers ? Sharing::all : Sharing::some;
+}
+
+// Whether all members have offered in `round`, and memory that all map; all find the same.
+bool Collectives::is_all_mapped(std::uint64_t round) const {
+  for (unsigned j = 0; j < end_.size; ++j) {
+    if ((rounds_.line(j, round).hints & kHintShared) == 0) return false;
+  }
+  return true;
+}
+
+// Take the members' factors, which they gave with their announcements in `round`.
+void Collectives::learn_factors(std::uint64_t round) {
+  for (unsigned j = 0; j < end_.size; ++j) {
+    factors_[j] = end_.segment.member(j).factors[round % kDepth];
+  }
 }
 
 // Copy what `member` has offered, from `offset` on; whether that could be done.

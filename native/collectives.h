@@ -53,22 +53,33 @@ class Collectives {
     const std::uint8_t* data = nullptr;
     std::size_t bytes = 0;
     int giver = kEveryone;
-    std::size_t fetched = 0;  // of it by each other member, where it is only copied
+    bool is_fetched = false;  // by the others, from this member's own memory
   };
   enum class Sharing { none, some, all };
+  // Consecutive elements of all that a call reduces.
+  struct Range {
+    std::uint64_t from, to;
+  };
 
   Status dispatch(Job& job);
   bool is_fetched(std::size_t bytes) const;
   bool streams(std::size_t bytes) const;
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
+  bool is_all_mapped(std::uint64_t round) const;
+  void learn_factors(std::uint64_t round);
   bool fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const;
   Status finish_direct(const Job& job, bool is_done);
-  void reduce_shared(const Job& job);
   Input reduce_input(const Job& job) const;
+  Range share(const Job& job, unsigned member) const;
+  void reduce_shared(const Job& job);
   Status agree(const Job& job, std::uint64_t round);
   Status reduce_whole(Job& job);
   Status reduce_by_parts(Job& job);
+  bool is_halved(const Job& job) const;
+  Status reduce_by_halves(Job& job);
+  Status reduce_half(const Job& job, std::vector<std::uint64_t>& ends);
+  Status finish_halves(Job& job, const std::vector<std::uint64_t>& ends);
   Status broadcast(Job& job);
   Status all_gather(Job& job);
   Status gather(Job& job);
@@ -127,6 +138,7 @@ class Collectives {
   std::vector<const void*> sources_;
   std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared or fetched
   std::vector<bool> is_afar_;          // those that lie in the member's own memory
+  std::vector<std::uint8_t> fetched_;  // what was fetched to be reduced
   std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
   std::vector<std::uint64_t> expected_;  // [by][of]
   std::uint64_t bad_round_ = 0;

@@ -19,11 +19,7 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& in
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
-  if (loop_ != nullptr) {
-    for (unsigned j = 0; j < end_.size; ++j) {
-      factors_[j] = end_.segment.member(j).factors[first % kDepth];
-    }
-  }
+  if (loop_ != nullptr) learn_factors(first);
   const Sharing sharing = find_offers(input, first);
   if (sharing == Sharing::all) {
     status = finish_direct(job, direct());

@@ -5,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 
 #include "mpi_calls.h"
@@ -186,23 +188,24 @@ NB_MODULE(native, m) {
                 [](PyCommunicator& self) { return self.progress->collectives().reads_others(); });
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
-    Tuning& tuning = self.progress->collectives().tuning;
-    if (name == "chunk_bytes") {
-      tuning.chunk_bytes = value;
-    } else if (name == "whole_reduce_bytes") {
-      tuning.whole_reduce_bytes = value;
-    } else if (name == "shared_bytes") {
-      tuning.shared_bytes = value;
-    } else if (name == "fetch_least_bytes") {
-      tuning.fetch_least_bytes = value;
-    } else if (name == "fetch_most_bytes") {
-      tuning.fetch_most_bytes = value;
-    } else if (name == "spread_bytes") {
-      tuning.spread_bytes = value;
-    } else if (name == "stream_out_bytes") {
-      tuning.stream_out_bytes = self.transfers->tuning.stream_out_bytes = value;
+    static const std::map<std::string, std::size_t Tuning::*> thresholds{
+        {"chunk_bytes", &Tuning::chunk_bytes},
+        {"fetch_least_bytes", &Tuning::fetch_least_bytes},
+        {"fetch_most_bytes", &Tuning::fetch_most_bytes},
+        {"halves_block_bytes", &Tuning::halves_block_bytes},
+        {"halves_least_bytes", &Tuning::halves_least_bytes},
+        {"halves_most_bytes", &Tuning::halves_most_bytes},
+        {"shared_bytes", &Tuning::shared_bytes},
+        {"spread_bytes", &Tuning::spread_bytes},
+        {"stream_out_bytes", &Tuning::stream_out_bytes},
+        {"whole_reduce_bytes", &Tuning::whole_reduce_bytes},
+    };
+    Collectives& collectives = self.progress->collectives();
+    if (const auto found = thresholds.find(name); found != thresholds.end()) {
+      collectives.tuning.*found->second = value;
+      self.transfers->tuning.*found->second = value;
     } else if (name == "streams_into_slots") {
-      self.progress->collectives().keep_stores(value != 0);
+      collectives.keep_stores(value != 0);
     } else {
       throw std::invalid_argument("no such tuning");
     }

@@ -74,7 +74,7 @@ Status Collectives::all_gather(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
   return varies ? exchange_parts(job, rounds, longest, write, read, direct)
-                : exchange(job, rounds, {own, longest, kEveryone, longest}, write, read, direct);
+                : exchange(job, rounds, {own, longest, kEveryone, is_fetched(longest)}, write, read, direct);
 }
 
 Status Collectives::gather(Job& job) {
@@ -227,7 +227,7 @@ Status Collectives::all_to_all(Job& job) {
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
   return varies ? exchange_parts(job, rounds, longest, write, read, direct)
-                : exchange(job, rounds, {job.in, n * equal, kEveryone, equal}, write, read, direct);
+                : exchange(job, rounds, {job.in, n * equal, kEveryone, is_fetched(equal)}, write, read, direct);
 }
 
 }  // namespace meshdist

@@ -70,13 +70,18 @@ Collectives::Input Collectives::reduce_input(const Job& job) const {
   return {job.out, job.count() * item_, kEveryone};
 }
 
+// What `member` reduces for all: whole cache lines, but for the last.
+Collectives::Range Collectives::share(const Job& job, unsigned member) const {
+  const std::uint64_t line = std::max<std::uint64_t>(kCacheLine / item_, 1);
+  const std::uint64_t each = round_up((job.count() + end_.size - 1) / end_.size, line);
+  const std::uint64_t from = std::min(job.count(), each * member);
+  return {from, std::min(job.count(), from + each)};
+}
+
 // All-reduce buffers that all members map: each member reduces its part of all, into all.
 void Collectives::reduce_shared(const Job& job) {
   const unsigned n = end_.size;
-  const std::uint64_t line = std::max<std::uint64_t>(kCacheLine / item_, 1);
-  const std::uint64_t each = round_up((job.count() + n - 1) / n, line);
-  const std::uint64_t from = std::min(job.count(), each * end_.rank);
-  const std::uint64_t to = std::min(job.count(), from + each);
+  const auto [from, to] = share(job, end_.rank);
   const std::uint64_t block = 8192 / item_;  // stays in the L1 cache until all have it
   for (std::uint64_t at = from; at < to; at += block) {
     const std::uint64_t b = std::min(block, to - at);
@@ -87,6 +92,102 @@ void Collectives::reduce_shared(const Job& job) {
       if (j != end_.rank) std::memcpy(theirs_[j] + at * item_, mine, b * item_);
     }
   }
+}
+
+// Whether two members reduce each a half of what they read where it lies; both give the same answer.
+bool Collectives::is_halved(const Job& job) const {
+  const std::size_t bytes = job.count() * item_;
+  return job.verb() == Verb::all_reduce && end_.size == 2 && reach_.is_open() && streams(bytes) &&
+         bytes >= tuning.halves_least_bytes && bytes <= tuning.halves_most_bytes;
+}
+
+// Each fetches its half of the other's data and reduces it into its own; then it fetches the half that
+// the other has reduced.
+Status Collectives::reduce_by_halves(Job& job) {
+  const std::uint64_t first = rounds_.next();
+  Input input = reduce_input(job);
+  input.is_fetched = true;
+  offer(input, first);
+  rounds_.announce(job.call);
+  Status status = agree(job, first);
+  if (status != Status::ok) return status;
+  learn_factors(first);
+  find_offers(input, first);
+  if (is_all_mapped(first)) {
+    reduce_shared(job);
+    return finish_direct(job, true);
+  }
+  std::vector<std::uint64_t> ends(end_.size);
+  status = reduce_half(job, ends);
+  if (status != Status::ok && status != Status::unsupported) return status;
+  const unsigned other = 1 - end_.rank;
+  const auto [from, to] = share(job, other);
+  const std::size_t at = from * item_;
+  status = finish_direct(job, status == Status::ok &&
+                                  fetch(job.out + at, other, at, (to - from) * item_));
+  return status == Status::unsupported ? finish_halves(job, ends) : status;
+}
+
+// Reduce this member's half, block by block as it is fetched. `ends` tells how far each has come; where
+// that is not to the end of its half the status is `unsupported`, on both.
+Status Collectives::reduce_half(const Job& job, std::vector<std::uint64_t>& ends) {
+  const unsigned other = 1 - end_.rank;
+  const auto [from, to] = share(job, end_.rank);
+  const std::uint64_t block = tuning.halves_block_bytes / item_;
+  fetched_.resize(tuning.halves_block_bytes);
+  std::uint64_t at = from;
+  while (at < to) {
+    const std::uint64_t n = std::min(block, to - at);
+    if (!fetch(fetched_.data(), other, at * item_, n * item_)) break;
+    Bytes mine = job.out + at * item_;
+    sources_[end_.rank] = mine;
+    sources_[other] = fetched_.data();
+    loop_(mine, sources_.data(), end_.size, n, factors_.data());
+    at += n;
+  }
+  const std::uint64_t round = rounds_.next();
+  Line& line = rounds_.line(end_.rank, round);
+  std::memcpy(line.bytes, &at, sizeof at);
+  line.hints = at < to ? kHintMissed : 0u;
+  rounds_.publish();
+  const Status status = rounds_.wait(round, job.call);
+  if (status != Status::ok) return status;
+  for (unsigned j = 0; j < end_.size; ++j) {
+    std::memcpy(&ends[j], rounds_.line(j, round).bytes, sizeof ends[j]);
+  }
+  return rounds_.anyone_hints(round, kHintMissed) ? Status::unsupported : Status::ok;
+}
+
+// Finish by slots: of each member's half it has reduced what lies before its end, and nobody the rest.
+Status Collectives::finish_halves(Job& job, const std::vector<std::uint64_t>& ends) {
+  const std::uint64_t per_chunk = lay_out(1, job.count() * item_) / item_;
+  const auto go_through = [&](Range range, auto take) {
+    const auto at = [&](std::uint64_t i) { return range.from + i * per_chunk; };
+    const auto bytes = [&](std::uint64_t i) { return std::min(per_chunk, range.to - at(i)) * item_; };
+    const auto write = [&](std::uint64_t i, std::uint64_t round) {
+      copy_in(slot(end_.rank, round), job.out + at(i) * item_, bytes(i));
+    };
+    const auto read = [&](std::uint64_t i, std::uint64_t round) {
+      take(job.out + at(i) * item_, round, bytes(i));
+    };
+    const std::uint64_t num_rounds = (range.to - range.from + per_chunk - 1) / per_chunk;
+    return exchange_agreed(job, num_rounds, write, read);
+  };
+  for (unsigned j = 0; j < end_.size; ++j) {
+    const auto [from, to] = share(job, j);
+    Status status = go_through({from, ends[j]}, [&](Bytes to, std::uint64_t round, std::size_t n) {
+      if (j != end_.rank) copy_out(to, slot(j, round), n);
+    });
+    if (status != Status::ok) return status;
+    status = go_through({ends[j], to}, [&](Bytes to, std::uint64_t round, std::size_t n) {
+      for (unsigned i = 0; i < end_.size; ++i) {
+        sources_[i] = i == end_.rank ? to : slot(i, round);
+      }
+      loop_(to, sources_.data(), end_.size, n / item_, factors_.data());
+    });
+    if (status != Status::ok) return status;
+  }
+  return Status::ok;
 }
 
 Status Collectives::reduce_by_parts(Job& job) {
@@ -171,7 +272,7 @@ Status Collectives::reduce_by_parts(Job& job) {
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
-  for (unsigned j = 0; j < n; ++j) factors_[j] = end_.segment.member(j).factors[first % kDepth];
+  learn_factors(first);
   const Sharing sharing = find_offers(input, first);
   if (sharing == Sharing::all) {
     reduce_shared(job);

@@ -28,6 +28,10 @@ struct Tuning {
   // what the kernel does for each page costs more than a copy that the other core makes.
   std::size_t fetch_least_bytes = 64 * 1024;
   std::size_t fetch_most_bytes = 8 * 1024 * 1024;
+  // HALVES
+  std::size_t halves_least_bytes = 128 * 1024;
+  std::size_t halves_most_bytes = 8 * 1024 * 1024;
+  std::size_t halves_block_bytes = 128 * 1024;
   // Results larger than this leave the caches before anybody reads them, so they are written past
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
   // all-gather, all-to-all, broadcast and send, at 4 MiB no gain.

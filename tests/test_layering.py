@@ -33,6 +33,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "alarms",
             "environments",
             "hosts",
+            "lifelines",
             "stores",
             "joining",
             "world",

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -408,9 +408,11 @@ class Registry:
         deadline = deadline or time.monotonic() + _PATIENCE_S
         pause = 0.0005
         with suppress(RuntimeError):
-            while self._sentinel is None or self._sentinel.is_store_served():
-                if is_so() or time.monotonic() > deadline:
-                    return
+            while True:
+                asking = nullcontext(True) if self._sentinel is None else self._sentinel.asking()
+                with asking as is_served:
+                    if not is_served or is_so() or time.monotonic() > deadline:
+                        return
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
 

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
 from ..runtime.clock import clock
 from ..runtime.handles import check_store_served, store_of_thread
+from ..runtime.lifelines import find_lifelines
 from ..runtime.world import World
 from .holds import Holds, add_hold, remove_hold
 
@@ -73,7 +74,8 @@ class Sentinel:
         self._seen = int(store.add("signal/count", 0))
         self._holds = Holds(store, rank)
         self._holds.read()  # the clock may stand already
-        self._lifeline = find_lifeline(store)
+        self._lifelines = find_lifelines(store)
+        self._asking = threading.RLock()
         self._stopping, self._stop = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
@@ -84,9 +86,16 @@ class Sentinel:
 
     def is_store_served(self) -> bool:
         """Whether the process that serves the store is still there."""
-        if self._lifeline is None or self._lifeline.fileno() < 0:
-            return self._lifeline is None
-        return not select.select([self._lifeline], [], [], 0)[0]
+        try:
+            return not select.select(self._lifelines, [], [], 0)[0]
+        except ValueError:  # closed: it has hung up, or this sentinel has ended
+            return False
+
+    @contextmanager
+    def asking(self) -> Iterator[bool]:
+        """Whether the store may be asked: it ends in good order only when that has been done."""
+        with self._asking:
+            yield self.is_store_served()
 
     def stop(self) -> None:
         """End the thread; in a forked child, where it does not run, do nothing."""
@@ -102,13 +111,15 @@ class Sentinel:
             os.close(self._stopping)
 
     def _run(self) -> None:
-        ends = [self._stopping] if self._lifeline is None else [self._stopping, self._lifeline]
         try:
-            self._watch(ends)
+            self._watch([self._stopping, *self._lifelines])
         finally:
             self._holds.release()
-            if self._lifeline is not None:
-                self._lifeline.close()
+            with self._asking:
+                for line in self._lifelines:
+                    with suppress(OSError):  # a forked child holds this end, too
+                        line.shutdown(socket.SHUT_RDWR)
+                    line.close()
 
     def _watch(self, ends: list[Any]) -> None:
         while not select.select(ends, [], [], _PERIOD_S)[0]:
@@ -137,22 +148,6 @@ class Sentinel:
 def heard_key(number: int) -> str:
     """Under which the sentinels count who has heard of an abort."""
     return f"signal/{number}/heard"
-
-
-def find_lifeline(store: Any) -> socket.socket | None:
-    """Return an idle connection to the process that serves ``store``; it ends with it.
-
-    torch reports a lost server on stderr whenever a client asks it something, so the sentinel
-    does not ask a server that is gone.
-    """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return None
-    try:
-        return socket.create_connection((store.host, store.port), timeout=5.0)
-    except OSError:
-        return None
 
 
 def post(store: Store, message: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import RendezvousError
+from .lifelines import offer_lifelines
 
 __all__ = [
     "LEAST_STORE_TIMEOUT",
@@ -149,9 +150,12 @@ def serve_store(
     """
     timeout = max(timeout, LEAST_STORE_TIMEOUT)
     if listener is None:
-        return TCPStore(address, port, None, True, timeout, wait_for_workers=False)
+        store = TCPStore(address, port, None, True, timeout, wait_for_workers=False)
+        offer_lifelines(store, _listen_beside("::" if socket.has_dualstack_ipv6() else "0.0.0.0"))
+        return store
     bound = listener.getsockname()[0]
-    return TCPStore(
+    beside = _listen_beside(bound)
+    store = TCPStore(
         address if bound in ("0.0.0.0", "::") else bound,
         listener.getsockname()[1],
         None,
@@ -159,6 +163,19 @@ def serve_store(
         timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
+    )
+    offer_lifelines(store, beside)
+    return store
+
+
+def _listen_beside(host: str) -> socket.socket:
+    """Return a socket that listens at ``host``, a number, at any port."""
+    is_v6 = ":" in host
+    return socket.create_server(
+        (host, 0),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=is_v6 and host == "::" and socket.has_dualstack_ipv6(),
     )
 
 

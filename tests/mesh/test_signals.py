@@ -11,7 +11,7 @@ import time
 from torch.distributed import HashStore, TCPStore
 
 from meshdist.mesh.holds import add_hold, remove_hold
-from meshdist.mesh.signals import Sentinel, ask, clocks_stopped, find_lifeline, post
+from meshdist.mesh.signals import Sentinel, ask, clocks_stopped, post
 from meshdist.runtime.clock import clock
 from meshdist.runtime.world import World
 
@@ -149,11 +149,3 @@ def test_a_sentinel_stops_at_once_though_a_forked_child_lives() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_the_lifeline_is_for_a_served_store_alone() -> None:
-    assert find_lifeline(HashStore()) is None
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    lifeline = find_lifeline(server)
-    assert lifeline is not None
-    lifeline.close()
