@@ -76,6 +76,7 @@ class Collectives {
   Status agree(const Job& job, std::uint64_t round);
   Status reduce_whole(Job& job);
   Status reduce_by_parts(Job& job);
+  Bytes fetch_block(unsigned member, std::size_t offset, std::size_t bytes);
   bool is_halved(const Job& job) const;
   Status reduce_by_halves(Job& job);
   Status reduce_half(const Job& job, std::vector<std::uint64_t>& ends);

@@ -190,9 +190,10 @@ NB_MODULE(native, m) {
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     static const std::map<std::string, std::size_t Tuning::*> thresholds{
         {"chunk_bytes", &Tuning::chunk_bytes},
+        {"far_halves_least_bytes", &Tuning::far_halves_least_bytes},
+        {"fetch_block_bytes", &Tuning::fetch_block_bytes},
         {"fetch_least_bytes", &Tuning::fetch_least_bytes},
         {"fetch_most_bytes", &Tuning::fetch_most_bytes},
-        {"halves_block_bytes", &Tuning::halves_block_bytes},
         {"halves_least_bytes", &Tuning::halves_least_bytes},
         {"halves_most_bytes", &Tuning::halves_most_bytes},
         {"shared_bytes", &Tuning::shared_bytes},

@@ -97,8 +97,9 @@ void Collectives::reduce_shared(const Job& job) {
 // Whether two members reduce each a half of what they read where it lies; both give the same answer.
 bool Collectives::is_halved(const Job& job) const {
   const std::size_t bytes = job.count() * item_;
-  return job.verb() == Verb::all_reduce && end_.size == 2 && reach_.is_open() && streams(bytes) &&
-         bytes >= tuning.halves_least_bytes && bytes <= tuning.halves_most_bytes;
+  const std::size_t least = streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
+  return job.verb() == Verb::all_reduce && end_.size == 2 && reach_.is_open() && bytes >= least &&
+         bytes <= tuning.halves_most_bytes;
 }
 
 // Each fetches its half of the other's data and reduces it into its own; then it fetches the half that
@@ -128,20 +129,27 @@ Status Collectives::reduce_by_halves(Job& job) {
   return status == Status::unsupported ? finish_halves(job, ends) : status;
 }
 
+// Copy a block of what `member` has offered to where it stays in the cache; null where it cannot be
+// read.
+Collectives::Bytes Collectives::fetch_block(unsigned member, std::size_t offset, std::size_t bytes) {
+  fetched_.resize(end_.size * tuning.fetch_block_bytes);
+  const Bytes here = fetched_.data() + member * tuning.fetch_block_bytes;
+  return fetch(here, member, offset, bytes) ? here : nullptr;
+}
+
 // Reduce this member's half, block by block as it is fetched. `ends` tells how far each has come; where
 // that is not to the end of its half the status is `unsupported`, on both.
 Status Collectives::reduce_half(const Job& job, std::vector<std::uint64_t>& ends) {
   const unsigned other = 1 - end_.rank;
   const auto [from, to] = share(job, end_.rank);
-  const std::uint64_t block = tuning.halves_block_bytes / item_;
-  fetched_.resize(tuning.halves_block_bytes);
+  const std::uint64_t block = tuning.fetch_block_bytes / item_;
   std::uint64_t at = from;
   while (at < to) {
     const std::uint64_t n = std::min(block, to - at);
-    if (!fetch(fetched_.data(), other, at * item_, n * item_)) break;
+    sources_[other] = fetch_block(other, at * item_, n * item_);
+    if (sources_[other] == nullptr) break;
     Bytes mine = job.out + at * item_;
     sources_[end_.rank] = mine;
-    sources_[other] = fetched_.data();
     loop_(mine, sources_.data(), end_.size, n, factors_.data());
     at += n;
   }
@@ -342,15 +350,31 @@ Status Collectives::reduce_scatter(Job& job) {
     loop_(target + start * item_, sources_.data(), n, std::min(piece, count_of(me) - start),
           factors_.data());
   };
+  const auto direct = [&] {
+    for (std::uint64_t at = 0; at < job.count();) {
+      const std::uint64_t count = std::min(tuning.fetch_block_bytes / item_, job.count() - at);
+      for (unsigned j = 0; j < n; ++j) {
+        const std::size_t offset = (me * job.count() + at) * item_;
+        if (!is_afar_[j]) {
+          sources_[j] = theirs_[j] + offset;
+        } else if (const Bytes here = fetch_block(j, offset, count * item_)) {
+          sources_[j] = here;
+        } else {
+          return false;
+        }
+      }
+      loop_(target + at * item_, sources_.data(), n, count, factors_.data());
+      at += count;
+    }
+    return true;
+  };
   const std::uint64_t rounds = num_chunks(longest, piece);
-  return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {job.in, n * job.count() * item_}, write, read, [&] {
-                    for (unsigned j = 0; j < n; ++j) {
-                      sources_[j] = theirs_[j] + me * job.count() * item_;
-                    }
-                    loop_(target, sources_.data(), n, job.count(), factors_.data());
-                    return true;
-                  });
+  if (varies) return exchange_agreed(job, longest == 0 ? 0 : rounds, write, read);
+  const std::size_t part = job.count() * item_;
+  // Where the result lies in the input the call could not begin anew if a part cannot be read.
+  const bool is_apart = target + part <= job.in || job.in + n * part <= target;
+  const Input input{job.in, n * part, kEveryone, is_apart && is_fetched(part)};
+  return exchange(job, rounds, input, write, read, direct);
 }
 
 }  // namespace meshdist

@@ -22,16 +22,22 @@ struct Tuning {
   // From here on buffers in memory that all members map are reduced and read where they lie, which
   // takes one more round than a call of one chunk: at 64 KiB a third of the time already.
   std::size_t shared_bytes = 16 * 1024;
-  // What a member copies of another's data is read where it lies, if that is allowed, when it has
-  // at least and at most so many bytes. Two ranks' all-gather and all-to-all took half to four fifths
+  // What a member takes of another's data is read where it lies, if that is allowed, when it has at
+  // least and at most so many bytes. Two ranks' all-gather and all-to-all took half to four fifths
   // of the time from 128 KiB to 4 MiB in all, as long at 16 MiB, and a third longer at 64 MiB, where
-  // what the kernel does for each page costs more than a copy that the other core makes.
+  // what the kernel does for each page costs more than a copy that the other core makes;
+  // reduce-scatter of 256 KiB to 16 MiB 70 to 95 %, of 64 KiB and of 64 MiB 105 to 115 %.
   std::size_t fetch_least_bytes = 64 * 1024;
   std::size_t fetch_most_bytes = 8 * 1024 * 1024;
-  // HALVES
-  std::size_t halves_least_bytes = 128 * 1024;
-  std::size_t halves_most_bytes = 8 * 1024 * 1024;
-  std::size_t halves_block_bytes = 128 * 1024;
+  // What is reduced is fetched in blocks of this size: 128 to 512 KiB were alike, 1 MiB took a fifth
+  // longer.
+  std::size_t fetch_block_bytes = 256 * 1024;
+  // All-reduce of so many bytes on two ranks: each reduces a half of what it reads where it lies.
+  // Where the cores share a cache that took 70 to 80 % of the time by slots from 4 to 32 MiB, as long
+  // at 2 and 64 MiB, and longer below; where they do not, FAR.
+  std::size_t halves_least_bytes = 3 * 1024 * 1024;
+  std::size_t far_halves_least_bytes = 128 * 1024;
+  std::size_t halves_most_bytes = 32 * 1024 * 1024;
   // Results larger than this leave the caches before anybody reads them, so they are written past
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
   // all-gather, all-to-all, broadcast and send, at 4 MiB no gain.

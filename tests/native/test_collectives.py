@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import zlib
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -211,12 +212,35 @@ def test_results_do_not_depend_on_stores_and_thresholds(size: int) -> None:
     run_ranks(size, tuned_cases)
 
 
-def fetching_cases(c: Any) -> bool:
-    c.set_tuning("fetch_least_bytes", 1)
+def fetch_all(c: Any, block_bytes: int) -> None:
+    """Let small messages be read where they lie, too."""
+    c.set_tuning("fetch_block_bytes", block_bytes)
+    for name in ("fetch_least_bytes", "halves_least_bytes", "far_halves_least_bytes"):
+        c.set_tuning(name, 1)
     call(c.barrier)
-    verb_cases(c)
-    ragged_cases(c)
+
+
+def fetching_cases(c: Any) -> bool:
+    for block_bytes in (64, 256 * 1024):
+        fetch_all(c, block_bytes)
+        all_reduce_cases(c)
+        verb_cases(c)
+        ragged_cases(c)
+        in_place_cases(c)
     return bool(c.reads_others)
+
+
+def in_place_cases(c: Any) -> None:
+    """Reduce-scatter into the rank's own part of the input, on all ranks or on one."""
+    count = 1000
+    blocks = [values((j, "blocks"), c.size * count, "float32") for j in range(c.size)]
+    for ranks in (range(c.size), [0]):
+        x = blocks[c.rank].clone()
+        part = x[c.rank * count :][:count]
+        out = part if c.rank in ranks else torch.zeros(count)
+        addresses = out.data_ptr(), x.data_ptr()
+        call(c.reduce_scatter, *addresses, count, DTYPES["float32"], OPS["SUM"], 1.0)
+        assert torch.equal(out, sum(b[c.rank * count :][:count] for b in blocks))
 
 
 @cache
@@ -261,29 +285,38 @@ def test_ranks_that_share_cores_use_slots_alone() -> None:
 
 
 MEMFD_SECRET = 447
+PAGE = mmap.PAGESIZE
 
 
-def secret_memory(num_bytes: int) -> mmap.mmap | None:
-    """Memory that the kernel lets nobody read but its process; None where it has no such thing."""
+def secret_memory(num_pages: int, secret: range) -> torch.Tensor | None:
+    """Memory of which the kernel lets nobody read the ``secret`` pages but its process.
+
+    None where it has no such thing.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     fd = libc.syscall(MEMFD_SECRET, 0)
     if fd < 0:
         return None
-    os.ftruncate(fd, num_bytes)
-    return mmap.mmap(fd, num_bytes)
+    os.ftruncate(fd, num_pages * PAGE)
+    memory = torch.frombuffer(mmap.mmap(-1, num_pages * PAGE), dtype=torch.float32)
+    if secret:
+        place = memory.data_ptr() + secret.start * PAGE
+        read_and_write, shared_at_this_place = 3, 0x11
+        libc.mmap(place, len(secret) * PAGE, read_and_write, shared_at_this_place, fd, 0)
+    return memory
 
 
 def secret_cases(c: Any, is_uneven_first: bool) -> list[Any]:
     """One member gives what the other cannot read."""
-    count = 100_000
-    half = count // 2
-    memory = secret_memory(4 * count)
-    if memory is None:
+    num_pages = 100
+    mine = secret_memory(num_pages, range(num_pages if c.rank == 1 else 0))
+    if mine is None:
         return [None]
-    mine = torch.full((count,), float(c.rank))
-    if c.rank == 1:
-        mine = torch.frombuffer(memory, dtype=torch.float32)
-        mine.fill_(1.0)
+    mine.fill_(float(c.rank))
+    count = mine.numel()
+    half = count // 2
 
     def gather() -> None:
         out = torch.full((2 * count,), -1.0)
@@ -313,6 +346,65 @@ def test_what_others_cannot_read_goes_through_slots(is_uneven_first: bool) -> No
     assert found == [[True, False, False]] * 2
 
 
+def secret_sums(c: Any, verb: str, secret: tuple[range, range]) -> list[bool] | None:
+    """Reduce 64 pages of which those of each rank in ``secret`` cannot be read by the other."""
+    mine = secret_memory(64, secret[c.rank])
+    if mine is None:
+        return None
+    fetch_all(c, PAGE)
+    count = mine.numel()
+    given = [values((rank, "secret"), count, "float32") for rank in range(2)]
+    mine.copy_(given[c.rank])
+    expected = given[0] + given[1]
+    could_read = c.reads_others
+    sums = DTYPES["float32"], OPS["SUM"], 1.0
+    if verb == "all_reduce":
+        call(c.all_reduce, mine.data_ptr(), count, *sums)
+        assert torch.equal(mine, expected)
+    else:
+        out = torch.zeros(count // 2)
+        call(c.reduce_scatter, out.data_ptr(), mine.data_ptr(), count // 2, *sums)
+        assert torch.equal(out, expected.chunk(2)[c.rank])
+    return [could_read, c.reads_others]
+
+
+SECRETS = {
+    "all of one rank's": (range(0), range(64)),
+    "all of both ranks'": (range(64), range(64)),
+    "a few in the half that the other reduces": (range(40, 43), range(0)),
+    "a few in the half that it reduces itself": (range(5, 9), range(0)),
+    "a few in both halves, of both ranks": (range(30, 34), range(20, 50)),
+    "the very last": (range(0), range(63, 64)),
+}
+
+
+@reads_others
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("which", SECRETS)
+def test_what_others_cannot_read_is_reduced_by_slots(verb: str, which: str) -> None:
+    body = partial(secret_sums, verb=verb, secret=SECRETS[which])
+    found = run_ranks(2, body, is_crowded=False)
+    if found[0] is None:
+        pytest.skip("this kernel has no secret memory")
+    # A rank's own part of a reduce-scatter is read by nobody else.
+    is_unread = verb == "reduce_scatter" and which.endswith(("itself", "last"))
+    assert found == [[True, is_unread]] * 2
+
+
+def late_reducing_cases(c: Any) -> bool:
+    """Both members reduce much, and one has no patience."""
+    c.set_tuning("halves_most_bytes", 1 << 40)
+    x = torch.ones(1 << 26)
+    call(c.barrier)
+    assert c.reads_others
+    seconds = 0.02 if c.rank == 0 else TIMEOUT
+    places = x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"], 1.0
+    status = c.all_reduce(*places, seconds)
+    x.fill_(-1.0)
+    time.sleep(1.0)  # it stays where it is
+    return bool(status == OK)
+
+
 def late_reading_cases(c: Any) -> bool:
     """One member has much to read, and the other one little, and no patience."""
     many = 1 << 26
@@ -331,8 +423,9 @@ def late_reading_cases(c: Any) -> bool:
 
 
 @reads_others
-def test_who_still_reads_from_a_member_that_gave_up_fails_too() -> None:
-    first, second = run_ranks(2, late_reading_cases, is_crowded=False)
+@pytest.mark.parametrize("body", [late_reading_cases, late_reducing_cases])
+def test_who_still_reads_from_a_member_that_gave_up_fails_too(body: Callable[..., bool]) -> None:
+    first, second = run_ranks(2, body, is_crowded=False)
     assert first == second  # both in time, on a fast machine, or neither
 
 

@@ -31,6 +31,12 @@ def made(j: int, count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32) % 100 + j
 
 
+def fetch_all(c: Any) -> None:
+    """Let small messages be read where they lie, too."""
+    for name in ("fetch_least_bytes", "halves_least_bytes", "far_halves_least_bytes"):
+        c.set_tuning(name, 1)
+
+
 def run_shared(size: int, body: Callable[..., Any]) -> None:
     fd = native.create_memory(size * COUNT * 4)
     try:
@@ -41,9 +47,12 @@ def run_shared(size: int, body: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("who", ["all", "some", "none"])
-def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str) -> None:
+@pytest.mark.parametrize("fetches", [False, True])
+def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str, fetches: bool) -> None:
     def body(c: Any, mine: torch.Tensor) -> None:
         n, me = c.size, c.rank
+        if fetches:
+            fetch_all(c)
         is_shared = who == "all" or (who == "some" and me == 0)
         for count in (10, 60_000, 99_999):
             parts = [made(j, n * count if count < 99_999 else count) for j in range(n)]
