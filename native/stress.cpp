@@ -254,6 +254,9 @@ int main(int argc, char** argv) {
             place == group.members.end()
                 ? nullptr
                 : std::make_unique<Communicator>(group.segment, index, Processes({}), is_crowded));
+        if (rank.communicators.back() == nullptr) continue;
+        Tuning& tuning = rank.communicators.back()->progress->collectives().tuning;
+        tuning.halves_least_bytes = tuning.far_halves_least_bytes = 4096;
       }
       const Nanoseconds end = deadline_after(seconds);
       bool goes_on = true;
