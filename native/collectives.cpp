@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "exchange.h"
+#include "reach.h"
 
 namespace meshdist {
 namespace {
@@ -18,7 +19,6 @@ Collectives::Collectives(const Endpoint& endpoint)
     : end_(endpoint),
       kernels_(kernels()),
       rounds_(endpoint),
-      reach_(endpoint, rounds_),
       probe_(endpoint, rounds_),
       factors_(endpoint.size, 1.0),
       sources_(endpoint.size),
@@ -37,7 +37,7 @@ Status Collectives::run(Job& job) {
   mismatch_.clear();
   mismatch_culprit_ = -1;
   chunk_ = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
-  Status status = reach_.before(job.call);
+  Status status = try_reading(job.call);
   if (status == Status::ok) status = probe_.before(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) {
@@ -57,6 +57,28 @@ Status Collectives::run(Job& job) {
     if (status == Status::mismatch) rounds_.finish(job.call);
   }
   return status;
+}
+
+// Before each call: the first time find out whether every member can read all others' memory.
+Status Collectives::try_reading(const Call& call) {
+  if (has_tried_reading_) return Status::ok;
+  has_tried_reading_ = true;
+  if (end_.size < 2) return Status::ok;
+  std::uint64_t round = rounds_.next();  // all are there now
+  rounds_.publish();
+  Status status = rounds_.wait(round, call);
+  if (status != Status::ok) return status;
+  bool reads_all = !end_.is_crowded;
+  for (unsigned j = 0; j < end_.size && reads_all; ++j) {
+    reads_all = j == end_.rank || can_read(end_, j);
+  }
+  round = rounds_.next();
+  rounds_.line(end_.rank, round).hints = reads_all ? 0u : kHintMissed;
+  rounds_.publish();
+  status = rounds_.wait(round, call);
+  if (status != Status::ok) return status;
+  reads_others_ = !rounds_.anyone_hints(round, kHintMissed);
+  return Status::ok;
 }
 
 // Whether what a member lays into slots, `bytes` a round, goes past the cache.
@@ -150,7 +172,7 @@ std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
 
 // Whether members fetch from each other what has up to `bytes` bytes; all give the same answer.
 bool Collectives::is_fetched(std::size_t bytes) const {
-  return reach_.is_open() && bytes != 0 && bytes >= tuning.fetch_least_bytes &&
+  return reads_others_ && bytes != 0 && bytes >= tuning.fetch_least_bytes &&
          bytes <= tuning.fetch_most_bytes;
 }
 
@@ -206,7 +228,7 @@ void Collectives::learn_factors(std::uint64_t round) {
 // Copy what `member` has offered, from `offset` on; whether that could be done.
 bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const {
   const std::uint8_t* from = theirs_[member] + offset;
-  if (is_afar_[member]) return reach_.read(member, to, from, bytes);
+  if (is_afar_[member]) return read_from(end_, member, to, from, bytes);
   if (to != from) copy_out(to, from, bytes);
   return true;
 }
@@ -225,7 +247,7 @@ Status Collectives::finish_direct(const Job& job, bool is_done) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (end_.is_over()) return end_.over_status();
   if (!rounds_.anyone_hints(round, kHintMissed)) return Status::ok;
-  reach_.close();
+  reads_others_ = false;
   return Status::unsupported;
 }
 

@@ -6,7 +6,6 @@
 
 #include "kernels.h"
 #include "probe.h"
-#include "reach.h"
 #include "rounds.h"
 #include "tuning.h"
 
@@ -41,7 +40,7 @@ class Collectives {
   Status run(Job& job);
 
   const Failure& failure() const { return rounds_.failure; }
-  bool reads_others() const { return reach_.is_open(); }
+  bool reads_others() const { return reads_others_; }
   Tuning tuning;
   // For measurements: keep to one kind of stores, whatever the probe finds.
   void keep_stores(bool streams) { kept_stores_ = streams ? 1 : 0; }
@@ -73,6 +72,7 @@ class Collectives {
   Input reduce_input(const Job& job) const;
   Range share(const Job& job, unsigned member) const;
   void reduce_shared(const Job& job);
+  Status try_reading(const Call& call);
   Status agree(const Job& job, std::uint64_t round);
   Status reduce_whole(Job& job);
   Status reduce_by_parts(Job& job);
@@ -125,9 +125,10 @@ class Collectives {
   const Endpoint& end_;
   const Kernels& kernels_;
   Rounds rounds_;
-  Reach reach_;
   Probe probe_;
   int kept_stores_ = -1;
+  bool has_tried_reading_ = false;
+  bool reads_others_ = false;  // each member from every other; all have the same answer
   ReduceLoop loop_ = nullptr;
   std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
   std::size_t item_ = 1;         // bytes per element of the call that runs

@@ -3,9 +3,18 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <random>
 #include <stdexcept>
 
 namespace meshdist {
+namespace {
+
+std::uint64_t random_number() {
+  std::random_device device;
+  return std::uint64_t{device()} << 32 | device();
+}
+
+}  // namespace
 
 Processes::~Processes() {
   for (int pidfd : pidfds_) {
@@ -25,11 +34,14 @@ Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Proc
       patience(is_crowded_ ? Patience::crowded() : Patience::usual()),
       is_crowded(is_crowded_),
       owned_(std::move(segment_)),
+      proof_(random_number()),
       processes_(std::move(processes)) {
   if (rank >= size) throw std::invalid_argument("rank lies outside the segment's members");
   if (processes_.count() != 0 && processes_.count() != size) {
     throw std::invalid_argument("one pidfd per member is expected, or none at all");
   }
+  me().proof.place.store(reinterpret_cast<std::uintptr_t>(&proof_));
+  me().proof.value.store(proof_);
   me().report.pid.store(static_cast<std::int32_t>(getpid()));
   me().report.is_open.store(1);
 }

@@ -102,6 +102,7 @@ class Endpoint {
   bool has_closed(unsigned peer) const;
 
   const std::shared_ptr<const Segment> owned_;
+  const std::uint64_t proof_;  // the others read it where it is
   const Processes processes_;
   std::atomic<bool> is_closing_{false};
 };

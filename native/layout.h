@@ -21,7 +21,7 @@ constexpr std::size_t kPage = 4096;
 constexpr unsigned kDepth = 4;
 constexpr std::size_t kInlineBytes = 32;
 constexpr std::uint64_t kMagic = 0x6d6573686469'7374;
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
@@ -96,10 +96,17 @@ struct alignas(kCacheLine) Report {
   std::atomic<std::int32_t> pid;
 };
 
+// A number somewhere in a member's own memory, and where: see reach.h.
+struct alignas(kCacheLine) Proof {
+  std::atomic<std::uint64_t> place;
+  std::atomic<std::uint64_t> value;
+};
+
 struct Member {
   Line lines[kDepth];
   Seat seats[kNumSeats];
   Report report;
+  Proof proof;
   alignas(kCacheLine) double factors[kDepth];       // PREMUL_SUM's, per round
   alignas(kCacheLine) std::atomic<std::uint64_t> token;  // of the latency probe
 };
@@ -136,6 +143,8 @@ struct Control {
 // A one-way stream of packets between two members: bytes written and bytes read since the opening.
 struct Channel {
   alignas(kCacheLine) std::atomic<std::uint64_t> written;
+  // Offers that the writer took back: what they tell to lie in its memory may be anything now.
+  std::atomic<std::uint32_t> revocations;
   alignas(kCacheLine) std::atomic<std::uint64_t> read;
 };
 

@@ -98,7 +98,7 @@ void Collectives::reduce_shared(const Job& job) {
 bool Collectives::is_halved(const Job& job) const {
   const std::size_t bytes = job.count() * item_;
   const std::size_t least = streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
-  return job.verb() == Verb::all_reduce && end_.size == 2 && reach_.is_open() && bytes >= least &&
+  return job.verb() == Verb::all_reduce && end_.size == 2 && reads_others_ && bytes >= least &&
          bytes <= tuning.halves_most_bytes;
 }
 

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "kernels.h"
+#include "reach.h"
 
 namespace meshdist {
 namespace {
@@ -48,16 +49,19 @@ TransferPtr Transfers::start(TransferPtr transfer, bool in_background) {
     peers_[transfer->peer].unannounced.push_back(transfer);
     push(transfer->peer);
   }
-  if (in_background && !transfer->is_done.load()) {
-    if (!has_helper_) {
-      has_helper_ = true;
-      // The thread owns what it works on, so that nobody ever has to wait for its end.
-      std::thread([self = shared_from_this()] { self->help(); }).detach();
-    }
-    lock.unlock();
-    idle_.notify_all();
-  }
+  if ((in_background && !transfer->is_done.load()) || num_owed_ > 0) leave_to_helper(lock);
   return transfer;
+}
+
+// Let the helper go on with what is under way, when this thread does not look any more.
+void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
+  if (!has_helper_) {
+    has_helper_ = true;
+    // The thread owns what it works on, so that nobody ever has to wait for its end.
+    std::thread([self = shared_from_this()] { self->help(); }).detach();
+  }
+  lock.unlock();
+  idle_.notify_all();
 }
 
 bool Transfers::test(const TransferPtr& transfer) {
@@ -111,9 +115,8 @@ Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
   std::unique_lock<std::mutex> lock(mutex_);
   --foreground_;
   if (!done()) give_up(transfer, end_->over_status());
-  const bool rest = pending_ > 0 && foreground_ == 0 && has_helper_;
-  lock.unlock();
-  if (rest) idle_.notify_all();
+  const bool is_last = foreground_ == 0;
+  if (is_last && ((pending_ > 0 && has_helper_) || num_owed_ > 0)) leave_to_helper(lock);
   return transfer->status;
 }
 
@@ -130,12 +133,12 @@ void Transfers::help() {
   const auto is_over = [&] { return end_->is_over(); };
   const auto settled = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
-    return advance() || pending_ == 0 || foreground_ > 0;
+    return advance() || !has_work() || foreground_ > 0;
   };
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      idle_.wait(lock, [&] { return is_over() || (pending_ > 0 && foreground_ == 0); });
+      idle_.wait(lock, [&] { return is_over() || (has_work() && foreground_ == 0); });
       if (is_over()) {
         give_up_all(end_->over_status());
         return;
@@ -145,6 +148,11 @@ void Transfers::help() {
           advance();
           give_up(transfer, Status::died);
         }
+      }
+      for (unsigned j = 0; j < end_->size; ++j) {
+        if (peers_[j].replies.empty() || !end_->is_gone(j)) continue;
+        num_owed_ -= static_cast<int>(peers_[j].replies.size());
+        peers_[j].replies.clear();
       }
     }
     doze(end_->me().seats[kForTransfers], kAnyone, kSlice, settled, is_over);
@@ -220,7 +228,8 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
         Packet cancel{};
         cancel.kind = Kind::cancel;
         cancel.id = one->first;
-        peer.replies.push_back(cancel);
+        end_->segment.channel(end_->rank, transfer->peer).revocations.fetch_add(1);
+        owe(peer, cancel);
         one = sends.erase(one);
       }
     };
@@ -265,8 +274,13 @@ void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& 
   Packet reply{};
   reply.id = packet.id;
   if (fits(receive, from, packet)) {
-    reply.kind = Kind::accept;
-    peers_[from].arriving[packet.id] = Arriving{receive, packet.bytes};
+    const bool is_fetched = fetch(receive, from, packet);
+    reply.kind = is_fetched ? Kind::fetched : Kind::accept;
+    if (is_fetched) {
+      complete(receive, Status::ok);
+    } else {
+      peers_[from].arriving[packet.id] = Arriving{receive, packet.bytes};
+    }
   } else {
     reply.kind = Kind::refuse;
     reply.dtype = receive->dtype;
@@ -274,8 +288,21 @@ void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& 
     reply.note = receive->note;
     complete(receive, Status::mismatch);
   }
-  peers_[from].replies.push_back(reply);
+  owe(peers_[from], reply);
   push(from);
+}
+
+// Read an offered message where it lies; whether that could be done.
+bool Transfers::fetch(const TransferPtr& receive, unsigned from, const Packet& packet) {
+  if (packet.place == nullptr) return false;
+  std::optional<bool>& is_readable = peers_[from].is_readable;
+  if (!is_readable) is_readable = can_read(*end_, from);
+  if (!*is_readable) return false;
+  is_readable = read_from(*end_, from, receive->data, packet.place, packet.bytes);
+  if (!*is_readable) return false;
+  // If the sender took an offer back before all was read, it may have been this one.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return end_->segment.channel(from, end_->rank).revocations.load() == packet.revocations;
 }
 
 void Transfers::post(const TransferPtr& receive) {
@@ -412,6 +439,13 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       }
       break;
     }
+    case Kind::fetched: {
+      const auto offered = peer.offered.find(packet.id);
+      if (offered == peer.offered.end()) break;
+      complete(offered->second, Status::ok);
+      peer.offered.erase(offered);
+      break;
+    }
     case Kind::refuse: {
       const auto offered = peer.offered.find(packet.id);
       if (offered == peer.offered.end()) break;
@@ -486,12 +520,18 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   return true;
 }
 
+// Whether messages of so many bytes are offered to be read where they lie.
+bool Transfers::is_fetched(std::uint64_t bytes) const {
+  return !end_->is_crowded && bytes > message_limit_ && bytes <= tuning.fetch_most_bytes;
+}
+
 bool Transfers::push(unsigned to) {
   Peer& peer = peers_[to];
   bool moved = false;
   while (!peer.replies.empty()) {
     if (!put(to, peer.replies.front(), nullptr)) return moved;
     peer.replies.pop_front();
+    --num_owed_;
     moved = true;
   }
   while (!peer.unannounced.empty()) {
@@ -506,6 +546,10 @@ bool Transfers::push(unsigned to) {
     const bool at_once = send->bytes <= message_limit_;
     packet.kind = at_once ? Kind::message : Kind::offer;
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;
+    if (is_fetched(send->bytes)) {
+      packet.place = send->data;
+      packet.revocations = end_->segment.channel(end_->rank, to).revocations.load();
+    }
     if (!put(to, packet, send->data)) return moved;
     ++next_id_;
     moved = true;

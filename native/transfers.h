@@ -14,6 +14,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -63,7 +64,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   Tuning tuning;
 
  private:
-  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, refuse, data, cancel };
+  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, refuse, data, cancel };
   struct alignas(kCacheLine) Packet {
     Kind kind;
     std::uint32_t payload;  // bytes that follow
@@ -75,7 +76,9 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
       std::uint64_t offset;  // of data
       std::uint64_t note;    // of the call that a message, an offer or a refusal is of
     };
+    const std::uint8_t* place;   // in the sender's memory, of an offer that may be read there
     std::uint8_t dtype;
+    std::uint32_t revocations;  // of this member's offers, before this one
   };
   static_assert(sizeof(Packet) == kCacheLine, "packets lie on cache lines");
 
@@ -97,11 +100,13 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::unordered_map<std::uint64_t, Arriving> arriving;
     std::deque<Packet> replies;
     std::list<Early> early;
+    std::optional<bool> is_readable;  // its memory, from here
   };
 
   bool advance();
   bool drain(unsigned peer);
   bool push(unsigned peer);
+  bool is_fetched(std::uint64_t bytes) const;
   void take(unsigned peer, const Packet& packet, const std::uint8_t* payload);
   bool put(unsigned peer, const Packet& packet, const std::uint8_t* payload);
   void send_to_self(const TransferPtr& send);
@@ -109,12 +114,19 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   TransferPtr match(unsigned from, std::int64_t tag);
   bool fits(const TransferPtr& receive, unsigned from, const Packet& packet);
   void accept(const TransferPtr& receive, unsigned from, const Packet& packet);
+  bool fetch(const TransferPtr& receive, unsigned from, const Packet& packet);
   void deliver(const TransferPtr& receive, const Packet& packet, const std::uint8_t* payload);
   void complete(const TransferPtr& transfer, Status status);
   void give_up(const TransferPtr& transfer, Status status);
   void give_up_all(Status status);
   bool is_hopeless(const Transfer& transfer) const;
+  void leave_to_helper(std::unique_lock<std::mutex>& lock);
   void help();
+  bool has_work() const { return pending_ > 0 || num_owed_ > 0; }
+  void owe(Peer& peer, const Packet& reply) {
+    peer.replies.push_back(reply);
+    ++num_owed_;
+  }
   std::vector<TransferPtr> all_pending() const;
 
   const std::shared_ptr<Endpoint> end_;
@@ -128,6 +140,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   std::uint64_t next_id_ = 1;
   std::uint64_t next_order_ = 0;
   int pending_ = 0;
+  int num_owed_ = 0;  // replies for which there was no room yet
   int foreground_ = 0;
   bool has_helper_ = false;
 };

@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from meshdist.wires import native
-from tests.native.ranks import OK, run_ranks
+from tests.native import ranks
+from tests.native.ranks import OK
+from tests.native.reading import reads_others, secret_memory
 
 F32, F64 = native.DTYPES["float32"], native.DTYPES["float64"]
 TIMEOUT = 20.0
 SMALL, LARGE = 100, 300_000  # one packet; an offer, and pieces that fill the ring many times
+THROUGH_THE_RING, WHERE_IT_LIES = 0, 1 << 40  # up to how many bytes a message is read in place
+
+_most_bytes_read = THROUGH_THE_RING
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[
+        pytest.param(THROUGH_THE_RING, id="ring"),
+        pytest.param(WHERE_IT_LIES, id="reading", marks=reads_others),
+    ],
+)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways that a large message may take, in turn."""
+    global _most_bytes_read
+    _most_bytes_read = request.param
+    yield
+    _most_bytes_read = THROUGH_THE_RING
+
+
+def run_ranks(size: int, body: Callable[[Any], Any], **more: Any) -> list[Any]:
+    """Call ``body`` on all ranks, which send large messages the way that is tested."""
+
+    def tuned(c: Any) -> Any:
+        c.set_tuning("fetch_most_bytes", _most_bytes_read)
+        return body(c)
+
+    return ranks.run_ranks(size, tuned, is_crowded=False, **more)
 
 
 def data(seed: int, count: int) -> torch.Tensor:
@@ -214,6 +246,50 @@ def gives_up(c: Any) -> list[int]:
 def test_a_transfer_given_up_leaves_the_others_alone() -> None:
     timeout, cancelled = native.STATUSES["TIMEOUT"], native.STATUSES["CANCELLED"]
     assert run_ranks(2, gives_up) == [[timeout, timeout], [cancelled]]
+
+
+def gives_up_while_read(c: Any) -> bool:
+    """The sender has no patience, and writes over its message as soon as it has given up."""
+    count = 1 << 26
+    x, peer = torch.full((count,), float(c.rank)), 1 - c.rank
+    assert c.barrier(TIMEOUT) == OK
+    if c.rank == 0:
+        status = c.send(x.data_ptr(), count, F32, peer, 0, 0.02)
+        x.fill_(-1.0)
+        assert c.barrier(TIMEOUT) == OK
+        return bool(status == OK)
+    status = c.recv(x.data_ptr(), count, F32, peer, 0, TIMEOUT)
+    assert status in (OK, native.STATUSES["CANCELLED"])
+    assert status != OK or not x.any()
+    assert c.barrier(TIMEOUT) == OK
+    return bool(status == OK)
+
+
+def test_what_a_sender_took_back_while_it_was_read_is_not_received() -> None:
+    sent, received = run_ranks(2, gives_up_while_read)
+    assert received == sent
+
+
+def sends_a_secret(c: Any) -> bool:
+    """A message that the receiver cannot read where it lies, then one that it could."""
+    secret = secret_memory(100, range(30, 60))
+    if secret is None:
+        return False
+    mine = secret if c.rank == 0 else torch.zeros(secret.numel())
+    for x in (mine, torch.zeros(LARGE)):
+        place = x.data_ptr(), x.numel(), F32, 1 - c.rank, 0, TIMEOUT
+        if c.rank == 0:
+            x.copy_(data(3, x.numel()))
+            assert c.send(*place) == OK
+        else:
+            assert c.recv(*place) == OK
+            assert torch.equal(x, data(3, x.numel()))
+    return True
+
+
+def test_what_the_receiver_cannot_read_comes_through_the_ring() -> None:
+    if run_ranks(2, sends_a_secret) != [True, True]:
+        pytest.skip("this kernel has no secret memory")
 
 
 def from_threads(c: Any) -> None:
