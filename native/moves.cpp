@@ -143,11 +143,8 @@ Status Collectives::scatter(Job& job) {
     return (varies ? given_[root * n + j] : job.count()) * item_;
   };
   const Bytes target = varies ? job.outs[0].data : job.out;
-  std::size_t longest = 0, total = 0;
-  for (unsigned j = 0; j < n; ++j) {
-    longest = std::max(longest, bytes_of(j));
-    total += bytes_of(j);
-  }
+  std::size_t longest = 0;
+  for (unsigned j = 0; j < n; ++j) longest = std::max(longest, bytes_of(j));
   const std::size_t piece = lay_out(n - 1, longest);
   streams_out_ = bytes_of(me) > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
