@@ -9,19 +9,33 @@ constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
 constexpr std::size_t kMostBuffers = 1024;
 constexpr int kLooksPerTime = 16;  // at the clock
 
-const Name is_aborted{"is_aborted"};
+struct Names {
+  Name is_aborted{"is_aborted"}, test{"Test"}, num_bytes{"Get_count"}, check_size{"check_size"};
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
 
 }  // namespace
 
 MpiCalls::MpiCalls(nb::dict facts)
     : entry_(facts),
+      message_entry_(facts, entry_),
       comm_(facts["comm"]),
       in_place_(facts["in_place"]),
       byte_(facts["byte"]),
       from_address_(facts["from_address"]),
       link_(facts["link"]),
       go_on_(facts["go_on"]),
+      finish_(facts["finish"]),
       explain_(facts["explain"]),
+      send_(nb::str("send")),
+      recv_(nb::str("recv")),
+      isend_(comm_.attr("Isend")),
+      irecv_(comm_.attr("Irecv")),
+      status_(facts["status"]),
       most_(number(facts["most"])),
       spin_ns_(number(facts["spin_ns"])),
       all_reduce_(verb("all_reduce", "Allreduce")),
@@ -162,6 +176,14 @@ bool MpiCalls::barrier() {
   return true;
 }
 
+bool MpiCalls::send(nb::handle x, nb::handle peer, nb::handle tag) {
+  return transfer(x, {send_, peer, tag, true});
+}
+
+nb::object MpiCalls::recv(nb::handle x, nb::handle peer, nb::handle tag) {
+  return transfer(x, {recv_, peer, tag}) ? nb::borrow(peer) : nb::none();
+}
+
 MpiCalls::Verb MpiCalls::verb(const char* name, const char* method) const {
   return {nb::str(name), comm_.attr(method), nb::str(method)};
 }
@@ -169,7 +191,7 @@ MpiCalls::Verb MpiCalls::verb(const char* name, const char* method) const {
 // Whether the next call may go the short way, as far as that is known without its tensors.
 bool MpiCalls::is_ready(bool is_uneven) {
   return (mine_.get(window_) + 1) % check_every_ != 0 && entry_.is_quiet(is_uneven) &&
-         !is_true(get(link_, is_aborted));
+         !is_true(get(link_, names().is_aborted));
 }
 
 bool MpiCalls::read(nb::handle x, Plain& plain) {
@@ -286,10 +308,61 @@ void MpiCalls::run(const Verb& verb, const nb::object& used, const Arguments&...
   }
 }
 
-void MpiCalls::fail(nb::python_error& error) {
-  const nb::object told = call_with(explain_, nb::borrow(error.value()));
-  PyErr_SetObject(told.type().ptr(), told.ptr());
-  throw nb::python_error();
+bool MpiCalls::transfer(nb::handle x, Message message) {
+  if (message.peer.is_none() || is_true(get(link_, names().is_aborted)) ||
+      !message_entry_.read(x, message) || !is_small(message.plain.bytes())) {
+    return false;
+  }
+  const std::uint64_t differing = message_entry_.compare(message);
+  if (differing != 0) {
+    message_entry_.note(message);
+    message_entry_.refuse(message, differing);
+  }
+  if (!message.is_send) entry_.note_write(tuple_of(x));
+  nb::object request;
+  try {
+    const nb::object memory = bytes_of(message.plain);
+    request = call_with(message.is_send ? isend_ : irecv_, memory, message.peer, message.tag);
+  } catch (nb::python_error& error) {
+    message_entry_.note(message);
+    fail(error);
+  }
+  finish(x, message, request);
+  return true;
+}
+
+// Note what has started, while it is on its way, and wait for it.
+void MpiCalls::finish(nb::handle x, const Message& message, const nb::object& request) {
+  const Names& n = names();
+  const nb::object note = whole(static_cast<std::int64_t>(message_entry_.note(message)));
+  const nb::object bytes = whole(static_cast<std::int64_t>(message.plain.bytes()));
+  const nb::object status = message.is_send ? nb::none() : call_with(status_);
+  try {
+    if (!is_done_soon(request, status)) {  // Python waits on
+      call_with(finish_, request, x, status, bytes);
+    } else if (!message.is_send && !call(status, n.num_bytes, byte_).equal(bytes)) {
+      call(link_, n.check_size, status, bytes);
+    }
+  } catch (nb::python_error& error) {
+    fail(error, note, message.is_send ? nb::none() : bytes);
+  }
+}
+
+// MPI goes on with what is under way whenever it is asked, and Python's lock is free meanwhile.
+bool MpiCalls::is_done_soon(const nb::object& request, const nb::object& status) const {
+  const auto is_done = [&] { return is_true(call(request, names().test, status)); };
+  if (is_done()) return true;
+  const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(spin_ns_);
+  while (now_ns() < end) {
+    if (is_done()) return true;
+  }
+  return false;
+}
+
+// `known` is what `explain` takes besides.
+template <class... Known>
+void MpiCalls::fail(nb::python_error& error, const Known&... known) {
+  raise_error(call_with(explain_, nb::borrow(error.value()), known...));
 }
 
 }  // namespace meshdist

@@ -1,10 +1,11 @@
 // The short ways of the verbs over MPI: plain tensors of the CPU, waited for.
 //
-// Each checks its tensors, notes and compares the call, waits until all members have come, and calls
-// mpi4py; or returns false, where Python is to do all that. MPI itself is not linked here.
+// Each checks its tensors, notes and compares the call, and calls mpi4py: of a collective the blocking
+// call, once all members have come; of a message the one that starts it, and then for a while whether
+// it is done. Or it returns false, where Python is to do all that. MPI itself is not linked here.
 #pragma once
 
-#include "entry.h"
+#include "message_entry.h"
 
 namespace meshdist {
 
@@ -22,6 +23,8 @@ class MpiCalls {
   bool scatter(nb::handle x, nb::handle ins, int root);
   bool all_to_all(nb::handle out, nb::handle in);
   bool barrier();
+  bool send(nb::handle x, nb::handle peer, nb::handle tag);
+  nb::object recv(nb::handle x, nb::handle peer, nb::handle tag);
 
  private:
   // A reduction that is done on the very memory of a tensor.
@@ -71,11 +74,17 @@ class MpiCalls {
   bool arrive();
   template <class... Arguments>
   void run(const Verb& verb, const nb::object& used, const Arguments&... arguments);
-  [[noreturn]] void fail(nb::python_error& error);
+  bool transfer(nb::handle x, Message message);
+  void finish(nb::handle x, const Message& message, const nb::object& request);
+  bool is_done_soon(const nb::object& request, const nb::object& status) const;
+  template <class... Known>
+  [[noreturn]] void fail(nb::python_error& error, const Known&... known);
 
   Entry entry_;
+  MessageEntry message_entry_;
   const nb::object comm_, in_place_, byte_, from_address_;
-  const nb::object link_, go_on_, explain_;
+  const nb::object link_, go_on_, finish_, explain_;
+  const nb::object send_, recv_, isend_, irecv_, status_;
   const std::uint64_t most_, spin_ns_;
   const Verb all_reduce_, reduce_, broadcast_, all_gather_, reduce_scatter_, gather_, scatter_,
       all_to_all_, barrier_;

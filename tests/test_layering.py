@@ -39,6 +39,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "handles",
             "boards",
             "pages",
+            "message_log",
             "ledger",
             "debug_levels",
             "recorder",

@@ -271,18 +271,22 @@ class Channel:
             return {}
         found = weakref.ref(self)  # which keeps those callers
 
-        def explained(error: BaseException) -> BaseException:
+        def explained(error: BaseException, note: int | None = None) -> BaseException:
             channel = found()
             if channel is None or not isinstance(error, WireFailure):
                 return error
-            return explain(channel.group, error, channel)
+            return explain(channel.group, error, channel, note)
 
         def disagreement(sequence: int) -> BaseException:
             return explained(MembersDisagree("the members' calls differ", sequence))
 
+        def misfit(is_send: bool, peer: int, tag: int, number: int) -> BaseException:
+            return explained(MembersDisagree("", number, (is_send, peer, tag)))
+
         return {
             **insides,
             **({} if self.ledger is None else self.ledger.insides()),
+            **({} if self.matching is None else self.matching.insides()),
             "tensor_type": torch.Tensor,
             "codes": _PLAIN_DTYPES,
             "increment_version": torch._C._increment_version,
@@ -294,8 +298,10 @@ class Channel:
             "size": self.group.size(),
             "member": self.group.rank(),
             "headers": _fingerprints,
+            "message_headers": _message_fingerprints,
             "explain": explained,
             "disagreement": disagreement,
+            "misfit": misfit,
         }
 
     def _tell(self) -> None:

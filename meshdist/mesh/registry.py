@@ -34,9 +34,11 @@ from ..runtime.handles import (
     telling_lost_store,
 )
 from ..runtime.ledger import Ledger
+from ..runtime.message_log import MessageLog
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
+from ..wires.core import core
 from .matching import Matching
 from .signals import Answer, Sentinel, heard_key, post
 
@@ -344,7 +346,9 @@ class Registry:
             view = self._views.get(ranks[member])
             return view is not None and view.is_kept() and view.has(key)
 
-        return Ledger(region, me, others, len(ranks), find_region, is_current, is_alive)
+        new_log = MessageLog if core is None else core.MessageLog
+        size = len(ranks)
+        return Ledger(region, me, others, size, find_region, is_current, is_alive, new_log)
 
     def _drop_ledger(self, label: str, ledger: Ledger | None) -> None:
         if ledger is not None:

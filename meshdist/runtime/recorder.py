@@ -132,6 +132,7 @@ class Recorder:
         return {
             "counts": self._counts,
             "notes": self._notes,
+            "num_messages": self._num_messages,
             "moments": _moments,
             "between_files": _between_files,
             "no_stack": _NO_STACK,

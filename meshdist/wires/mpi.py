@@ -20,6 +20,7 @@ from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.mpi_library import find_mpi_problem, is_cuda_aware
 from . import fallbacks
 from .base import (
+    LARGEST_TAG,
     REDUCING_VERBS,
     Communicator,
     Opening,
@@ -330,9 +331,11 @@ class MpiCommunicator(Communicator):
             return None
         MPI, failing, explain = self._shared.MPI, self._failing, noting["explain"]
 
-        def explained(error: BaseException) -> BaseException:
-            known = link.failure(error) if isinstance(error, failing) else error
-            return explain(known)  # type: ignore[no-any-return]
+        def explained(
+            error: BaseException, note: int | None = None, num_bytes: int | None = None
+        ) -> BaseException:
+            known = link.failure(error, num_bytes) if isinstance(error, failing) else error
+            return explain(known, note)  # type: ignore[no-any-return]
 
         facts = {
             **noting,
@@ -345,6 +348,9 @@ class MpiCommunicator(Communicator):
             "most": self._buffers.most,
             "reductions": plain_reductions(MPI, self.size),
             "go_on": partial(self._go_on, timeout),
+            "finish": partial(self._finish_message, timeout),
+            "status": MPI.Status,
+            "largest_tag": min(LARGEST_TAG, self._shared.largest_tag - _MOST_NUMBERED_TAGS),
             "explain": explained,
             "spin_ns": int(link.spin_s * 1e9),
         }
@@ -449,6 +455,13 @@ class MpiCommunicator(Communicator):
             getattr(self._comm, name)(*buffers)
         else:
             self._link.finish(self._start(name, kept, None, buffers), timeout)
+
+    def _finish_message(
+        self, timeout: timedelta, request: Any, kept: torch.Tensor, status: Any, num_bytes: int
+    ) -> None:
+        """Wait for a plain message that was not done soon; ``status`` is of a receive, or None."""
+        started = Started(request, kept, None, status, num_bytes)
+        self._link.finish(self._link.keep(started), timeout)
 
     def _started(self, call: Callable[..., Any], *arguments: Any) -> Any:
         if self._link.is_aborted:
