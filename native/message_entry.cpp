@@ -20,10 +20,9 @@ bool MessageEntry::read(nb::handle x, Message& message) {
   if (!entry_.is_open() || !PyLong_CheckExact(message.tag.ptr())) return false;
   int overflow = 0;
   message.number = PyLong_AsLongLongAndOverflow(message.tag.ptr(), &overflow);
-  if (overflow != 0 || message.number < 0 || message.number > largest_tag_) {
-    return false;
-  }
+  if (overflow != 0 || message.number < 0 || message.number > largest_tag_) return false;
   if (!message.peer.is_none()) message.member = nb::cast<int>(message.peer);
+  if (message.member == static_cast<int>(entry_.member())) return false;
   if (!message.is_send && unmatched_.is_valid() && PyList_Size(unmatched_.ptr()) != 0) return false;
   if (logs_.is_valid()) {
     const MessageLog* const log = find_log(message);
@@ -32,21 +31,19 @@ bool MessageEntry::read(nb::handle x, Message& message) {
   return entry_.read(x, message.plain);
 }
 
-std::uint64_t MessageEntry::compare(const Message& message) {
-  if (!logs_.is_valid()) return 0;
+std::uint64_t MessageEntry::enter(const Message& message) {
+  const std::uint64_t note = entry_.notes().keep_message(message.verb, message.plain.data,
+                                                         message.is_send, message.peer, message.tag);
+  if (logs_.is_valid()) compare(message);
+  return note;
+}
+
+void MessageEntry::compare(const Message& message) {
   const std::uint64_t kind = static_cast<std::uint64_t>(message.number) << 1 | !message.is_send;
-  return find_log(message)->note(kind, header_of(message.plain));
-}
-
-std::uint64_t MessageEntry::note(const Message& message) {
-  return entry_.notes().keep_message(message.verb, message.plain.data, message.is_send,
-                                     message.peer, message.tag);
-}
-
-void MessageEntry::refuse(const Message& message, std::uint64_t number) {
-  const nb::object told = call_with(misfit_, nb::bool_(message.is_send), message.peer, message.tag,
-                                    whole(static_cast<std::int64_t>(number)));
-  raise_error(told);
+  const std::uint64_t number = find_log(message)->note(kind, header_of(message.plain));
+  if (number == 0) return;
+  raise_error(call_with(misfit_, nb::bool_(message.is_send), message.peer, message.tag,
+                        whole(static_cast<std::int64_t>(number))));
 }
 
 MessageLog* MessageEntry::find_log(const Message& message) const {

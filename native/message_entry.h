@@ -28,14 +28,9 @@ class MessageEntry {
   // Whether a message of tensor `x` is plain and nothing stands in its way; fills the rest in.
   bool read(nb::handle x, Message& message);
 
-  // Compare it with its counterpart, if that is there; 0, or its number where they differ.
-  std::uint64_t compare(const Message& message);
-
-  // Note it; returns the number of the note.
-  std::uint64_t note(const Message& message);
-
-  // Raise that it differs from its counterpart; `number` is what `compare` has told.
-  [[noreturn]] void refuse(const Message& message, std::uint64_t number);
+  // Note it, and compare it with its counterpart, if that is there; raises what `misfit` makes where
+  // they differ. Returns the number of the note.
+  std::uint64_t enter(const Message& message);
 
  private:
   struct Kind {
@@ -49,6 +44,7 @@ class MessageEntry {
     }
   };
 
+  void compare(const Message& message);
   MessageLog* find_log(const Message& message) const;
   std::uint64_t header_of(const Plain& plain);
 

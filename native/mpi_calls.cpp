@@ -8,9 +8,10 @@ namespace {
 constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
 constexpr std::size_t kMostBuffers = 1024;
 constexpr int kLooksPerTime = 16;  // at the clock
+constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // of a message: MPI counts in an int
 
 struct Names {
-  Name is_aborted{"is_aborted"}, test{"Test"}, num_bytes{"Get_count"}, check_size{"check_size"};
+  Name is_aborted{"is_aborted"}, check_size{"check_size"};
 };
 
 const Names& names() {
@@ -33,9 +34,8 @@ MpiCalls::MpiCalls(nb::dict facts)
       explain_(facts["explain"]),
       send_(nb::str("send")),
       recv_(nb::str("recv")),
-      isend_(comm_.attr("Isend")),
-      irecv_(comm_.attr("Irecv")),
-      status_(facts["status"]),
+      error_(facts["error"]),
+      mpi_(MpiFunctions::of(facts["functions"])),
       most_(number(facts["most"])),
       spin_ns_(number(facts["spin_ns"])),
       all_reduce_(verb("all_reduce", "Allreduce")),
@@ -309,54 +309,60 @@ void MpiCalls::run(const Verb& verb, const nb::object& used, const Arguments&...
 }
 
 bool MpiCalls::transfer(nb::handle x, Message message) {
-  if (message.peer.is_none() || is_true(get(link_, names().is_aborted)) ||
-      !message_entry_.read(x, message) || !is_small(message.plain.bytes())) {
+  const Plain& plain = message.plain;
+  if (mpi_ == nullptr || message.peer.is_none() || is_true(get(link_, names().is_aborted)) ||
+      !message_entry_.read(x, message) || plain.bytes() > kMostBytes) {
     return false;
   }
-  const std::uint64_t differing = message_entry_.compare(message);
-  if (differing != 0) {
-    message_entry_.note(message);
-    message_entry_.refuse(message, differing);
-  }
+  const nb::object note = whole(static_cast<std::int64_t>(message_entry_.enter(message)));
   if (!message.is_send) entry_.note_write(tuple_of(x));
-  nb::object request;
+  const nb::object bytes = whole(static_cast<std::int64_t>(plain.bytes()));
+  MpiFunctions::Flight flight;
   try {
-    const nb::object memory = bytes_of(message.plain);
-    request = call_with(message.is_send ? isend_ : irecv_, memory, message.peer, message.tag);
-  } catch (nb::python_error& error) {
-    message_entry_.note(message);
-    fail(error);
-  }
-  finish(x, message, request);
-  return true;
-}
-
-// Note what has started, while it is on its way, and wait for it.
-void MpiCalls::finish(nb::handle x, const Message& message, const nb::object& request) {
-  const Names& n = names();
-  const nb::object note = whole(static_cast<std::int64_t>(message_entry_.note(message)));
-  const nb::object bytes = whole(static_cast<std::int64_t>(message.plain.bytes()));
-  const nb::object status = message.is_send ? nb::none() : call_with(status_);
-  try {
-    if (!is_done_soon(request, status)) {  // Python waits on
-      call_with(finish_, request, x, status, bytes);
-    } else if (!message.is_send && !call(status, n.num_bytes, byte_).equal(bytes)) {
-      call(link_, n.check_size, status, bytes);
+    if (!is_done_soon(message, flight)) {  // Python waits on
+      const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
+      call_with(finish_, request, x, nb::bool_(message.is_send));
+    } else if (!message.is_send) {
+      check_size(flight, bytes);
     }
   } catch (nb::python_error& error) {
     fail(error, note, message.is_send ? nb::none() : bytes);
   }
+  return true;
 }
 
-// MPI goes on with what is under way whenever it is asked, and Python's lock is free meanwhile.
-bool MpiCalls::is_done_soon(const nb::object& request, const nb::object& status) const {
-  const auto is_done = [&] { return is_true(call(request, names().test, status)); };
-  if (is_done()) return true;
-  const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(spin_ns_);
-  while (now_ns() < end) {
-    if (is_done()) return true;
+// MPI moves data while it is asked.
+bool MpiCalls::is_done_soon(const Message& message, MpiFunctions::Flight& flight) const {
+  bool is_done = false;
+  int error;
+  {
+    nb::gil_scoped_release release;
+    const Plain& plain = message.plain;
+    error = mpi_->start(message.is_send, reinterpret_cast<void*>(plain.address),
+                        static_cast<int>(plain.bytes()), message.member,
+                        static_cast<int>(message.number), flight);
+    Nanoseconds end = 0;
+    while (error == 0) {
+      error = mpi_->ask(flight, is_done);
+      if (is_done) break;
+      const Nanoseconds now = now_ns();
+      if (end == 0) end = now + static_cast<Nanoseconds>(spin_ns_);
+      if (now >= end) break;
+    }
   }
-  return false;
+  check(error);
+  return is_done;
+}
+
+void MpiCalls::check_size(const MpiFunctions::Flight& flight, const nb::object& bytes) const {
+  int count = 0;
+  check(mpi_->count(flight, count));
+  const nb::object found = whole(count);
+  if (!found.equal(bytes)) call(link_, names().check_size, found, bytes);
+}
+
+void MpiCalls::check(int error) const {
+  if (error != 0) raise_error(call_with(error_, whole(error)));
 }
 
 // `known` is what `explain` takes besides.

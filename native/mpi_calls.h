@@ -1,11 +1,12 @@
 // The short ways of the verbs over MPI: plain tensors of the CPU, waited for.
 //
 // Each checks its tensors, notes and compares the call, and calls mpi4py: of a collective the blocking
-// call, once all members have come; of a message the one that starts it, and then for a while whether
-// it is done. Or it returns false, where Python is to do all that. MPI itself is not linked here.
+// call, once all members have come. A message is started by MPI's own functions, and asked after for
+// a while. Or each returns false, where Python is to do all that.
 #pragma once
 
 #include "message_entry.h"
+#include "mpi_functions.h"
 
 namespace meshdist {
 
@@ -75,8 +76,9 @@ class MpiCalls {
   template <class... Arguments>
   void run(const Verb& verb, const nb::object& used, const Arguments&... arguments);
   bool transfer(nb::handle x, Message message);
-  void finish(nb::handle x, const Message& message, const nb::object& request);
-  bool is_done_soon(const nb::object& request, const nb::object& status) const;
+  bool is_done_soon(const Message& message, MpiFunctions::Flight& flight) const;
+  void check_size(const MpiFunctions::Flight& flight, const nb::object& bytes) const;
+  void check(int error) const;
   template <class... Known>
   [[noreturn]] void fail(nb::python_error& error, const Known&... known);
 
@@ -84,7 +86,8 @@ class MpiCalls {
   MessageEntry message_entry_;
   const nb::object comm_, in_place_, byte_, from_address_;
   const nb::object link_, go_on_, finish_, explain_;
-  const nb::object send_, recv_, isend_, irecv_, status_;
+  const nb::object send_, recv_, error_;
+  const std::unique_ptr<MpiFunctions> mpi_;  // null where they cannot be reached
   const std::uint64_t most_, spin_ns_;
   const Verb all_reduce_, reduce_, broadcast_, all_gather_, reduce_scatter_, gather_, scatter_,
       all_to_all_, barrier_;

@@ -68,7 +68,6 @@ def send(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "send", "dst")
-    check_not_me(target, peer, "send", "isend")
     plain = None if profiler._is_profiler_enabled else target.plain_calls
     if plain is None or not plain.send(tensor, peer, tag):
         _send(tensor, peer, target, tag)
@@ -76,6 +75,7 @@ def send(
 
 @verb
 def _send(tensor: Any, peer: int, group: ProcessGroup, tag: int) -> None:
+    check_not_me(group, peer, "send", "isend")
     message = Message("send", group, peer, tensor, tag, is_send=True)
     message.start(waits=True)
     message.finish()
@@ -103,7 +103,6 @@ def recv(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "recv", "src")
-    check_not_me(target, peer, "recv", "irecv")
     plain = None if profiler._is_profiler_enabled else target.plain_calls
     source = None if plain is None else plain.recv(tensor, peer, tag)
     return target.ranks[_recv(tensor, peer, target, tag) if source is None else source]
@@ -111,6 +110,7 @@ def recv(
 
 @verb
 def _recv(tensor: Any, peer: int | None, group: ProcessGroup, tag: int) -> int:
+    check_not_me(group, peer, "recv", "irecv")
     message = Message("recv", group, peer, tensor, tag, is_send=False)
     message.start(waits=True)
     message.finish()

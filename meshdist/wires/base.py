@@ -104,14 +104,11 @@ class PlainCalls(Protocol):
         ...
 
     def send(self, tensor: Any, peer: int, tag: Any, /) -> bool:
-        """To the member at place ``peer``, which is another one."""
+        """To the member at place ``peer``."""
         ...
 
     def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> int | None:
-        """From the member at place ``peer``, which is another one, or from any.
-
-        Returns its place, in the place of True; None in that of False.
-        """
+        """From the member at place ``peer``, or from any; its place for True, None for False."""
         ...
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ..arrays import apart
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.mpi_library import find_mpi_problem, is_cuda_aware
+from ..runtime.mpi_library import find_functions, find_mpi_problem, is_cuda_aware
 from . import fallbacks
 from .base import (
     LARGEST_TAG,
@@ -349,7 +349,8 @@ class MpiCommunicator(Communicator):
             "reductions": plain_reductions(MPI, self.size),
             "go_on": partial(self._go_on, timeout),
             "finish": partial(self._finish_message, timeout),
-            "status": MPI.Status,
+            "functions": _functions(MPI, self._comm),
+            "error": failing,
             "largest_tag": min(LARGEST_TAG, self._shared.largest_tag - _MOST_NUMBERED_TAGS),
             "explain": explained,
             "spin_ns": int(link.spin_s * 1e9),
@@ -457,10 +458,12 @@ class MpiCommunicator(Communicator):
             self._link.finish(self._start(name, kept, None, buffers), timeout)
 
     def _finish_message(
-        self, timeout: timedelta, request: Any, kept: torch.Tensor, status: Any, num_bytes: int
+        self, timeout: timedelta, request: int, kept: torch.Tensor, is_send: bool
     ) -> None:
-        """Wait for a plain message that was not done soon; ``status`` is of a receive, or None."""
-        started = Started(request, kept, None, status, num_bytes)
+        """Wait for a plain message that was not done soon."""
+        MPI, num_bytes = self._shared.MPI, kept.numel() * kept.itemsize
+        status = None if is_send else MPI.Status()
+        started = Started(MPI.Request.fromhandle(request), kept, None, status, num_bytes)
         self._link.finish(self._link.keep(started), timeout)
 
     def _started(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -528,6 +531,20 @@ class MpiWire(Wire):
         if opening.device_type == "cpu" or is_cuda_aware(shared.MPI):
             return MpiCommunicator(opening, shared)
         return StagedCommunicator(MpiCommunicator(replace(opening, device_type="cpu"), shared))
+
+
+def _functions(MPI: Any, comm: Any) -> dict[str, int] | None:
+    """What a native caller needs to send bytes by MPI's own functions, or None."""
+    found = find_functions(MPI, "MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Get_count")
+    if not found or not hasattr(MPI.Request, "fromhandle"):  # which mpi4py has from version 4 on
+        return None
+    return {
+        **dict(zip(("isend", "irecv", "test", "get_count"), found, strict=True)),
+        "comm": comm.handle,
+        "byte": MPI.BYTE.handle,
+        "handle_bytes": MPI._sizeof(MPI.Request),
+        "status_bytes": MPI._sizeof(MPI.Status),
+    }
 
 
 def _synchronize(tensor: torch.Tensor) -> None:

@@ -180,7 +180,7 @@ class Link:
             raise self.failure(error, started.num_bytes if is_receive else None) from None
         self._forget(started)
         if started.status is not None:
-            self.check_size(started.status, started.num_bytes)
+            self.check_size(started.status.Get_count(self.MPI.BYTE), started.num_bytes)
         started.settle()
 
     def is_finished(self, started: Started) -> bool:
@@ -247,9 +247,8 @@ class Link:
             return
         self.comm.Free()
 
-    def check_size(self, status: Any, num_bytes: int) -> None:
-        """Raise unless a receive of ``num_bytes``, which is done, has got them all."""
-        count = status.Get_count(self.MPI.BYTE)
+    def check_size(self, count: int, num_bytes: int) -> None:
+        """Raise unless a receive of ``num_bytes``, which is done, has got as many."""
         if count != num_bytes:
             raise MessageMisfit(
                 f"a message of {count} bytes came where {num_bytes} were to be received"
