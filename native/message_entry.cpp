@@ -25,7 +25,7 @@ bool MessageEntry::read(nb::handle x, Message& message) {
   if (message.member == static_cast<int>(entry_.member())) return false;
   if (!message.is_send && unmatched_.is_valid() && PyList_Size(unmatched_.ptr()) != 0) return false;
   if (logs_.is_valid()) {
-    const MessageLog* const log = find_log(message);
+    MessageLog* const log = find_log(message);
     if (log == nullptr || !log->is_plain(message.number)) return false;
   }
   return entry_.read(x, message.plain);

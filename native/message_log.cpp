@@ -41,7 +41,9 @@ std::uint64_t MessageLog::note(std::uint64_t kind, std::uint64_t header) {
   return differs && is_true(call_with(is_current_)) ? number : 0;
 }
 
-bool MessageLog::is_plain(std::uint64_t tag) const {
+bool MessageLog::is_plain(std::uint64_t tag) {
+  find_theirs();
+  drain();
   return theirs_.are_known() && backlog_.empty() && has_room() && !has_gaps_ &&
          loose_.count(tag) == 0;
 }
@@ -68,10 +70,7 @@ void MessageLog::note_any(std::uint64_t tag) {
 bool MessageLog::publish() {
   const bool is_heard = backlog_.empty() || is_true(call_with(is_alive_));
   if (!is_heard) backlog_.clear();  // nobody will read it
-  while (!backlog_.empty() && has_room()) {
-    put(backlog_.front());
-    backlog_.pop_front();
-  }
+  drain();
   return backlog_.empty();
 }
 
@@ -87,7 +86,15 @@ bool MessageLog::has_room() const {
          num_mine_ < theirs_.get(kRead) + num_entries_;
 }
 
+void MessageLog::drain() {
+  while (!backlog_.empty() && has_room()) {
+    put(backlog_.front());
+    backlog_.pop_front();
+  }
+}
+
 void MessageLog::write(const Entry& entry) {
+  drain();
   if (backlog_.empty() && has_room()) {
     put(entry);
   } else {

@@ -23,7 +23,7 @@ class MessageLog {
   std::uint64_t note(std::uint64_t kind, std::uint64_t header);
 
   // Whether `note` needs nobody but the two members for this tag.
-  bool is_plain(std::uint64_t tag) const;
+  bool is_plain(std::uint64_t tag);
 
   bool has_sent(std::uint64_t tag);
   bool sees_sends(std::uint64_t tag);
@@ -46,6 +46,7 @@ class MessageLog {
 
   void find_theirs();
   bool has_room() const;
+  void drain();
   void write(const Entry& entry);
   void put(const Entry& entry);
   void read();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 __all__ = ["NUM_ENTRIES", "NUM_WORDS", "MessageLog", "NewLog"]
 
@@ -16,33 +16,6 @@ NUM_WORDS = 2 + 2 * NUM_ENTRIES
 _WRITTEN, _READ, _FIRST = range(3)
 _LOW = 0xFFFFFFFF
 _ALL = 0xFFFFFFFFFFFFFFFF
-
-
-class Log(Protocol):
-    """What a ledger asks of a log; its methods are those of ``MessageLog``."""
-
-    @property
-    def num_waiting(self) -> int: ...
-    def note(self, kind: int, header: int, /) -> int: ...
-    def has_sent(self, tag: int, /) -> bool: ...
-    def sees_sends(self, tag: int, /) -> bool: ...
-    def note_any(self, tag: int, /) -> None: ...
-    def publish(self) -> bool: ...
-
-
-class NewLog(Protocol):
-    """Makes a log; its arguments are those of ``MessageLog``."""
-
-    def __call__(
-        self,
-        mine: memoryview,
-        find_theirs: Callable[[], memoryview | None],
-        is_current: Callable[[], bool],
-        is_alive: Callable[[], bool],
-        publish_later: Callable[[], None],
-        num_entries: int,
-        /,
-    ) -> Log: ...
 
 
 class MessageLog:
@@ -139,11 +112,15 @@ class MessageLog:
         """Write what has waited, as far as there is room; returns whether all of it is written."""
         if self._backlog and not self._is_alive():
             self._backlog.clear()  # nobody will read it
-        while self._backlog and self._has_room():
-            self._put(*self._backlog.popleft())
+        self._drain()
         return not self._backlog
 
+    def _drain(self) -> None:
+        while self._backlog and self._has_room():
+            self._put(*self._backlog.popleft())
+
     def _write(self, kind: int, number: int, header: int) -> None:
+        self._drain()
         if not self._backlog and self._has_room():
             self._put(kind, number, header)
         else:
@@ -206,3 +183,7 @@ def _seal(entry: int, name: int) -> int:
     """A number of 32 bits; not 0 for an entry that has not arrived."""
     mixed = ((entry + 1) * 0x9E3779B97F4A7C15 ^ name) * 0xD6E8FEB86659FD93
     return (mixed & _ALL) >> 32
+
+
+NewLog: TypeAlias = Callable[..., MessageLog]
+"""``MessageLog``, or what has its arguments and methods."""

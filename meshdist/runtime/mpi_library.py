@@ -118,7 +118,7 @@ def is_cuda_aware(MPI: Any) -> bool:
 
 
 def find_functions(MPI: Any, *names: str) -> list[int]:
-    """The addresses of the C functions that mpi4py calls under these names; [] if one is unknown."""
+    """Where the C functions are that mpi4py calls under these names; [] if one is unknown."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(MPI.__file__)
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
