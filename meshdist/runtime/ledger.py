@@ -281,10 +281,11 @@ class Ledger:
         while True:
             time.sleep(pause)
             with self._messages_lock:
+                self._publisher = None  # first: native callers note without this lock
                 waiting = [log for log in self._messages.values() if not log.publish()]
                 if not waiting:
-                    self._publisher = None
                     return
+                self._publisher = threading.current_thread()
             num_before, num_waiting = num_waiting, sum(log.num_waiting for log in waiting)
             has_moved = num_waiting < num_before
             pause = _PUBLISH_S if has_moved else min(2 * pause, _LONGEST_PUBLISH_S)

@@ -24,15 +24,11 @@ from meshdist.wires.base import LARGEST_TAG
 from meshdist.wires.core import core
 from tests.pool import Failure, Pool
 from tests.verbs.cases import WIRES
-from tests.wires.short_ways import Spy, opened
+from tests.wires.short_ways import Spy, opened, went_short
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
 ON = [pytest.param("shm"), pytest.param("mpi", marks=pytest.mark.mpi)]
 MIB = 1 << 20
-
-
-def went_short(spy: Spy) -> list[bool]:
-    return [one is not None and one is not False for one in spy.answers]
 
 
 def in_turn(send: Callable[[int], None], recv: Callable[[int], Any]) -> list[Any]:
