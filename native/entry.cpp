@@ -33,6 +33,7 @@ Entry::Entry(nb::dict facts)
       label_(facts["label"]),
       is_told_(facts["is_told"]),
       level_(facts["level"]),
+      known_levels_(facts["known_levels"]),
       notes_(facts),
       increment_version_(facts["increment_version"]),
       size_(number(facts["size"])),
@@ -54,7 +55,8 @@ bool Entry::is_open() const {
   if (PyDict_Size(aborts_.ptr()) != 0 && PyDict_Contains(aborts_.ptr(), label_.ptr()) != 0) {
     return false;
   }
-  if (is_true(call_with(is_told_, level_))) return false;
+  const bool is_silent = PyDict_GetItem(known_levels_.ptr(), level_.ptr()) == Py_False;
+  if (!is_silent && is_true(call_with(is_told_, level_))) return false;
   return !ledger_.is_valid() || PyList_Size(missing_.ptr()) == 0;
 }
 

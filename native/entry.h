@@ -87,7 +87,7 @@ class Entry {
 
   const unsigned num_forks_;
   PlainReader reader_;
-  nb::object aborts_, label_, is_told_, level_;
+  nb::object aborts_, label_, is_told_, level_, known_levels_;
   Notes notes_;
   nb::object increment_version_;
   const std::uint64_t size_, member_;

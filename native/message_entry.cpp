@@ -25,30 +25,35 @@ bool MessageEntry::read(nb::handle x, Message& message) {
   if (message.member == static_cast<int>(entry_.member())) return false;
   if (!message.is_send && unmatched_.is_valid() && PyList_Size(unmatched_.ptr()) != 0) return false;
   if (logs_.is_valid()) {
-    MessageLog* const log = find_log(message);
-    if (log == nullptr || !log->is_plain(message.number)) return false;
+    PyObject* const log = PyDict_GetItem(logs_.ptr(), message.peer.ptr());
+    if (log == nullptr) return false;
+    message.log = nb::inst_ptr<MessageLog>(log);
+    if (!message.log->is_plain(message.number)) return false;
   }
   return entry_.read(x, message.plain);
 }
 
-std::uint64_t MessageEntry::enter(const Message& message) {
-  const std::uint64_t note = entry_.notes().keep_message(message.verb, message.plain.data,
-                                                         message.is_send, message.peer, message.tag);
-  if (logs_.is_valid()) compare(message);
-  return note;
+std::uint64_t MessageEntry::note(const Message& message) {
+  return entry_.notes().keep_message(message.verb, message.plain.data, kind_of(message));
 }
 
 void MessageEntry::compare(const Message& message) {
+  if (message.log == nullptr) return;
   const std::uint64_t kind = static_cast<std::uint64_t>(message.number) << 1 | !message.is_send;
-  const std::uint64_t number = find_log(message)->note(kind, header_of(message.plain));
+  const std::uint64_t number = message.log->note(kind, header_of(message.plain));
   if (number == 0) return;
+  note(message);
   raise_error(call_with(misfit_, nb::bool_(message.is_send), message.peer, message.tag,
                         whole(static_cast<std::int64_t>(number))));
 }
 
-MessageLog* MessageEntry::find_log(const Message& message) const {
-  PyObject* const found = PyDict_GetItem(logs_.ptr(), message.peer.ptr());
-  return found == nullptr ? nullptr : nb::inst_ptr<MessageLog>(found);
+nb::handle MessageEntry::kind_of(const Message& message) {
+  Lane& last = last_lanes_[message.is_send];
+  if (!last.kind.is_valid() || last.member != message.member || last.number != message.number) {
+    last = {message.member, message.number,
+            tuple_of(nb::bool_(message.is_send), message.peer, message.tag)};
+  }
+  return last.kind;
 }
 
 // As Python makes it, so that members on either way agree; kept, since programs repeat their calls.

@@ -17,6 +17,7 @@ struct Message {
   // As numbers, which `MessageEntry::read` fills in; -1 is any member.
   int member = -1;
   std::int64_t number = 0;
+  MessageLog* log = nullptr;  // null where none is kept
   Plain plain{};
 };
 
@@ -28,9 +29,12 @@ class MessageEntry {
   // Whether a message of tensor `x` is plain and nothing stands in its way; fills the rest in.
   bool read(nb::handle x, Message& message);
 
-  // Note it, and compare it with its counterpart, if that is there; raises what `misfit` makes where
-  // they differ. Returns the number of the note.
-  std::uint64_t enter(const Message& message);
+  // Note it; returns the number of the note.
+  std::uint64_t note(const Message& message);
+
+  // Compare it with its counterpart, if that is there; where they differ note it, and raise what
+  // `misfit` makes.
+  void compare(const Message& message);
 
  private:
   struct Kind {
@@ -44,8 +48,7 @@ class MessageEntry {
     }
   };
 
-  void compare(const Message& message);
-  MessageLog* find_log(const Message& message) const;
+  nb::handle kind_of(const Message& message);
   std::uint64_t header_of(const Plain& plain);
 
   Entry& entry_;
@@ -54,6 +57,12 @@ class MessageEntry {
   nb::object unmatched_;  // receives that wait for their sender; none where it is not valid
   nb::object logs_;       // of the messages with each other member; not valid where none are kept
   std::unordered_map<Kind, std::uint64_t, Hash> kept_headers_;
+  struct Lane {
+    int member = -2;
+    std::int64_t number = 0;
+    nb::object kind;
+  };
+  Lane last_lanes_[2];  // programs repeat their calls: of receives, of sends
 };
 
 }  // namespace meshdist

@@ -1,5 +1,7 @@
 #include "mpi_calls.h"
 
+#include <algorithm>
+
 #include "waiting.h"
 
 namespace meshdist {
@@ -8,6 +10,8 @@ namespace {
 constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
 constexpr std::size_t kMostBuffers = 1024;
 constexpr int kLooksPerTime = 16;  // at the clock
+constexpr Nanoseconds kSlowestPerByte = 1;
+constexpr Nanoseconds kLongestSpin = 20'000'000;
 constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // of a message: MPI counts in an int
 
 struct Names {
@@ -314,51 +318,63 @@ bool MpiCalls::transfer(nb::handle x, Message message) {
       !message_entry_.read(x, message) || plain.bytes() > kMostBytes) {
     return false;
   }
-  const nb::object note = whole(static_cast<std::int64_t>(message_entry_.enter(message)));
+  message_entry_.compare(message);
   if (!message.is_send) entry_.note_write(tuple_of(x));
-  const nb::object bytes = whole(static_cast<std::int64_t>(plain.bytes()));
   MpiFunctions::Flight flight;
+  const int error = start(message, flight);
+  // The sooner it is on its way the less the other side waits; it is noted meanwhile.
+  const std::uint64_t note = message_entry_.note(message);
   try {
-    if (!is_done_soon(message, flight)) {  // Python waits on
+    check(error);
+    if (!is_done_soon(plain, flight)) {  // Python waits on
       const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
       call_with(finish_, request, x, nb::bool_(message.is_send));
     } else if (!message.is_send) {
-      check_size(flight, bytes);
+      check_size(flight, plain);
     }
-  } catch (nb::python_error& error) {
-    fail(error, note, message.is_send ? nb::none() : bytes);
+  } catch (nb::python_error& failure) {
+    const nb::object bytes = whole(static_cast<std::int64_t>(plain.bytes()));
+    fail(failure, whole(static_cast<std::int64_t>(note)), message.is_send ? nb::none() : bytes);
   }
   return true;
 }
 
-// MPI moves data while it is asked.
-bool MpiCalls::is_done_soon(const Message& message, MpiFunctions::Flight& flight) const {
+int MpiCalls::start(const Message& message, MpiFunctions::Flight& flight) const {
+  nb::gil_scoped_release release;
+  const Plain& plain = message.plain;
+  return mpi_->start(message.is_send, reinterpret_cast<void*>(plain.address),
+                     static_cast<int>(plain.bytes()), message.member,
+                     static_cast<int>(message.number), flight);
+}
+
+// MPI moves data while it is asked: as long as that may take, but for what is too large to be deaf
+// to signals meanwhile.
+bool MpiCalls::is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const {
   bool is_done = false;
-  int error;
+  int error = 0;
   {
     nb::gil_scoped_release release;
-    const Plain& plain = message.plain;
-    error = mpi_->start(message.is_send, reinterpret_cast<void*>(plain.address),
-                        static_cast<int>(plain.bytes()), message.member,
-                        static_cast<int>(message.number), flight);
-    Nanoseconds end = 0;
-    while (error == 0) {
-      error = mpi_->ask(flight, is_done);
-      if (is_done) break;
-      const Nanoseconds now = now_ns();
-      if (end == 0) end = now + static_cast<Nanoseconds>(spin_ns_);
-      if (now >= end) break;
+    error = mpi_->ask(flight, is_done);
+    if (!is_done && error == 0 && spin_ns_ != 0) {
+      const Nanoseconds moving = static_cast<Nanoseconds>(plain.bytes()) * kSlowestPerByte;
+      const Nanoseconds end =
+          now_ns() + std::min(static_cast<Nanoseconds>(spin_ns_) + moving, kLongestSpin);
+      do {
+        for (int i = 0; i < kLooksPerTime && !is_done && error == 0; ++i) {
+          error = mpi_->ask(flight, is_done);
+        }
+      } while (!is_done && error == 0 && now_ns() < end);
     }
   }
   check(error);
   return is_done;
 }
 
-void MpiCalls::check_size(const MpiFunctions::Flight& flight, const nb::object& bytes) const {
+void MpiCalls::check_size(const MpiFunctions::Flight& flight, const Plain& plain) const {
   int count = 0;
   check(mpi_->count(flight, count));
-  const nb::object found = whole(count);
-  if (!found.equal(bytes)) call(link_, names().check_size, found, bytes);
+  const std::int64_t bytes = static_cast<std::int64_t>(plain.bytes());
+  if (count != bytes) call(link_, names().check_size, whole(count), whole(bytes));
 }
 
 void MpiCalls::check(int error) const {

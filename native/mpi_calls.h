@@ -76,8 +76,9 @@ class MpiCalls {
   template <class... Arguments>
   void run(const Verb& verb, const nb::object& used, const Arguments&... arguments);
   bool transfer(nb::handle x, Message message);
-  bool is_done_soon(const Message& message, MpiFunctions::Flight& flight) const;
-  void check_size(const MpiFunctions::Flight& flight, const nb::object& bytes) const;
+  int start(const Message& message, MpiFunctions::Flight& flight) const;
+  bool is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const;
+  void check_size(const MpiFunctions::Flight& flight, const Plain& plain) const;
   void check(int error) const;
   template <class... Known>
   [[noreturn]] void fail(nb::python_error& error, const Known&... known);

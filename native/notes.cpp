@@ -43,13 +43,13 @@ std::uint64_t Notes::keep_collective(nb::handle verb, const nb::object& data,
   return number;
 }
 
-std::uint64_t Notes::keep_message(nb::handle verb, const nb::object& data, bool is_send,
-                                  nb::handle peer, nb::handle tag) {
-  const nb::object kind = tuple_of(nb::bool_(is_send), peer, tag);
+std::uint64_t Notes::keep_message(nb::handle verb, const nb::object& data, nb::handle kind) {
   PyObject* const before = PyDict_GetItem(num_messages_.ptr(), kind.ptr());
   const nb::object number = whole(before == nullptr ? 1 : PyLong_AsLongLong(before) + 1);
   if (PyDict_SetItem(num_messages_.ptr(), kind.ptr(), number.ptr()) != 0) throw nb::python_error();
-  return keep(verb, data, tuple_of(nb::bool_(is_send), peer, tag, number));
+  const nb::handle is_send = PyTuple_GetItem(kind.ptr(), 0), peer = PyTuple_GetItem(kind.ptr(), 1),
+                   tag = PyTuple_GetItem(kind.ptr(), 2);
+  return keep(verb, data, tuple_of(is_send, peer, tag, number));
 }
 
 std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, const nb::object& more) {

@@ -16,9 +16,8 @@ class Notes {
   // Keep a collective; returns its number in the members' common sequence.
   std::uint64_t keep_collective(nb::handle verb, const nb::object& data, const nb::object& more);
 
-  // Keep a send or receive; returns the number of the note.
-  std::uint64_t keep_message(nb::handle verb, const nb::object& data, bool is_send,
-                             nb::handle peer, nb::handle tag);
+  // Keep a send or receive of a kind, (is_send, peer, tag); returns the number of the note.
+  std::uint64_t keep_message(nb::handle verb, const nb::object& data, nb::handle kind);
 
  private:
   std::uint64_t keep(nb::handle verb, const nb::object& data, const nb::object& more);

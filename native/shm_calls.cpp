@@ -169,7 +169,7 @@ bool ShmCalls::run(Job job) {
 
 bool ShmCalls::run(nb::handle x, Message message) {
   if (!message_entry_.read(x, message)) return false;
-  const std::uint64_t note = message_entry_.enter(message);
+  const std::uint64_t note = message_entry_.note(message);
   if (!message.is_send) entry_.note_write(tuple_of(x));
   const Plain& plain = message.plain;
   const int status = core_.run_transfer(message.is_send, plain.address, plain.count, plain.code,

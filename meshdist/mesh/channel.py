@@ -16,7 +16,13 @@ from ..arrays import QUANTIZED
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.clock import clock
-from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
+from ..runtime.debug_levels import (
+    TRACE,
+    DebugLevel,
+    get_debug_level,
+    known_levels,
+    verbs_log,
+)
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
 from ..runtime.recorder import Data, call_text, is_list
 from ..wires.base import (
@@ -294,6 +300,7 @@ class Channel:
             "label": self.opened.label,
             "is_told": verbs_log.isEnabledFor,
             "level": TRACE,
+            "known_levels": known_levels(),
             "group": self.group.name,
             "size": self.group.size(),
             "member": self.group.rank(),
