@@ -5,33 +5,12 @@
 // not plain.
 #pragma once
 
+#include "notes.h"
 #include "plain.h"
 
 #include <vector>
 
 namespace meshdist {
-
-// Words of 64 bits that another process may write.
-class Words {
- public:
-  Words() = default;
-  explicit Words(nb::object memory);
-
-  std::uint64_t get(std::uint64_t place) const {
-    return __atomic_load_n(words_ + place, __ATOMIC_ACQUIRE);
-  }
-  void put(std::uint64_t place, std::uint64_t value) const {
-    __atomic_store_n(words_ + place, value, __ATOMIC_RELEASE);
-  }
-  // As `put`, and seen by others before this process reads what follows.
-  void set(std::uint64_t place, std::uint64_t value) const {
-    __atomic_store_n(words_ + place, value, __ATOMIC_SEQ_CST);
-  }
-
- private:
-  nb::object memory_;  // a memoryview, which keeps the words where they are
-  std::uint64_t* words_ = nullptr;
-};
 
 class Entry {
  public:
@@ -46,7 +25,10 @@ class Entry {
     std::int64_t root = -2;
   };
 
-  // Whether there is nothing to refuse, to tell or to wait for before the next call.
+  // Whether there is nothing to refuse or to tell, and nobody's words are missing.
+  bool is_open() const;
+
+  // Whether it is so, and there is nothing to wait for before the next collective.
   bool is_quiet(bool is_uneven = false);
 
   // Whether `x` is a plain tensor; fills `plain`.
@@ -63,6 +45,8 @@ class Entry {
   // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
   bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
                  nb::handle root);
+
+  Notes& notes() { return notes_; }
 
   std::uint64_t size() const { return size_; }
   std::uint64_t member() const { return member_; }
@@ -95,8 +79,6 @@ class Entry {
 
   void enter(const Call& call, const nb::object& data, nb::handle dtype, std::uint64_t count,
              const std::uint64_t* part);
-  nb::object first_frame() const;
-  std::uint64_t note(const Call& call, const nb::object& data, const nb::object& sizes);
   std::uint64_t fingerprint(const Header& header, const nb::object& data);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
@@ -105,13 +87,9 @@ class Entry {
 
   const unsigned num_forks_;
   PlainReader reader_;
-  nb::object aborts_, label_, is_told_, level_;
-  const Words counts_;  // a recorder's
-  nb::object notes_, moments_, between_files_;
-  nb::object group_, no_stack_, increment_version_;
-  const nb::object get_frame_, depth_;
-  nb::object last_code_;  // the program's that called last
-  const Py_ssize_t num_kept_;
+  nb::object aborts_, label_, is_told_, level_, known_levels_;
+  Notes notes_;
+  nb::object increment_version_;
   const std::uint64_t size_, member_;
 
   // The members' headers; none are compared where there is no `ledger_`.

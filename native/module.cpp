@@ -31,7 +31,9 @@ void bind_plain_calls(nb::class_<Calls> to) {
       .def("gather", &Calls::gather, nb::arg().none(), nb::arg().none(), nb::arg())
       .def("scatter", &Calls::scatter, nb::arg().none(), nb::arg().none(), nb::arg())
       .def("all_to_all", &Calls::all_to_all, nb::arg().none(), nb::arg().none())
-      .def("barrier", &Calls::barrier);
+      .def("barrier", &Calls::barrier)
+      .def("send", &Calls::send, nb::arg().none(), nb::arg(), nb::arg().none())
+      .def("recv", &Calls::recv, nb::arg().none(), nb::arg().none(), nb::arg().none());
 }
 
 // `result` becomes the sum of both, numbers of a dtype. Called by MPI, which passes its own datatype.
@@ -160,6 +162,14 @@ NB_MODULE(native, m) {
                          std::int64_t tag, std::uint64_t note) {
     return self.start_transfer(false, data, count, dtype, peer, tag, note);
   }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
+  nb::class_<MessageLog>(m, "MessageLog")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, std::uint64_t>())
+      .def_prop_ro("num_waiting", &MessageLog::num_waiting)
+      .def("note", &MessageLog::note)
+      .def("has_sent", &MessageLog::has_sent)
+      .def("sees_sends", &MessageLog::sees_sends)
+      .def("note_any", &MessageLog::note_any)
+      .def("publish", &MessageLog::publish);
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<nb::dict>(), "facts"_a)
       .def("enter", &Entry::enter_one, nb::arg(), nb::arg().none(), nb::arg().none(),

@@ -1,5 +1,7 @@
 #include "mpi_calls.h"
 
+#include <algorithm>
+
 #include "waiting.h"
 
 namespace meshdist {
@@ -8,20 +10,36 @@ namespace {
 constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
 constexpr std::size_t kMostBuffers = 1024;
 constexpr int kLooksPerTime = 16;  // at the clock
+constexpr Nanoseconds kSlowestPerByte = 1;
+constexpr Nanoseconds kLongestSpin = 20'000'000;
+constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // of a message: MPI counts in an int
 
-const Name is_aborted{"is_aborted"};
+struct Names {
+  Name is_aborted{"is_aborted"}, check_size{"check_size"};
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
 
 }  // namespace
 
 MpiCalls::MpiCalls(nb::dict facts)
     : entry_(facts),
+      message_entry_(facts, entry_),
       comm_(facts["comm"]),
       in_place_(facts["in_place"]),
       byte_(facts["byte"]),
       from_address_(facts["from_address"]),
       link_(facts["link"]),
       go_on_(facts["go_on"]),
+      finish_(facts["finish"]),
       explain_(facts["explain"]),
+      send_(nb::str("send")),
+      recv_(nb::str("recv")),
+      error_(facts["error"]),
+      mpi_(MpiFunctions::of(facts["functions"])),
       most_(number(facts["most"])),
       spin_ns_(number(facts["spin_ns"])),
       all_reduce_(verb("all_reduce", "Allreduce")),
@@ -162,6 +180,14 @@ bool MpiCalls::barrier() {
   return true;
 }
 
+bool MpiCalls::send(nb::handle x, nb::handle peer, nb::handle tag) {
+  return transfer(x, {send_, peer, tag, true});
+}
+
+nb::object MpiCalls::recv(nb::handle x, nb::handle peer, nb::handle tag) {
+  return transfer(x, {recv_, peer, tag}) ? nb::borrow(peer) : nb::none();
+}
+
 MpiCalls::Verb MpiCalls::verb(const char* name, const char* method) const {
   return {nb::str(name), comm_.attr(method), nb::str(method)};
 }
@@ -169,7 +195,7 @@ MpiCalls::Verb MpiCalls::verb(const char* name, const char* method) const {
 // Whether the next call may go the short way, as far as that is known without its tensors.
 bool MpiCalls::is_ready(bool is_uneven) {
   return (mine_.get(window_) + 1) % check_every_ != 0 && entry_.is_quiet(is_uneven) &&
-         !is_true(get(link_, is_aborted));
+         !is_true(get(link_, names().is_aborted));
 }
 
 bool MpiCalls::read(nb::handle x, Plain& plain) {
@@ -286,10 +312,79 @@ void MpiCalls::run(const Verb& verb, const nb::object& used, const Arguments&...
   }
 }
 
-void MpiCalls::fail(nb::python_error& error) {
-  const nb::object told = call_with(explain_, nb::borrow(error.value()));
-  PyErr_SetObject(told.type().ptr(), told.ptr());
-  throw nb::python_error();
+bool MpiCalls::transfer(nb::handle x, Message message) {
+  const Plain& plain = message.plain;
+  if (mpi_ == nullptr || message.peer.is_none() || is_true(get(link_, names().is_aborted)) ||
+      !message_entry_.read(x, message) || plain.bytes() > kMostBytes) {
+    return false;
+  }
+  message_entry_.compare(message);
+  if (!message.is_send) entry_.note_write(tuple_of(x));
+  MpiFunctions::Flight flight;
+  const int error = start(message, flight);
+  // The sooner it is on its way the less the other side waits; it is noted meanwhile.
+  const std::uint64_t note = message_entry_.note(message);
+  try {
+    check(error);
+    if (!is_done_soon(plain, flight)) {  // Python waits on
+      const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
+      call_with(finish_, request, x, nb::bool_(message.is_send));
+    } else if (!message.is_send) {
+      check_size(flight, plain);
+    }
+  } catch (nb::python_error& failure) {
+    const nb::object bytes = whole(static_cast<std::int64_t>(plain.bytes()));
+    fail(failure, whole(static_cast<std::int64_t>(note)), message.is_send ? nb::none() : bytes);
+  }
+  return true;
+}
+
+int MpiCalls::start(const Message& message, MpiFunctions::Flight& flight) const {
+  nb::gil_scoped_release release;
+  const Plain& plain = message.plain;
+  return mpi_->start(message.is_send, reinterpret_cast<void*>(plain.address),
+                     static_cast<int>(plain.bytes()), message.member,
+                     static_cast<int>(message.number), flight);
+}
+
+// MPI moves data while it is asked: as long as that may take, but for what is too large to be deaf
+// to signals meanwhile.
+bool MpiCalls::is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const {
+  bool is_done = false;
+  int error = 0;
+  {
+    nb::gil_scoped_release release;
+    error = mpi_->ask(flight, is_done);
+    if (!is_done && error == 0 && spin_ns_ != 0) {
+      const Nanoseconds moving = static_cast<Nanoseconds>(plain.bytes()) * kSlowestPerByte;
+      const Nanoseconds end =
+          now_ns() + std::min(static_cast<Nanoseconds>(spin_ns_) + moving, kLongestSpin);
+      do {
+        for (int i = 0; i < kLooksPerTime && !is_done && error == 0; ++i) {
+          error = mpi_->ask(flight, is_done);
+        }
+      } while (!is_done && error == 0 && now_ns() < end);
+    }
+  }
+  check(error);
+  return is_done;
+}
+
+void MpiCalls::check_size(const MpiFunctions::Flight& flight, const Plain& plain) const {
+  int count = 0;
+  check(mpi_->count(flight, count));
+  const std::int64_t bytes = static_cast<std::int64_t>(plain.bytes());
+  if (count != bytes) call(link_, names().check_size, whole(count), whole(bytes));
+}
+
+void MpiCalls::check(int error) const {
+  if (error != 0) raise_error(call_with(error_, whole(error)));
+}
+
+// `known` is what `explain` takes besides.
+template <class... Known>
+void MpiCalls::fail(nb::python_error& error, const Known&... known) {
+  raise_error(call_with(explain_, nb::borrow(error.value()), known...));
 }
 
 }  // namespace meshdist

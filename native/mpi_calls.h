@@ -1,10 +1,12 @@
 // The short ways of the verbs over MPI: plain tensors of the CPU, waited for.
 //
-// Each checks its tensors, notes and compares the call, waits until all members have come, and calls
-// mpi4py; or returns false, where Python is to do all that. MPI itself is not linked here.
+// Each checks its tensors, notes and compares the call, and calls mpi4py: of a collective the blocking
+// call, once all members have come. A message is started by MPI's own functions, and asked after for
+// a while. Or each returns false, where Python is to do all that.
 #pragma once
 
-#include "entry.h"
+#include "message_entry.h"
+#include "mpi_functions.h"
 
 namespace meshdist {
 
@@ -22,6 +24,8 @@ class MpiCalls {
   bool scatter(nb::handle x, nb::handle ins, int root);
   bool all_to_all(nb::handle out, nb::handle in);
   bool barrier();
+  bool send(nb::handle x, nb::handle peer, nb::handle tag);
+  nb::object recv(nb::handle x, nb::handle peer, nb::handle tag);
 
  private:
   // A reduction that is done on the very memory of a tensor.
@@ -71,11 +75,20 @@ class MpiCalls {
   bool arrive();
   template <class... Arguments>
   void run(const Verb& verb, const nb::object& used, const Arguments&... arguments);
-  [[noreturn]] void fail(nb::python_error& error);
+  bool transfer(nb::handle x, Message message);
+  int start(const Message& message, MpiFunctions::Flight& flight) const;
+  bool is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const;
+  void check_size(const MpiFunctions::Flight& flight, const Plain& plain) const;
+  void check(int error) const;
+  template <class... Known>
+  [[noreturn]] void fail(nb::python_error& error, const Known&... known);
 
   Entry entry_;
+  MessageEntry message_entry_;
   const nb::object comm_, in_place_, byte_, from_address_;
-  const nb::object link_, go_on_, explain_;
+  const nb::object link_, go_on_, finish_, explain_;
+  const nb::object send_, recv_, error_;
+  const std::unique_ptr<MpiFunctions> mpi_;  // null where they cannot be reached
   const std::uint64_t most_, spin_ns_;
   const Verb all_reduce_, reduce_, broadcast_, all_gather_, reduce_scatter_, gather_, scatter_,
       all_to_all_, barrier_;

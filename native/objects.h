@@ -24,15 +24,22 @@ inline nb::object get(nb::handle from, const Name& name) {
   return checked(PyObject_GetAttr(from.ptr(), name.object));
 }
 
-inline nb::object call(nb::handle on, const Name& name) {
-  PyObject* const arguments[] = {on.ptr()};
-  return checked(PyObject_VectorcallMethod(name.object, arguments, 1, nullptr));
+template <class... Arguments>
+nb::object call(nb::handle on, const Name& name, const Arguments&... given) {
+  PyObject* const arguments[] = {on.ptr(), given.ptr()...};
+  return checked(
+      PyObject_VectorcallMethod(name.object, arguments, 1 + sizeof...(given), nullptr));
 }
 
 template <class... Arguments>
 nb::object call_with(nb::handle function, const Arguments&... given) {
   PyObject* const arguments[sizeof...(given) + 1] = {given.ptr()...};
   return checked(PyObject_Vectorcall(function.ptr(), arguments, sizeof...(given), nullptr));
+}
+
+[[noreturn]] inline void raise_error(const nb::object& error) {
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+  throw nb::python_error();
 }
 
 template <class... Items>

@@ -6,17 +6,21 @@ namespace meshdist {
 
 ShmCalls::ShmCalls(nb::object communicator, nb::dict facts, double timeout)
     : entry_(facts),
+      message_entry_(facts, entry_),
       owner_(std::move(communicator)),
       core_(nb::cast<PyCommunicator&>(owner_)),
       timeout_(timeout),
       failed_(facts["failed"]),
+      message_failed_(facts["message_failed"]),
       all_reduce_(nb::str("all_reduce")),
       reduce_(nb::str("reduce")),
       broadcast_(nb::str("broadcast")),
       gather_(nb::str("gather")),
       scatter_(nb::str("scatter")),
       all_to_all_(nb::str("all_to_all_single")),
-      barrier_(nb::str("barrier")) {
+      barrier_(nb::str("barrier")),
+      send_(nb::str("send")),
+      recv_(nb::str("recv")) {
   for (nb::handle one : nb::borrow<nb::list>(facts["reductions"])) {
     reductions_.push_back(
         {one[0], one[3], nb::cast<std::int64_t>(one[1]), nb::cast<unsigned>(one[2])});
@@ -124,6 +128,14 @@ bool ShmCalls::barrier() {
   return run(core_.barrier());
 }
 
+bool ShmCalls::send(nb::handle x, nb::handle peer, nb::handle tag) {
+  return run(x, {send_, peer, tag, true});
+}
+
+nb::object ShmCalls::recv(nb::handle x, nb::handle peer, nb::handle tag) {
+  return run(x, {recv_, peer, tag}) ? whole(core_.last_source) : nb::none();
+}
+
 const ShmCalls::Reduction* ShmCalls::find(nb::handle op, const Plain& plain) const {
   for (const Reduction& one : reductions_) {
     if (!one.op.is(op)) continue;
@@ -152,9 +164,19 @@ bool ShmCalls::read_list(nb::handle list, const Plain& like, Addresses& addresse
 bool ShmCalls::run(Job job) {
   const int status = core_.run(job, timeout_);
   if (status == 0) return true;
-  const nb::object told = call_with(failed_, whole(status));
-  PyErr_SetObject(told.type().ptr(), told.ptr());
-  throw nb::python_error();
+  raise_error(call_with(failed_, whole(status)));
+}
+
+bool ShmCalls::run(nb::handle x, Message message) {
+  if (!message_entry_.read(x, message)) return false;
+  const std::uint64_t note = message_entry_.note(message);
+  if (!message.is_send) entry_.note_write(tuple_of(x));
+  const Plain& plain = message.plain;
+  const int status = core_.run_transfer(message.is_send, plain.address, plain.count, plain.code,
+                                        message.member, message.number, note, timeout_);
+  if (status == 0) return true;
+  raise_error(call_with(message_failed_, whole(status), nb::bool_(message.is_send), whole(message.member),
+                  message.tag, whole(static_cast<std::int64_t>(note))));
 }
 
 }  // namespace meshdist

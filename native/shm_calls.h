@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "entry.h"
+#include "message_entry.h"
 #include "python_communicator.h"
 
 namespace meshdist {
@@ -26,6 +26,8 @@ class ShmCalls {
   bool scatter(nb::handle x, nb::handle ins, int root);
   bool all_to_all(nb::handle out, nb::handle in);
   bool barrier();
+  bool send(nb::handle x, nb::handle peer, nb::handle tag);
+  nb::object recv(nb::handle x, nb::handle peer, nb::handle tag);
 
  private:
   struct Reduction {
@@ -40,14 +42,16 @@ class ShmCalls {
   bool read_list(nb::handle list, const Plain& like, Addresses& addresses);
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
   bool run(Job job);
+  bool run(nb::handle x, Message message);
 
   Entry entry_;
+  MessageEntry message_entry_;
   const nb::object owner_;
   PyCommunicator& core_;
   const double timeout_;
-  const nb::object failed_;  // makes the error to raise of a status
+  const nb::object failed_, message_failed_;  // make the error to raise of a status
   std::vector<Reduction> reductions_;  // the first one is the sum
-  const nb::object all_reduce_, reduce_, broadcast_, gather_, scatter_, all_to_all_, barrier_;
+  const nb::object all_reduce_, reduce_, broadcast_, gather_, scatter_, all_to_all_, barrier_, send_, recv_;
 };
 
 }  // namespace meshdist

@@ -40,6 +40,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "handles",
             "boards",
             "pages",
+            "message_log",
             "ledger",
             "debug_levels",
             "recorder",

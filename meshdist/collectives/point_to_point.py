@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.autograd.profiler as profiler
+
 from ..errors import ArgumentError, KindError
 from ..mesh.groups import ProcessGroup, resolve_group
-from ..wires.base import Communicator, Pending, WireFailure
+from ..wires.base import LARGEST_TAG, Communicator, Pending, WireFailure
 from ..wires.work import Work
 from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history, note_write
-from .instruments import verb
+from .instruments import bare_verb, verb
 from .running import bring_one_home
 
 __all__ = [
@@ -28,14 +30,11 @@ __all__ = [
     "start_together",
 ]
 
-_LARGEST_TAG = (1 << 30) - 3
-"""What every wire takes; larger ones belong to the verbs and wires themselves."""
-
-_ANSWER_TAG = _LARGEST_TAG + 1
+_ANSWER_TAG = LARGEST_TAG + 1
 """The tag of what a receiver answers to a sender."""
 
 
-@verb
+@bare_verb
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -69,13 +68,20 @@ def send(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "send", "dst")
-    check_not_me(target, peer, "send", "isend")
-    message = Message("send", target, peer, tensor, tag, is_send=True)
+    plain = None if profiler._is_profiler_enabled else target.plain_calls
+    if plain is None or not plain.send(tensor, peer, tag):
+        _send(tensor, peer, target, tag)
+
+
+@verb
+def _send(tensor: Any, peer: int, group: ProcessGroup, tag: int) -> None:
+    check_not_me(group, peer, "send", "isend")
+    message = Message("send", group, peer, tensor, tag, is_send=True)
     message.start(waits=True)
     message.finish()
 
 
-@verb
+@bare_verb
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -97,11 +103,18 @@ def recv(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "recv", "src")
-    check_not_me(target, peer, "recv", "irecv")
-    message = Message("recv", target, peer, tensor, tag, is_send=False)
+    plain = None if profiler._is_profiler_enabled else target.plain_calls
+    source = None if plain is None else plain.recv(tensor, peer, tag)
+    return target.ranks[_recv(tensor, peer, target, tag) if source is None else source]
+
+
+@verb
+def _recv(tensor: Any, peer: int | None, group: ProcessGroup, tag: int) -> int:
+    check_not_me(group, peer, "recv", "irecv")
+    message = Message("recv", group, peer, tensor, tag, is_send=False)
     message.start(waits=True)
     message.finish()
-    return target.ranks[message.source()]
+    return message.source()
 
 
 @verb
@@ -332,11 +345,11 @@ def _check_tag(tag: object, wire_name: str) -> None:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise KindError(
             f"{tag!r} is not a tag",
-            expected=f"a whole number from 0 to {_LARGEST_TAG}",
+            expected=f"a whole number from 0 to {LARGEST_TAG}",
             found=type(tag).__name__,
         )
-    if not 0 <= tag <= _LARGEST_TAG:
-        raise ArgumentError(f"there is no tag {tag}", expected=f"0 to {_LARGEST_TAG}")
+    if not 0 <= tag <= LARGEST_TAG:
+        raise ArgumentError(f"there is no tag {tag}", expected=f"0 to {LARGEST_TAG}")
     if tag != 0 and wire_name == "nccl":
         raise ArgumentError(
             f"tag={tag} on NCCL, which has no tags",

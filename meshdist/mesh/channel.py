@@ -16,7 +16,13 @@ from ..arrays import QUANTIZED
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.clock import clock
-from ..runtime.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
+from ..runtime.debug_levels import (
+    TRACE,
+    DebugLevel,
+    get_debug_level,
+    known_levels,
+    verbs_log,
+)
 from ..runtime.ledger import CHECK_EVERY, Ledger, fingerprint
 from ..runtime.recorder import Data, call_text, is_list
 from ..wires.base import (
@@ -271,18 +277,22 @@ class Channel:
             return {}
         found = weakref.ref(self)  # which keeps those callers
 
-        def explained(error: BaseException) -> BaseException:
+        def explained(error: BaseException, note: int | None = None) -> BaseException:
             channel = found()
             if channel is None or not isinstance(error, WireFailure):
                 return error
-            return explain(channel.group, error, channel)
+            return explain(channel.group, error, channel, note)
 
         def disagreement(sequence: int) -> BaseException:
             return explained(MembersDisagree("the members' calls differ", sequence))
 
+        def misfit(is_send: bool, peer: int, tag: int, number: int) -> BaseException:
+            return explained(MembersDisagree("", number, (is_send, peer, tag)))
+
         return {
             **insides,
             **({} if self.ledger is None else self.ledger.insides()),
+            **({} if self.matching is None else self.matching.insides()),
             "tensor_type": torch.Tensor,
             "codes": _PLAIN_DTYPES,
             "increment_version": torch._C._increment_version,
@@ -290,12 +300,15 @@ class Channel:
             "label": self.opened.label,
             "is_told": verbs_log.isEnabledFor,
             "level": TRACE,
+            "known_levels": known_levels(),
             "group": self.group.name,
             "size": self.group.size(),
             "member": self.group.rank(),
             "headers": _fingerprints,
+            "message_headers": _message_fingerprints,
             "explain": explained,
             "disagreement": disagreement,
+            "misfit": misfit,
         }
 
     def _tell(self) -> None:

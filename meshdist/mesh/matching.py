@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -72,6 +73,10 @@ class Matching:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._checked = 0.0
+
+    def insides(self) -> dict[str, Any]:
+        """What a native caller looks at to know that ``takes`` is not so for a named sender."""
+        return {"unmatched": self._receives}
 
     def takes(self, peer: int | None, tag: int) -> bool:
         """Whether a receive goes this way: one that names no sender, or comes after such a one."""
@@ -149,7 +154,7 @@ class Matching:
             if self._is_broken():
                 self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
                 return
-            self._receives = [one for one in self._receives if one.is_wanted()]
+            self._receives[:] = [one for one in self._receives if one.is_wanted()]
             waiting = set()
             for receive in tuple(self._receives):
                 if receive.tag not in waiting and not self._start_if_sent(receive):

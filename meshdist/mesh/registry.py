@@ -34,9 +34,11 @@ from ..runtime.handles import (
     telling_lost_store,
 )
 from ..runtime.ledger import Ledger
+from ..runtime.message_log import MessageLog
 from ..runtime.recorder import Recorder
 from ..runtime.world import World
 from ..wires.base import Communicator, Opening, Wire
+from ..wires.core import core
 from .matching import Matching
 from .signals import Answer, Sentinel, heard_key, post
 
@@ -45,6 +47,7 @@ __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 _making = threading.Lock()
 _PATIENCE_S = 5.0
 _HEARD_S = 1.0
+_NOTING_S = 0.01
 _NUM_OPENING = "group/opening"
 
 
@@ -271,16 +274,12 @@ class Registry:
         used = [(label, recorder) for label, recorder in recorders if recorder.moment]
         used.sort(key=lambda one: one[1].moment)
         calls = [{"label": label, **recorder.describe()} for label, recorder in used]
-        found = None
-        if not about:
-            asked = None
-        elif asked is not None and "sequence" in about:
-            found = asked.recorder.find_call(about["sequence"])
-        elif asked is not None and "note" in about:
-            found = asked.recorder.find_note(about["note"])
-        elif asked is not None:
-            found = asked.recorder.find_message(*about["message"])
-        is_forgotten = asked is not None and found is None and asked.recorder.has_noted(about)
+        if not about or asked is None:
+            return {"calls": calls, "about": None, "is_forgotten": False}
+        if not asked.recorder.has_noted(about):
+            time.sleep(_NOTING_S)  # a message may be on its way and not noted yet
+        found = asked.recorder.find_about(about)
+        is_forgotten = found is None and asked.recorder.has_noted(about)
         return {"calls": calls, "about": found, "is_forgotten": is_forgotten}
 
     def close(self) -> None:
@@ -344,7 +343,9 @@ class Registry:
             view = self._views.get(ranks[member])
             return view is not None and view.is_kept() and view.has(key)
 
-        return Ledger(region, me, others, len(ranks), find_region, is_current, is_alive)
+        new_log = MessageLog if core is None else core.MessageLog
+        size = len(ranks)
+        return Ledger(region, me, others, size, find_region, is_current, is_alive, new_log)
 
     def _drop_ledger(self, label: str, ledger: Ledger | None) -> None:
         if ledger is not None:

@@ -30,6 +30,7 @@ __all__ = [
     "TRACE",
     "DebugLevel",
     "get_debug_level",
+    "known_levels",
     "set_debug_level",
     "set_debug_level_from_env",
     "shows_stacks",
@@ -58,6 +59,16 @@ _INFO_LEVELS = {
     DebugLevel.INFO: logging.DEBUG,
     DebugLevel.DETAIL: TRACE,
 }
+
+
+def known_levels() -> dict[int, bool]:
+    """Whether ``verbs_log`` tells of a level, for those that it was asked for.
+
+    Python empties this dict whenever the level of any logger changes. It is no documented part of
+    a logger; without it all levels are unknown.
+    """
+    known: dict[int, bool] = getattr(verbs_log, "_cache", {})
+    return known
 
 
 def get_debug_level() -> DebugLevel:

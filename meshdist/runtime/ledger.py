@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from .message_log import NUM_ENTRIES, NUM_WORDS, MessageLog, NewLog
 
 __all__ = ["CHECK_EVERY", "WINDOW", "Ledger", "fingerprint"]
 
@@ -26,7 +28,6 @@ WINDOW = 1024
 CHECK_EVERY = 256
 """At every how many collectives to look whether a member is that far behind."""
 _UNEVEN_WINDOW = 64
-_MESSAGES = 128  # of one pair that can be ahead of who reads of them
 _PATIENT_LOOKS = 64  # for a member's words that are not there; then now and then only
 _SETTLE_S = 0.001
 _PUBLISH_S = 0.001
@@ -56,6 +57,7 @@ class Ledger:
             they are not there.
         is_current: whether a member's words are still this group's.
         is_alive: whether a member may write more; by default as long as they are.
+        new_log: makes what notes the messages between this member and another one.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Ledger:
         find_region: FindRegion,
         is_current: Callable[[int], bool],
         is_alive: Callable[[int], bool] | None = None,
+        new_log: NewLog = MessageLog,
     ) -> None:
         self._mine = region
         self._member = member
@@ -79,7 +82,17 @@ class Ledger:
         self._missing = list(others)
         self._views: list[tuple[int, memoryview]] = []
         self._reaches_all = len(self._missing) == size - 1
-        self._messages = {peer: _MessageLog(self, peer) for peer in others}
+        self._messages = {
+            peer: new_log(
+                self.message_words(self._mine, peer),
+                partial(self._find_messages_of, peer),
+                partial(self._is_current, peer),
+                partial(self._is_alive, peer),
+                self._publish_later,
+                NUM_ENTRIES,
+            )
+            for peer in others
+        }
         self._turns = list(others)
         self._publisher: threading.Thread | None = None
         self._finding = threading.Lock()  # several threads may call verbs at the same time
@@ -88,7 +101,7 @@ class Ledger:
     @staticmethod
     def num_words(size: int) -> int:
         """How many words a member of a group of ``size`` writes on."""
-        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MessageLog.num_words + 1
+        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * NUM_WORDS + 1
 
     def insides(self) -> dict[str, Any]:
         """What a native caller needs to do what ``enter`` does, as long as nobody is missing."""
@@ -100,6 +113,7 @@ class Ledger:
             "window": WINDOW,
             "check_every": CHECK_EVERY,
             "uneven_window": _UNEVEN_WINDOW,
+            "logs": self._messages,
         }
 
     def close(self) -> None:
@@ -236,15 +250,10 @@ class Ledger:
             for log in self._messages.values():
                 log.note_any(tag)
 
-    def view_of(self, peer: int) -> memoryview | None:
-        """The words of ``peer``, if they have been found."""
-        return next((view for member, view in self._views if member == peer), None)
-
-    def message_words(self, writer: memoryview | None, reader: int) -> memoryview:
-        """Where the owner of ``writer`` (None: this member) notes what it does with ``reader``."""
-        words = self._mine if writer is None else writer
-        start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MessageLog.num_words
-        return words[start : start + _MessageLog.num_words]
+    def message_words(self, words: memoryview, reader: int) -> memoryview:
+        """Where in ``words``, a member's, it notes its messages with member ``reader``."""
+        start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * NUM_WORDS
+        return words[start : start + NUM_WORDS]
 
     def publish(self) -> bool:
         """Write notes of messages that had no room before; returns whether none is left."""
@@ -252,36 +261,31 @@ class Ledger:
             waiting = [log for log in self._messages.values() if not log.publish()]
         return not waiting
 
-    def publish_later(self) -> None:
-        """Let a thread publish, as soon as others have read what is there; called by a log."""
+    def _find_messages_of(self, peer: int) -> memoryview | None:
+        """Where another member notes its messages with this one, if its words have been found."""
+        for member, view in self._views:
+            if member == peer:
+                return self.message_words(view, self._member)
+        return None
+
+    def _publish_later(self) -> None:
+        """Let a thread publish, as soon as others have read what is there."""
         if self._publisher is None:
             self._publisher = threading.Thread(
                 target=self._publish_all, name="meshdist-ledger", daemon=True
             )
             self._publisher.start()
 
-    @property
-    def member(self) -> int:
-        """This member's place in the group."""
-        return self._member
-
-    def is_current(self, member: int) -> bool:
-        """Whether a member's words are still this group's."""
-        return self._is_current(member)
-
-    def is_alive(self, member: int) -> bool:
-        """Whether a member may read or write more."""
-        return self._is_alive(member)
-
     def _publish_all(self) -> None:
         pause, num_waiting = _PUBLISH_S, 0
         while True:
             time.sleep(pause)
             with self._messages_lock:
+                self._publisher = None  # first: native callers note without this lock
                 waiting = [log for log in self._messages.values() if not log.publish()]
                 if not waiting:
-                    self._publisher = None
                     return
+                self._publisher = threading.current_thread()
             num_before, num_waiting = num_waiting, sum(log.num_waiting for log in waiting)
             has_moved = num_waiting < num_before
             pause = _PUBLISH_S if has_moved else min(2 * pause, _LONGEST_PUBLISH_S)
@@ -295,7 +299,7 @@ class Ledger:
             if self._missing:
                 self._find_missing()
             log = self._messages.get(peer)
-            return None if log is None else log.note(kind, header)
+            return None if log is None else log.note(kind, header) or None
 
     def _find_missing(self) -> None:
         with self._finding:
@@ -341,142 +345,3 @@ class Ledger:
 def _is_behind(noted: int, sequence: int) -> bool:
     """Whether the number of a noted call, of which 32 bits are kept, is below ``sequence``."""
     return noted - sequence & _LOW >= 1 << 31
-
-
-class _MessageLog:
-    """The messages between this member and one other, as both note them.
-
-    First come two words: how many entries were written, and how many of the other's were read. An
-    entry is two words: direction, tag and number; and the fingerprint under a seal that tells
-    whether both are of this entry. The number counts the messages of one direction and tag, so that
-    the n-th send meets the n-th receive; it is 0 for a receive whose sender is never known, after
-    which messages of that tag cannot be told apart. What the other has not read is not overwritten:
-    further entries wait in this process. Those are not compared with what the other has started by
-    the time that they are written.
-    """
-
-    num_words = 2 + 2 * _MESSAGES
-
-    def __init__(self, ledger: Ledger, peer: int) -> None:
-        self._ledger = ledger
-        self._peer = peer
-        self._mine = ledger.message_words(None, peer)
-        self._theirs: memoryview | None = None
-        self._num_mine = 0
-        self._num_read = 0
-        self._room_until = _MESSAGES
-        self._counts: dict[int, int] = {}
-        self._ahead: dict[int, dict[int, int]] = {}
-        self._latest: dict[int, int] = {}
-        self._backlog: deque[tuple[int, int, int]] = deque()
-        self._loose: set[int] = set()
-        self._has_gaps = False
-
-    def note(self, kind: int, header: int) -> int | None:
-        """Note one transfer; returns its number where its counterpart is there and differs.
-
-        Args:
-            kind: its tag, times two, and one more for a receive.
-            header: its fingerprint.
-        """
-        number = self._counts.get(kind, 0) + 1
-        self._write(kind, number, header)
-        # Read before the count: what comes for an earlier number was compared over there.
-        if self._theirs is None or self._theirs[0] != self._num_read:
-            self._read()
-        self._counts[kind] = number
-        ahead = self._ahead.get(kind ^ 1)
-        if not ahead or ahead.pop(number, header) == header:
-            return None
-        if self._has_gaps or kind >> 1 in self._loose:
-            return None
-        return number if self._ledger.is_current(self._peer) else None
-
-    def has_sent(self, tag: int) -> bool:
-        """Whether the other has noted more sends under ``tag`` than this member has receives."""
-        if self._theirs is None or self._theirs[0] != self._num_read:
-            self._read()
-        return self._latest.get(tag << 1, 0) > self._counts.get(tag << 1 | 1, 0)
-
-    def sees_sends(self, tag: int) -> bool:
-        """Whether all that the other has sent under ``tag`` is known here."""
-        self._read()
-        return not self._has_gaps and tag not in self._loose
-
-    def note_any(self, tag: int) -> None:
-        """Note a receive whose sender is never known."""
-        if tag not in self._loose:
-            self._loose.add(tag)
-            self._write(tag << 1 | 1, 0, 0)
-
-    @property
-    def num_waiting(self) -> int:
-        """How many entries wait for room."""
-        return len(self._backlog)
-
-    def publish(self) -> bool:
-        """Write what has waited, as far as there is room; returns whether all of it is written."""
-        if self._backlog and not self._ledger.is_alive(self._peer):
-            self._backlog.clear()  # nobody will read it
-        while self._backlog and self._has_room():
-            self._put(*self._backlog.popleft())
-        return not self._backlog
-
-    def _write(self, kind: int, number: int, header: int) -> None:
-        if not self._backlog and self._has_room():
-            self._put(kind, number, header)
-        else:
-            self._backlog.append((kind, number, header))
-            self._ledger.publish_later()
-
-    def _has_room(self) -> bool:
-        if self._num_mine < self._room_until:
-            return True  # the common case
-        if self._theirs is None:
-            return not self._find_theirs()  # who cannot be read may not read either
-        self._room_until = self._theirs[1] + _MESSAGES
-        return self._num_mine < self._room_until
-
-    def _put(self, kind: int, number: int, header: int) -> None:
-        entry = self._num_mine
-        place = 2 + 2 * (entry % _MESSAGES)
-        name = kind << 32 | number & _LOW
-        self._mine[place] = name
-        self._mine[place + 1] = fingerprint(entry, name) << 32 | header
-        self._num_mine = self._mine[0] = entry + 1
-
-    def _find_theirs(self) -> bool:
-        view = self._ledger.view_of(self._peer)
-        if view is not None:
-            self._theirs = self._ledger.message_words(view, self._ledger.member)
-        return view is not None
-
-    def _read(self) -> None:
-        if self._theirs is None and not self._find_theirs():
-            return
-        theirs = self._theirs
-        assert theirs is not None  # it was found
-        written = theirs[0]
-        if written - self._num_read > _MESSAGES:
-            self._has_gaps = True
-            self._num_read = written - _MESSAGES
-        for entry in range(self._num_read, written):
-            place = 2 + 2 * (entry % _MESSAGES)
-            name, word = theirs[place], theirs[place + 1]
-            if word >> 32 == fingerprint(entry, name):
-                self._take(name >> 32, name & _LOW, word & _LOW)
-            elif theirs[0] - entry >= _MESSAGES:  # overwritten meanwhile
-                self._has_gaps = True
-            else:  # not all of it has arrived yet
-                written = entry
-                break
-        self._num_read = self._mine[1] = written
-
-    def _take(self, kind: int, number: int, header: int) -> None:
-        if number == 0:
-            self._loose.add(kind >> 1)
-            return
-        if not kind & 1:
-            self._latest[kind] = number  # which tells of all before it under its tag
-        if number > self._counts.get(kind ^ 1, 0):
-            self._ahead.setdefault(kind, {})[number] = header

@@ -22,6 +22,7 @@ from .mpiexec import find_mpiexec
 
 __all__ = [
     "describe_mpi",
+    "find_functions",
     "find_mpi_problem",
     "is_cuda_aware",
     "library_version",
@@ -114,6 +115,15 @@ def is_cuda_aware(MPI: Any) -> bool:
     with suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(_library_path(MPI)).MPIX_Query_cuda_support())
     return False
+
+
+def find_functions(MPI: Any, *names: str) -> list[int]:
+    """Where the C functions are that mpi4py calls under these names; [] if one is unknown."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(MPI.__file__)
+        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        return [address for address in found if address]
+    return []
 
 
 def _library_path(MPI: Any) -> str | None:

@@ -132,6 +132,7 @@ class Recorder:
         return {
             "counts": self._counts,
             "notes": self._notes,
+            "num_messages": self._num_messages,
             "moments": _moments,
             "between_files": _between_files,
             "no_stack": _NO_STACK,
@@ -200,8 +201,16 @@ class Recorder:
             return None
         return self._described(self._notes[(number - 1) % NUM_NOTES])
 
+    def find_about(self, about: dict[str, Any]) -> dict[str, Any] | None:
+        """The call that is asked about, if it is remembered; ``about`` tells as signals do."""
+        if "sequence" in about:
+            return self.find_call(about["sequence"])
+        if "note" in about:
+            return self.find_note(about["note"])
+        return self.find_message(*about["message"])
+
     def has_noted(self, about: dict[str, Any]) -> bool:
-        """Whether a call was noted, remembered or not; ``about`` tells which, as signals do."""
+        """As ``find_about``, for whether it was noted at all."""
         if "sequence" in about:
             return bool(about["sequence"] <= self.sequence)
         if "note" in about:

@@ -32,6 +32,7 @@ from .scratch import Scratch
 
 __all__ = [
     "Communicator",
+    "LARGEST_TAG",
     "MemberLost",
     "MembersDisagree",
     "Opening",
@@ -49,6 +50,9 @@ __all__ = [
     "wire_names",
 ]
 
+
+LARGEST_TAG = (1 << 30) - 3
+"""What every wire takes; larger ones belong to the verbs and wires themselves."""
 
 REDUCING_VERBS = frozenset(
     {"all_reduce", "all_reduce_list", "reduce", "reduce_scatter", "reduce_scatter_list"}
@@ -97,6 +101,14 @@ class PlainCalls(Protocol):
 
     def barrier(self) -> bool:
         """Over all members."""
+        ...
+
+    def send(self, tensor: Any, peer: int, tag: Any, /) -> bool:
+        """To the member at place ``peer``."""
+        ...
+
+    def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> int | None:
+        """From the member at place ``peer``, or from any; its place for True, None for False."""
         ...
 
 

@@ -17,9 +17,10 @@ import torch
 
 from ..arrays import apart
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.mpi_library import find_mpi_problem, is_cuda_aware
+from ..runtime.mpi_library import find_functions, find_mpi_problem, is_cuda_aware
 from . import fallbacks
 from .base import (
+    LARGEST_TAG,
     REDUCING_VERBS,
     Communicator,
     Opening,
@@ -330,9 +331,11 @@ class MpiCommunicator(Communicator):
             return None
         MPI, failing, explain = self._shared.MPI, self._failing, noting["explain"]
 
-        def explained(error: BaseException) -> BaseException:
-            known = link.failure(error) if isinstance(error, failing) else error
-            return explain(known)  # type: ignore[no-any-return]
+        def explained(
+            error: BaseException, note: int | None = None, num_bytes: int | None = None
+        ) -> BaseException:
+            known = link.failure(error, num_bytes) if isinstance(error, failing) else error
+            return explain(known, note)  # type: ignore[no-any-return]
 
         facts = {
             **noting,
@@ -345,6 +348,10 @@ class MpiCommunicator(Communicator):
             "most": self._buffers.most,
             "reductions": plain_reductions(MPI, self.size),
             "go_on": partial(self._go_on, timeout),
+            "finish": partial(self._finish_message, timeout),
+            "functions": _functions(MPI, self._comm),
+            "error": failing,
+            "largest_tag": min(LARGEST_TAG, self._shared.largest_tag - _MOST_NUMBERED_TAGS),
             "explain": explained,
             "spin_ns": int(link.spin_s * 1e9),
         }
@@ -450,6 +457,15 @@ class MpiCommunicator(Communicator):
         else:
             self._link.finish(self._start(name, kept, None, buffers), timeout)
 
+    def _finish_message(
+        self, timeout: timedelta, request: int, kept: torch.Tensor, is_send: bool
+    ) -> None:
+        """Wait for a plain message that was not done soon."""
+        MPI, num_bytes = self._shared.MPI, kept.numel() * kept.itemsize
+        status = None if is_send else MPI.Status()
+        started = Started(MPI.Request.fromhandle(request), kept, None, status, num_bytes)
+        self._link.finish(self._link.keep(started), timeout)
+
     def _started(self, call: Callable[..., Any], *arguments: Any) -> Any:
         if self._link.is_aborted:
             raise WireAborted("the communicator was aborted")
@@ -515,6 +531,20 @@ class MpiWire(Wire):
         if opening.device_type == "cpu" or is_cuda_aware(shared.MPI):
             return MpiCommunicator(opening, shared)
         return StagedCommunicator(MpiCommunicator(replace(opening, device_type="cpu"), shared))
+
+
+def _functions(MPI: Any, comm: Any) -> dict[str, int] | None:
+    """What a native caller needs to send bytes by MPI's own functions, or None."""
+    found = find_functions(MPI, "MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Get_count")
+    if not found or not hasattr(MPI.Request, "fromhandle"):  # which mpi4py has from version 4 on
+        return None
+    return {
+        **dict(zip(("isend", "irecv", "test", "get_count"), found, strict=True)),
+        "comm": comm.handle,
+        "byte": MPI.BYTE.handle,
+        "handle_bytes": MPI._sizeof(MPI.Request),
+        "status_bytes": MPI._sizeof(MPI.Status),
+    }
 
 
 def _synchronize(tensor: torch.Tensor) -> None:

@@ -177,13 +177,10 @@ class Link:
         except self.MPI.Exception as error:
             self._forget(started)
             is_receive = started.status is not None
-            if is_receive and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
-                text = f"a longer message came where {started.num_bytes} bytes were to be received"
-                raise MessageMisfit(text) from None
-            raise self.failure(error) from None
+            raise self.failure(error, started.num_bytes if is_receive else None) from None
         self._forget(started)
         if started.status is not None:
-            self._check_size(started)
+            self.check_size(started.status.Get_count(self.MPI.BYTE), started.num_bytes)
         started.settle()
 
     def is_finished(self, started: Started) -> bool:
@@ -250,8 +247,19 @@ class Link:
             return
         self.comm.Free()
 
-    def failure(self, error: Exception) -> WireFailure:
-        """What an error of MPI's means."""
+    def check_size(self, count: int, num_bytes: int) -> None:
+        """Raise unless a receive of ``num_bytes``, which is done, has got as many."""
+        if count != num_bytes:
+            raise MessageMisfit(
+                f"a message of {count} bytes came where {num_bytes} were to be received"
+            )
+
+    def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
+        """What an error of MPI's means, in a receive of ``num_bytes`` or anything else (None)."""
+        if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
+            return MessageMisfit(
+                f"a longer message came where {num_bytes} bytes were to be received"
+            )
         text = str(error).splitlines()[0]
         return WireAborted(text) if self.is_aborted else WireFailure(text)
 
@@ -264,13 +272,6 @@ class Link:
             return started.test()
         except self.MPI.Exception:
             return True
-
-    def _check_size(self, started: Started) -> None:
-        count = started.status.Get_count(self.MPI.BYTE)
-        if count != started.num_bytes:
-            raise MessageMisfit(
-                f"a message of {count} bytes came where {started.num_bytes} were to be received"
-            )
 
     def _look_for_lost(self, is_done: Callable[[], bool], *, asks: bool) -> None:
         if self._look is not None:

@@ -22,6 +22,7 @@ from ..runtime.clock import clock
 from ..runtime.hosts import num_cores
 from . import fallbacks
 from .base import (
+    LARGEST_TAG,
     Communicator,
     MemberLost,
     MembersDisagree,
@@ -290,11 +291,19 @@ class ShmCommunicator(Communicator):
         def failed(status: int) -> BaseException:
             return explain(self._failure(status, core.last_failure()))  # type: ignore[no-any-return]
 
+        def message_failed(
+            status: int, is_send: bool, peer: int, tag: int, note: int
+        ) -> BaseException:
+            failure, message = core.last_transfer_failure(), (is_send, peer, tag)
+            return explain(self._failure(status, failure, note, message), note)  # type: ignore[no-any-return]
+
         facts = {
             **noting,
             "codes": _plain_codes(),
             "reductions": _plain_reductions(),
+            "largest_tag": LARGEST_TAG,
             "failed": failed,
+            "message_failed": message_failed,
         }
         return _core.ShmCalls(core, facts, timeout.total_seconds())  # type: ignore[no-any-return]
 

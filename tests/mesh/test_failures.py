@@ -11,9 +11,11 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 
 import meshdist as md
+from meshdist.mesh import registry as registry_module
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -400,3 +402,25 @@ def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(tmp_path:
         size=2,
     )
     assert (code, out, err) == (0, ["2", "2"], "")
+
+
+def asked_too_early() -> dict[str, object]:
+    """What is told of a message that is noted while somebody asks after it."""
+    world = md.group.WORLD
+    opened, registry = world.channel("cpu").opened, registry_module.get_registry(world.world)
+    about = {"label": opened.label, "message": [True, 0, 5, 1]}
+    before = registry.answer(about)
+    assert before["about"] is None
+    assert not before["is_forgotten"]
+
+    def note(seconds: float) -> None:
+        opened.recorder.note_message("the world", "send", torch.ones(3), 0, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry_module.time, "sleep", note)
+        return registry.answer(about)["about"]
+
+
+def test_a_message_that_is_on_its_way_is_found_although_it_is_noted_late() -> None:
+    (found,) = md.simulate(asked_too_early, 1)
+    assert found["argument"] == "(3,) float32, to rank 0, tag 5"

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import meshdist as md
-from meshdist.runtime.debug_levels import TRACE, verbs_log
+from meshdist.runtime.debug_levels import TRACE, known_levels, verbs_log
 
 PACKAGE = logging.getLogger("meshdist")
 
@@ -139,3 +139,13 @@ def test_what_is_told_reaches_stderr_until_the_program_sets_up_handlers() -> Non
     said = [line for line in done.stderr.splitlines() if "meshdist" in line]
     assert said == ["TRACE meshdist.verbs: a verb", "INFO meshdist.groups: a group"]
     assert done.stdout == "told once\n"
+
+
+def test_what_is_known_of_levels_is_forgotten_when_one_changes() -> None:
+    assert not verbs_log.isEnabledFor(TRACE)
+    assert known_levels()[TRACE] is False
+    logger = logging.getLogger("meshdist")
+    before = logger.level
+    logger.setLevel(TRACE)
+    assert TRACE not in known_levels()
+    logger.setLevel(before)

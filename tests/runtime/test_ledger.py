@@ -14,6 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from meshdist.runtime import ledger as module
 from meshdist.runtime.ledger import CHECK_EVERY, WINDOW, Ledger, fingerprint
+from meshdist.runtime.message_log import MessageLog, NewLog
+from meshdist.wires.core import core
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +27,7 @@ headers = st.integers(0, 2**32 - 1)
 class Team:
     """Ledgers of one group over plain memory, driven one call at a time."""
 
-    def __init__(self, size: int, base: int = 0) -> None:
+    def __init__(self, size: int, base: int = 0, logs: Sequence[NewLog] = (MessageLog,)) -> None:
         self.size = size
         self.regions = [
             memoryview(bytearray(8 * Ledger.num_words(size))).cast("Q") for _ in range(size)
@@ -43,6 +45,7 @@ class Team:
                 self.find,
                 lambda member: member not in self.gone,
                 lambda member: member not in self.gone | self.dead,
+                logs[me % len(logs)],
             )
             for me in range(size)
         ]
@@ -260,6 +263,13 @@ def test_uneven_words_that_arrive_late_are_waited_for(monkeypatch: pytest.Monkey
 
 # -- messages ------------------------------------------------------------------------------------
 
+LOGS: dict[str, list[NewLog]] = {"python": [MessageLog]}
+if core is not None:
+    LOGS["native"] = [core.MessageLog]
+    LOGS["both"] = [MessageLog, core.MessageLog]
+on_every_log = pytest.mark.parametrize("logs", LOGS.values(), ids=LOGS)
+"""The logs of the members, by turns."""
+
 Step = tuple[str, int, int, int]
 """send, recv or any; the peer; the tag; the header."""
 
@@ -313,24 +323,28 @@ def both_sides(
 orders = st.tuples(*[st.lists(st.integers(0, 5), max_size=40)] * 2)
 
 
+@on_every_log
 @given(st.lists(messages, max_size=40), orders, schedules)
-def test_the_nth_send_meets_the_nth_receive_of_its_tag(drawn, orders, schedule) -> None:
-    team = Team(2)
+def test_the_nth_send_meets_the_nth_receive_of_its_tag(
+    logs: list[NewLog], drawn, orders, schedule
+) -> None:
+    team = Team(2, logs=logs)
     programs = both_sides(drawn, orders)
     steps = [iter(program) for program in programs]
     for member in interleaved(programs, schedule):
         assert take(team, member, next(steps[member])) is None
 
 
+@on_every_log
 @given(st.lists(messages, min_size=1, max_size=40), st.data(), orders, schedules)
 def test_a_message_that_differs_is_seen_there_by_the_later_side(
-    drawn, data, orders, schedule
+    logs: list[NewLog], drawn, data, orders, schedule
 ) -> None:
     odd = data.draw(st.integers(0, len(drawn) - 1))
     from_first, tag, _ = drawn[odd]
     number = sum(one[:2] == (from_first, tag) for one in drawn[: odd + 1])
     sender = 0 if from_first else 1
-    team = Team(2)
+    team = Team(2, logs=logs)
     programs = both_sides(drawn, orders)
     receiver = programs[1 - sender]
     places = [i for i, step in enumerate(receiver) if (step[0], step[2]) == ("recv", tag)]
@@ -351,15 +365,18 @@ def test_a_message_that_differs_is_seen_there_by_the_later_side(
     assert seen == [None, number]
 
 
+@on_every_log
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.booleans(), headers), max_size=60),
     st.integers(0, 300),
     st.lists(st.integers(0, 2), max_size=60),
 )
-def test_receives_from_anybody_raise_no_false_alarm(deliveries, more, schedule) -> None:
+def test_receives_from_anybody_raise_no_false_alarm(
+    logs: list[NewLog], deliveries, more, schedule
+) -> None:
     """Deliveries to member 2: from whom, whether it named the sender, and what."""
-    team = Team(3)
+    team = Team(3, logs=logs)
     deliveries = [*deliveries, *[(i % 2, False, i) for i in range(more)]]
     programs: list[list[Step]] = [[], [], []]
     for source, is_any, header in deliveries:
@@ -370,8 +387,9 @@ def test_receives_from_anybody_raise_no_false_alarm(deliveries, more, schedule) 
         assert take(team, member, next(steps[member])) is None
 
 
-def test_a_receive_from_anybody_makes_its_tag_loose_and_no_other() -> None:
-    team = Team(2)
+@on_every_log
+def test_a_receive_from_anybody_makes_its_tag_loose_and_no_other(logs: list[NewLog]) -> None:
+    team = Team(2, logs=logs)
     team.ledgers[1].recv_any(3)
     assert team.ledgers[0].send(1, 3, 10) is None
     assert team.ledgers[0].send(1, 4, 10) is None
@@ -379,9 +397,10 @@ def test_a_receive_from_anybody_makes_its_tag_loose_and_no_other() -> None:
     assert team.ledgers[1].recv(0, 4, 11) == 1
 
 
-def test_a_receive_from_anybody_whose_note_was_overwritten() -> None:
+@on_every_log
+def test_a_receive_from_anybody_whose_note_was_overwritten(logs: list[NewLog]) -> None:
     """The sender reads only what is left of the receiver's log; it must not take it for all."""
-    team = Team(2)
+    team = Team(2, logs=logs)
     team.ledgers[1].recv_any(0)  # meets the first send
     for number in range(2, 202):
         team.ledgers[1].recv(0, 0, number)
@@ -389,9 +408,10 @@ def test_a_receive_from_anybody_whose_note_was_overwritten() -> None:
         assert team.ledgers[0].send(1, 0, number) is None
 
 
+@on_every_log
 @pytest.mark.parametrize("lead", [100, 127, 128, 129, 400])
-def test_many_notes_raise_no_false_alarm(lead: int) -> None:
-    team = Team(2)
+def test_many_notes_raise_no_false_alarm(logs: list[NewLog], lead: int) -> None:
+    team = Team(2, logs=logs)
     for number in range(1, lead + 1):
         assert team.ledgers[0].send(1, 0, number) is None
     for number in range(1, lead + 1):
@@ -402,8 +422,9 @@ def test_many_notes_raise_no_false_alarm(lead: int) -> None:
     assert team.ledgers[1].recv(0, 0, 2) == lead + 1  # and are of use again
 
 
-def test_a_note_that_has_arrived_by_half_is_read_later() -> None:
-    team = Team(2)
+@on_every_log
+def test_a_note_that_has_arrived_by_half_is_read_later(logs: list[NewLog]) -> None:
+    team = Team(2, logs=logs)
     first, second = team.ledgers
     first.send(1, 0, 10)
     words = second.message_words(team.regions[0], 1)
@@ -415,8 +436,9 @@ def test_a_note_that_has_arrived_by_half_is_read_later() -> None:
     assert second.recv(0, 0, 21) == 2
 
 
-def test_large_tags_and_messages_to_those_who_share_no_memory() -> None:
-    team = Team(2)
+@on_every_log
+def test_large_tags_and_messages_to_those_who_share_no_memory(logs: list[NewLog]) -> None:
+    team = Team(2, logs=logs)
     assert team.ledgers[0].send(1, 2**30 - 1, 2**32 - 1) is None
     assert team.ledgers[1].recv(0, 2**30 - 1, 0) == 1
     assert team.ledgers[0].send(0, 0, 1) is None  # to itself
@@ -425,10 +447,13 @@ def test_large_tags_and_messages_to_those_who_share_no_memory() -> None:
     assert alone.enter(1, 1) == []
 
 
+@on_every_log
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=60), st.data())
-def test_who_has_sent_is_found_as_often_as_they_sent(sends: list, data: st.DataObject) -> None:
+def test_who_has_sent_is_found_as_often_as_they_sent(
+    logs: list[NewLog], sends: list, data: st.DataObject
+) -> None:
     """Sends to member 0: from whom, under which tag; some are received by name, in between."""
-    team = Team(4)
+    team = Team(4, logs=logs)
     mine = team.ledgers[0]
     left: dict[tuple[int, int], int] = {}
     for source, tag in sends:
@@ -445,8 +470,9 @@ def test_who_has_sent_is_found_as_often_as_they_sent(sends: list, data: st.DataO
     assert not any(left.values())
 
 
-def test_members_who_have_sent_take_turns() -> None:
-    team = Team(3)
+@on_every_log
+def test_members_who_have_sent_take_turns(logs: list[NewLog]) -> None:
+    team = Team(3, logs=logs)
     assert team.ledgers[0].can_find_sender(0)
     for _ in range(3):
         team.ledgers[1].send(0, 0, 1)
@@ -460,9 +486,10 @@ def test_members_who_have_sent_take_turns() -> None:
     assert found == [1, 2, 1, 2, 1, 2]
 
 
+@on_every_log
 @pytest.mark.parametrize("count", [127, 128, 129, 400])
-def test_no_send_is_missed_however_many_there_were(count: int) -> None:
-    team = Team(2)
+def test_no_send_is_missed_however_many_there_were(logs: list[NewLog], count: int) -> None:
+    team = Team(2, logs=logs)
     first, second = team.ledgers
     assert second.can_find_sender(4)
     first.recv(1, 0, 0)  # each has looked at the other's words once
@@ -480,8 +507,9 @@ def test_no_send_is_missed_however_many_there_were(count: int) -> None:
     assert first.publish()
 
 
-def test_what_nobody_will_read_does_not_wait() -> None:
-    team = Team(2)
+@on_every_log
+def test_what_nobody_will_read_does_not_wait(logs: list[NewLog]) -> None:
+    team = Team(2, logs=logs)
     team.ledgers[0].recv(1, 0, 0)
     for _ in range(300):
         team.ledgers[0].send(1, 4, 7)
@@ -490,9 +518,12 @@ def test_what_nobody_will_read_does_not_wait() -> None:
     assert team.ledgers[0].publish()
 
 
-def test_where_entries_were_overwritten_nothing_is_compared_and_no_sender_found() -> None:
+@on_every_log
+def test_where_entries_were_overwritten_nothing_is_compared_and_no_sender_found(
+    logs: list[NewLog],
+) -> None:
     """A member that cannot read the other's words cannot know what that one has read."""
-    team = Team(2)
+    team = Team(2, logs=logs)
     team.present.remove(1)
     for number in range(300):
         assert team.ledgers[0].send(1, 4, number) is None
@@ -501,8 +532,9 @@ def test_where_entries_were_overwritten_nothing_is_compared_and_no_sender_found(
         assert team.ledgers[1].recv(0, 4, 999) is None
 
 
-def test_senders_are_found_where_all_members_share_memory_alone() -> None:
-    team = Team(3)
+@on_every_log
+def test_senders_are_found_where_all_members_share_memory_alone(logs: list[NewLog]) -> None:
+    team = Team(3, logs=logs)
     assert team.ledgers[0].can_find_sender(0)
     alone = Ledger(team.regions[0], 0, [1], 3, team.find, lambda member: True)
     assert not alone.can_find_sender(0)
@@ -511,8 +543,9 @@ def test_senders_are_found_where_all_members_share_memory_alone() -> None:
     assert not unseen.can_find_sender(0)
 
 
-def test_a_member_that_left_in_good_order_or_closed_is_not_lost() -> None:
-    team = Team(4)
+@on_every_log
+def test_a_member_that_left_in_good_order_or_closed_is_not_lost(logs: list[NewLog]) -> None:
+    team = Team(4, logs=logs)
     assert team.ledgers[0].can_find_sender(0)
     assert team.ledgers[0].find_lost() is None
     team.ledgers[1].leave()
@@ -523,8 +556,9 @@ def test_a_member_that_left_in_good_order_or_closed_is_not_lost() -> None:
     assert team.ledgers[0].find_lost() == 3
 
 
-def test_where_all_others_have_left_one_of_them_is_lost() -> None:
-    team = Team(3)
+@on_every_log
+def test_where_all_others_have_left_one_of_them_is_lost(logs: list[NewLog]) -> None:
+    team = Team(3, logs=logs)
     assert team.ledgers[0].can_find_sender(0)
     for member in (1, 2):
         assert team.ledgers[0].find_lost() is None

@@ -17,10 +17,10 @@ class Spy:
 
     def __init__(self, calls: Any) -> None:
         self.calls = calls
-        self.answers: list[bool] = []
+        self.answers: list[Any] = []
 
-    def __getattr__(self, name: str) -> Callable[..., bool]:
-        def call(*arguments: Any) -> bool:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             self.answers.append(getattr(self.calls, name)(*arguments))
             return self.answers[-1]
 
@@ -34,6 +34,11 @@ def opened() -> tuple[Any, Spy]:
     spy = Spy(group.plain_calls)
     group.plain_calls = spy
     return group, spy
+
+
+def went_short(spy: Spy) -> list[bool]:
+    """Of each call whether it was done."""
+    return [one is not None and one is not False for one in spy.answers]
 
 
 def every_verb(shape: tuple[int, ...]) -> dict[str, Any]:

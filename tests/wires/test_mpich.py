@@ -11,6 +11,7 @@ import meshdist as md
 from meshdist.runtime.mpi_library import describe_mpi
 from tests.mpi_job import MpiJob
 from tests.verbs.cases import judge, perform_all, sample
+from tests.wires.short_ways import opened, went_short
 from tests.wires.verb_table import check_every_verb
 
 pytestmark = pytest.mark.mpi
@@ -96,3 +97,25 @@ def mesh_and_abort() -> str:
 def test_an_abort_frees_every_rank(job: MpiJob) -> None:
     for text in job.run_in_world(mesh_and_abort):
         assert text == "all_reduce on axis 'dp' of DeviceMesh(dp=3, tp=1) was aborted"
+
+
+def short_messages() -> list[float]:
+    """Each sends to the next and receives from the one before, 0 first."""
+    group, spy = opened()
+    rank, size = group.rank(), group.size()
+    found = []
+    for count in (0, 1, 100_000):
+        x, y = torch.full((count,), rank + 1.0), torch.zeros(count)
+        if rank == 0:
+            md.send(x, 1, tag=3)
+        assert md.recv(y, (rank - 1) % size, tag=3) == (rank - 1) % size
+        if rank:
+            md.send(x, (rank + 1) % size, tag=3)
+        found.append(y.sum().item())
+    assert went_short(spy) == [True] * 6
+    return found
+
+
+def test_messages_go_the_short_way(job: MpiJob) -> None:
+    found = job.run_in_world(short_messages)
+    assert found == [[0.0, one, 100_000 * one] for one in (3.0, 1.0, 2.0)]
