@@ -7,9 +7,9 @@ worker that hangs or dies is replaced; all of them end with the test session, ho
 The warm parent (this file, run as a script) has imported torch and meshdist and has one thread, so
 that a worker is ready in milliseconds.
 
-``pool.start(text, places(3))`` runs a program on three processes, each of which ends as programs do:
-by its last line, an exception, ``sys.exit`` or a signal, and with what the interpreter does then.
-They too are forked from the warm parent. What starts a program is not tested by it.
+``pool.start(text, places(3))`` runs a program on three processes, each of which ends as programs
+do: by its last line, an exception, ``sys.exit`` or a signal, and with what the interpreter does
+then. They too are forked from the warm parent: what starts a program is not tested by them.
 """
 
 from __future__ import annotations
@@ -464,6 +464,7 @@ class Program:
                 os.dup2(file.fileno(), descriptor)
         if self.is_strict:
             warnings.simplefilter("error")
+            sys.warnoptions = ["error"]  # which the processes that it starts are given
         sys.argv = [self.path, *self.words]
         sys.path[0] = os.path.dirname(self.path)
         # It stays the main module, so that what it holds lives until the interpreter ends.

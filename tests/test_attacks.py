@@ -78,7 +78,7 @@ def test_a_group_opened_at_first_use_is_shared_where_its_members_agree(pool: Poo
 
 
 def run(pool: Pool, body: str, size: int) -> tuple[str, str]:
-    """Run ``body`` as processes that outlive each other (no launcher ends them); what they wrote."""
+    """Run ``body`` as processes that outlive each other; return what they wrote."""
     opening = "import os, signal, sys, time\nfrom datetime import timedelta\n"
     opening += "import torch\nimport meshdist as md\n"
     ended = pool.start(opening + textwrap.dedent(body), places(size))
