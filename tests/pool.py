@@ -401,6 +401,7 @@ def end_with_parent(parent: int) -> None:
 
 def parent_main(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
+    gc.disable()  # what is imported is there to stay
     import meshdist
     import meshdist.collectives.verbs
     import meshdist.mesh.device_mesh  # noqa: F401 - what most tests need is imported once
@@ -409,7 +410,8 @@ def parent_main(descriptor: int, parent: int) -> None:
     # Children that end are forgotten at once.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     me = os.getpid()
-    gc.freeze()  # what is there already need not be looked through, and copied, by each process
+    gc.freeze()  # else each process would look through all of it, and have it copied for that
+    gc.enable()
     while True:
         path, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not descriptors:
