@@ -9,6 +9,9 @@ VENV        ?= .venv
 PYTEST_ARGS ?=
 WORKERS     ?= 3
 
+# The tests start some hundred processes: without compiled files each compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 

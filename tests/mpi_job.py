@@ -7,6 +7,7 @@ whoever asks next.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -110,6 +111,12 @@ def in_world(rank: int, fn: Callable[..., Any], args: Sequence[Any], timeout_s: 
 def main(address: str, folder: str) -> None:
     from multiprocessing.connection import Client
 
+    gc.disable()  # what is imported is there to stay
+    import meshdist.collectives.verbs
+    import meshdist.mesh.device_mesh  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
     connection = Client(address)
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
     stacks = os.path.join(folder, f"stacks-{os.getpid()}")

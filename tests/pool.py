@@ -6,6 +6,10 @@ worker that hangs or dies is replaced; all of them end with the test session, ho
 
 The warm parent (this file, run as a script) has imported torch and meshdist and has one thread, so
 that a worker is ready in milliseconds.
+
+``pool.start(text, places(3))`` runs a program on three processes, each of which ends as programs
+do: by its last line, an exception, ``sys.exit`` or a signal, and with what the interpreter does
+then. They too are forked from the warm parent: what starts a program is not tested by them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -21,8 +26,10 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,6 +41,7 @@ import cloudpickle
 TESTS = Path(__file__).resolve().parent
 GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MESHDIST_")
 # Torch asks the name server for the name of every peer of a store, loopback included; where that
 # does not answer at once a test should not wait for it.
 QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
@@ -86,6 +94,14 @@ def has_ended(connection: Connection) -> bool:
         return connection.poll() and not connection.recv_bytes()
     except (EOFError, OSError):
         return True
+
+
+def places(size: int) -> list[dict[str, str]]:
+    """What tells each of ``size`` processes its place in a world, as a launcher does."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**world, "RANK": str(rank)} for rank in range(size)]
 
 
 class Pool:
@@ -193,6 +209,60 @@ class Pool:
         if failed:
             raise min(failed, key=lambda failure: failure.order).exception
         return outcomes
+
+    def start(
+        self,
+        program: str | Path,
+        environments: Sequence[Mapping[str, str]] = ({},),
+        *words: str,
+        is_strict: bool = False,
+        timeout_s: float = 60.0,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run a program to its end as one process or several; return how each ended.
+
+        Nobody ends the others when one fails, but all of them end with the test.
+
+        Args:
+            program: its text, or the file that it is in.
+            environments: of each process, the variables beside those of this one. Those that a
+                launcher has set here are left out.
+            words: what the program finds in ``sys.argv`` after its own name.
+            is_strict: whether warnings are errors, as with ``python -W error``.
+            timeout_s: who has not ended by then is killed, which raises WorkerLost.
+        """
+        folder = tempfile.mkdtemp(dir=self._folder.name)
+        path = program
+        if isinstance(program, str):
+            path = Path(folder) / "program.py"
+            path.write_text(program)
+        kept = {name: x for name, x in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+        here = {**kept, **QUICK_NAMES, "PYTHONPATH": str(TESTS.parent)}
+        programs = [
+            Program(str(path), words, {**here, **of_rank}, f"{folder}/{rank}", is_strict)
+            for rank, of_rank in enumerate(environments)
+        ]
+        worker = self._fork()
+        try:
+            call = {"fn": run_programs, "args": (programs, timeout_s), "rank": 0, "env": {}}
+            worker.connection.send_bytes(cloudpickle.dumps({**call, "port": None}))
+            if not worker.connection.poll(timeout_s + 10.0):
+                raise WorkerLost(f"nobody tells how they ended:\n{worker.show_stacks()}")
+            kind, value = cloudpickle.loads(worker.connection.recv_bytes())
+        finally:
+            worker.end()
+        if kind == "error":
+            raise value[0]
+        said = [
+            [Path(f"{one.output}.{kind}").read_text() for kind in ("out", "err")]
+            for one in programs
+        ]
+        late = {number: said[number] for number, code in enumerate(value) if code is None}
+        if late:
+            raise WorkerLost(f"did not end within {timeout_s} s; what they had said: {late}")
+        return [
+            subprocess.CompletedProcess([str(path), *words], code, *texts)
+            for code, texts in zip(value, said, strict=True)
+        ]
 
     def close(self) -> None:
         """End all workers and their parent, and the jobs under mpiexec."""
@@ -331,6 +401,7 @@ def end_with_parent(parent: int) -> None:
 
 def parent_main(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
+    gc.disable()  # what is imported is there to stay
     import meshdist
     import meshdist.collectives.verbs
     import meshdist.mesh.device_mesh  # noqa: F401 - what most tests need is imported once
@@ -339,6 +410,8 @@ def parent_main(descriptor: int, parent: int) -> None:
     # Children that end are forgotten at once.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     me = os.getpid()
+    gc.freeze()  # else each process would look through all of it, and have it copied for that
+    gc.enable()
     while True:
         path, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not descriptors:
@@ -364,9 +437,74 @@ def worker_main(connection: Connection, stacks: str) -> None:
                 return
             try:
                 answer = ("result", perform(call))
+            except Becoming:
+                connection.close()
+                faulthandler.unregister(signal.SIGUSR1)
+                raise
             except BaseException as error:
                 answer = ("error", (error, traceback.format_exc()))
             connection.send_bytes(packed(answer))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program as a process: its file and words, what its environment is, where it writes."""
+
+    path: str
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    output: str
+    is_strict: bool
+
+    def run(self) -> None:
+        """Become that process, which Python has started with the program as ``__main__``."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(os.path.dirname(self.output))
+        for descriptor, kind in ((1, "out"), (2, "err")):
+            with open(f"{self.output}.{kind}", "wb") as file:
+                os.dup2(file.fileno(), descriptor)
+        if self.is_strict:
+            warnings.simplefilter("error")
+            sys.warnoptions = ["error"]  # which the processes that it starts are given
+        sys.argv = [self.path, *self.words]
+        sys.path[0] = os.path.dirname(self.path)
+        # It stays the main module, so that what it holds lives until the interpreter ends.
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = self.path
+        exec(compile(Path(self.path).read_bytes(), self.path, "exec"), main.__dict__)
+
+
+class Becoming(BaseException):
+    """Takes a process that has been forked for a program out of all that its parent was in."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.program = program
+
+
+def run_programs(rank: int, programs: list[Program], timeout_s: float) -> list[int | None]:
+    """Fork a process for each of the programs; return their exit codes, None for who was late."""
+    me, pids = os.getpid(), []
+    for program in programs:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            end_with_parent(me)
+            raise Becoming(program)
+    codes: dict[int, int | None] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(codes) < len(pids):
+        is_late = time.monotonic() > deadline
+        for pid in set(pids) - codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif is_late:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = None
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
 
 
 def packed(answer: Any) -> bytes:
@@ -425,4 +563,10 @@ def perform_in_world(call: dict[str, Any]) -> Any:
 
 if __name__ == "__main__":
     sys.modules["tests.pool"] = sys.modules["__main__"]
-    parent_main(int(sys.argv[1]), int(sys.argv[2]))
+    chosen: Program | None = None
+    try:
+        parent_main(int(sys.argv[1]), int(sys.argv[2]))
+    except Becoming as becoming:
+        chosen = becoming.program
+    if chosen is not None:
+        chosen.run()

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 import meshdist as md
 
-from .pool import Failure, Pool
+from .pool import Failure, Pool, places
 
-ROOT = Path(__file__).resolve().parents[1]
 SHORT = timedelta(seconds=20)
 
 
@@ -81,45 +77,17 @@ def test_a_group_opened_at_first_use_is_shared_where_its_members_agree(pool: Poo
     assert pool.run(program, 4) == [[2.0, 2.0, 4.0]] * 4
 
 
-def run(tmp_path: Path, body: str, size: int) -> subprocess.CompletedProcess[str]:
-    """Run ``body`` as processes that outlive each other (no launcher ends them)."""
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, signal, sys, time\nfrom datetime import timedelta\n"
-        "import torch\nimport meshdist as md\n" + textwrap.dedent(body)
-    )
-    starter = f"""
-import os, socket, subprocess, sys
-with socket.create_server(("127.0.0.1", 0)) as probe:
-    port = probe.getsockname()[1]
-ranks = [
-    subprocess.Popen(
-        [sys.executable, {str(script)!r}],
-        env={{**os.environ, "RANK": str(rank), "WORLD_SIZE": "{size}",
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}},
-    )
-    for rank in range({size})
-]
-for rank in ranks:
-    try:
-        rank.wait(60)
-    except subprocess.TimeoutExpired:
-        rank.kill()
-        print("a rank hung")
-"""
-    return subprocess.run(
-        [sys.executable, "-c", starter],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
+def run(pool: Pool, body: str, size: int) -> tuple[str, str]:
+    """Run ``body`` as processes that outlive each other; return what they wrote."""
+    opening = "import os, signal, sys, time\nfrom datetime import timedelta\n"
+    opening += "import torch\nimport meshdist as md\n"
+    ended = pool.start(opening + textwrap.dedent(body), places(size))
+    return "".join(one.stdout for one in ended), "".join(one.stderr for one in ended)
 
 
-def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(pool: Pool) -> None:
+    out, err = run(
+        pool,
         """
         md.init_process_group(timeout=timedelta(seconds=20))
         x = torch.ones(1)
@@ -142,14 +110,13 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(tmp_path
         """,
         3,
     )
-    assert done.stderr == ""
-    assert "hung" not in done.stdout
-    assert done.stdout.count("BackendError: all_reduce on the world failed on wire 'shm'") == 2
-    assert done.stdout.count("the store is lost: the rank that served it has ended") == 2
+    assert err == ""
+    assert out.count("BackendError: all_reduce on the world failed on wire 'shm'") == 2
+    assert out.count("the store is lost: the rank that served it has ended") == 2
     lost = "StoreError: the process that serves the store has ended\n  where:    rank {} of 3\n"
     for rank in (1, 2):
-        assert done.stdout.count(lost.format(rank)) == 2
-    assert "fix:      look at what that rank (rank 0, as a rule) told last" in done.stdout
+        assert out.count(lost.format(rank)) == 2
+    assert "fix:      look at what that rank (rank 0, as a rule) told last" in out
 
 
 def test_a_verb_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:
@@ -204,9 +171,9 @@ def test_a_dead_member_frees_all_others_though_they_live_on(pool: Pool, victim: 
     assert all(took < 6 for rank, took in enumerate(outcomes) if rank != victim), outcomes
 
 
-def test_an_abort_by_the_rank_that_serves_the_store_and_leaves_is_heard(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+def test_an_abort_by_the_rank_that_serves_the_store_and_leaves_is_heard(pool: Pool) -> None:
+    out, err = run(
+        pool,
         """
         md.init_process_group(timeout=timedelta(seconds=40))
         own = {0: md.AxisOptions(private=True)}
@@ -226,8 +193,8 @@ def test_an_abort_by_the_rank_that_serves_the_store_and_leaves_is_heard(tmp_path
         """,
         3,
     )
-    assert done.stderr == ""
-    assert sorted(done.stdout.splitlines()) == ["1 freed: True True", "2 freed: True True"]
+    assert err == ""
+    assert sorted(out.splitlines()) == ["1 freed: True True", "2 freed: True True"]
 
 
 def test_after_a_disagreement_a_new_mesh_works_and_the_old_one_stays_broken(pool: Pool) -> None:
@@ -306,9 +273,9 @@ def test_the_stacks_of_both_sides_are_shown_where_the_environment_asks(pool: Poo
         assert ("called at" in first) == (value == "1")
 
 
-def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(pool: Pool) -> None:
+    out, err = run(
+        pool,
         """
         md.init_process_group(timeout=timedelta(seconds=20))
         group = md.new_group([1, 2])
@@ -327,8 +294,8 @@ def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(tmp_p
         """,
         3,
     )
-    assert done.stderr == ""
-    lines = sorted(done.stdout.splitlines())
+    assert err == ""
+    lines = sorted(out.splitlines())
     assert len(lines) == 2, lines
     lost = "the process that serves the store has ended"
     assert any(line.endswith(f"StoreError: {lost}") for line in lines), lines

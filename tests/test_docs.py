@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import meshdist
+from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -115,18 +113,11 @@ def read(page: str) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if script_of(read(page))])
-def test_every_python_block_runs(page: str, tmp_path: Path) -> None:
+def test_every_python_block_runs(page: str, pool: Pool, tmp_path: Path) -> None:
     script = script_of(read(page))
     path = tmp_path / f"{Path(page).stem}.py"
     path.write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    (done,) = pool.start(path, is_strict=True, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, f"{page} (the line numbers are the page's)\n{done.stderr}"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.pool import TESTS, Failure, Pool, WorkerLost
+from tests.pool import TESTS, Failure, Pool, WorkerLost, places
 
 
 def who() -> tuple[int, int, int]:
@@ -166,3 +166,49 @@ def test_workers_end_with_a_killed_test_session(tmp_path: Path) -> None:
         session.kill()
         session.wait()
         session.stdout.close()
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+ENDING = """
+import atexit, os, sys, warnings
+atexit.register(print, "at the end")
+print(__name__, os.path.basename(__file__), sys.argv[1:], os.environ.get("RANK"))
+if os.environ.get("RANK") == "1":
+    sys.exit(7)
+if os.environ.get("RANK") == "2":
+    os.kill(os.getpid(), 9)
+if "warns" in sys.argv:
+    warnings.warn("a warning")
+raise ValueError("unwell")
+"""
+
+
+def test_programs_end_as_programs_do(pool: Pool) -> None:
+    first, second, third = pool.start(ENDING, places(3), "a", "b")
+    assert [one.returncode for one in (first, second, third)] == [1, 7, -signal.SIGKILL]
+    assert first.stdout == "__main__ program.py ['a', 'b'] 0\nat the end\n"
+    assert first.stderr.startswith("Traceback (most recent call last):\n")
+    assert first.stderr.endswith("\nValueError: unwell\n")
+    assert (second.stdout[-11:], second.stderr) == ("at the end\n", "")
+    assert third.stderr == ""
+
+
+def test_a_program_alone_has_no_place_and_its_warnings_may_be_errors(pool: Pool) -> None:
+    for is_strict, error in ((True, "UserWarning: a warning"), (False, "ValueError: unwell")):
+        (done,) = pool.start(ENDING, [{"MINE": "x"}], "warns", is_strict=is_strict)
+        assert done.stdout == "__main__ program.py ['warns'] None\nat the end\n"
+        assert done.stderr.endswith(f"{error}\n")
+
+
+def test_a_program_that_does_not_end_is_an_error(pool: Pool) -> None:
+    program = """
+import os, time
+os.write(1, b"begun")
+if os.environ["RANK"] == "1":
+    time.sleep(60)
+os._exit(0)
+"""
+    with pytest.raises(WorkerLost) as caught:
+        pool.start(program, places(2), timeout_s=3.0)
+    assert str(caught.value) == "did not end within 3.0 s; what they had said: {1: ['begun', '']}"

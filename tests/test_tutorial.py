@@ -6,11 +6,7 @@ They run on simulated ranks, and once as the processes that the tutorial's templ
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.pool import Pool
 
 # Written as torch's users write such programs: nothing but the import names meshdist.
 PROGRAMS = """
@@ -195,27 +190,12 @@ def test_the_ring_sums_on_every_rank(programs: ModuleType, num_ranks: int) -> No
     assert md.simulate(program, num_ranks) == [expected] * num_ranks
 
 
-def test_the_template_with_processes(script: Path) -> None:
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+def test_the_template_with_processes(script: Path, pool: Pool) -> None:
     # Buffered output reaches the pipe in one piece per process, so lines do not mix.
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        start_new_session=True,  # so that the processes it starts can be ended with it
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=60)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == 0, err
-    assert err == ""  # nobody calls destroy_process_group, and nobody complains
-    said = out.splitlines()
+    (done,) = pool.start(script, [{"PYTHONUNBUFFERED": ""}], is_strict=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # nobody calls destroy_process_group, and nobody complains
+    said = done.stdout.splitlines()
     for rank in (0, 1):
         expected = [line for by_rank in PRINTED.values() for line in by_rank[rank]]
         assert [line for line in said if line.split()[1] == str(rank)] == expected

@@ -6,6 +6,7 @@ Imports neither torch nor numpy, which the function to call may not need.
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import multiprocessing.spawn
 import os
@@ -61,6 +62,7 @@ def serve_rank(call: int, answer: int, parent: int) -> None:
         pipe.write(data)
     if code:
         sys.last_value = message[1]  # so that nothing at exit takes this for an end in good order
+    gc.freeze()  # else the interpreter looks for cycles among all of torch's objects: half a second
     sys.exit(code)
 
 

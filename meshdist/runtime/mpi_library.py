@@ -17,7 +17,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from ..errors import BackendError
 from .mpiexec import find_mpiexec
 
 __all__ = [
@@ -150,6 +149,8 @@ def _thread_level(MPI: Any) -> str:
 
 def _check_threads(MPI: Any) -> None:
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        from ..errors import BackendError  # needs torch, and who asks what there is does not
+
         raise BackendError(
             f"MPI was started with the thread level {_thread_level(MPI)}",
             where=f"process {os.getpid()}, {library_version(MPI)}",
@@ -164,6 +165,8 @@ def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
     size = MPI.COMM_WORLD.Get_size()
     if not launcher or size == told:
         return
+    from ..errors import BackendError
+
     mpiexec = find_mpiexec() or "mpiexec"
     raise BackendError(
         "mpi4py loads another MPI than the one whose mpiexec started this job",

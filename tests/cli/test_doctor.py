@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshdist.cli import doctor
-from meshdist.cli.checkup import LoopbackResult, find_device_types
+from meshdist.cli.checkup import LoopbackResult, find_device_types, find_wires
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,10 +50,14 @@ def test_a_machine_where_all_is_well() -> None:
     assert "\x1b" not in done.stdout and max(map(len, lines)) <= 100
 
 
-def test_a_wire_that_fails_its_check() -> None:
-    done = run("--json", GLOO_SOCKET_IFNAME="nowhere0")
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
+def test_a_wire_that_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wires = [wire for wire in find_wires() if wire["name"] in ("gloo", "simulated")]
+    monkeypatch.setattr(doctor, "find_wires", lambda: wires)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert doctor.main(["--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
     assert report["variables"]["GLOO_SOCKET_IFNAME"] == "nowhere0"
     checks = {check["wire"]: check for check in report["checks"]}
     assert "GLOO_SOCKET_IFNAME=nowhere0 names an interface" in checks["gloo"]["error"]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -182,65 +177,14 @@ def collective(rank, size):
 def run(rank, size):
     for part in (blocking, immediate, collective):
         part(rank, size)
-
-def init_process(rank, size, fn, backend='gloo'):
-    # Initialize the distributed environment.
-    os.environ['MASTER_ADDR'] = '127.0.0.1'
-    os.environ['MASTER_PORT'] = PORT
-    dist.init_process_group(backend, rank=rank, world_size=size)
-    fn(rank, size)
-
-PORT = sys.argv[1]
-
-if __name__ == "__main__":
-    world_size = 2
-    processes = []
-    mp.set_start_method("spawn")
-    for rank in range(world_size):
-        p = mp.Process(target=init_process, args=(rank, world_size, run))
-        p.start()
-        processes.append(p)
-    for p in processes:
-        p.join()
-    sys.exit(sum(p.exitcode for p in processes))
 """
-
-
-def test_the_tutorial_with_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
-    script = tmp_path / "tutorial.py"
-    script.write_text(textwrap.dedent(TUTORIAL))
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        done = subprocess.run(
-            [sys.executable, script, str(reserved.getsockname()[1])],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-            check=False,
-        )
-    assert (done.returncode, done.stderr) == (0, "")
-    # Each process writes its lines at its end, so that they stay whole.
-    assert sorted(done.stdout.splitlines()) == sorted(
-        [
-            "Rank  0  has data  tensor(1.)",
-            "Rank  1  has data  tensor(1.)",
-            "Rank 0 started sending",
-            "Rank 1 started receiving",
-            "Rank  0  has data  tensor(1.)",
-            "Rank  1  has data  tensor(1.)",
-            "Rank  0  has data  tensor(2.)",
-            "Rank  1  has data  tensor(2.)",
-        ]
-    )
 
 
 def test_the_tutorials_parts_in_their_order_on_simulated_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names: dict = {"__name__": "tutorial"}
-    exec(compile(TUTORIAL.replace("sys.argv[1]", "'0'"), "tutorial", "exec"), names)
+    exec(compile(TUTORIAL, "tutorial", "exec"), names)
     md.simulate(lambda: names["run"](md.get_rank(), md.get_world_size()), 2)
     told = capsys.readouterr().out.splitlines()
     for rank, verb in enumerate(("sending", "receiving")):

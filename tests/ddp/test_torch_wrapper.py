@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.pool import Pool, places
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
@@ -25,15 +24,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_communication_hook_calls_our_verbs(tmp_path: Path) -> None:
+def test_a_communication_hook_calls_our_verbs(pool: Pool) -> None:
     (script,) = BLOCK.findall((ROOT / "docs/ddp.md").read_text(encoding="utf-8"))
-    path = tmp_path / "script.py"
-    path.write_text(script + CHECKS, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "meshdist", "run", "-n", "2", str(path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    for done in pool.start(script + CHECKS, places(2)):
+        assert done.returncode == 0, done.stderr

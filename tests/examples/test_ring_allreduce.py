@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import meshdist as md
+from tests.pool import Pool, places
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path("examples") / "ring_allreduce.py"
 RINGS = ["naive_ring", "chunked_ring"]
 
@@ -157,20 +159,20 @@ def test_options_that_mean_nothing(
     assert "--numel and --repeats are at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("launcher", "num_ranks", "numel"),
-    [
-        (["-m", "meshdist", "run", "-n", "3"], 3, 2),
-        (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2, 100_001),
-    ],
-    ids=["meshdist run", "torchrun"],
-)
-def test_launched(
-    start: Callable[..., Any], launcher: list[str], num_ranks: int, numel: int
-) -> None:
-    done = start(*launcher, SCRIPT, "--numel", numel, "--repeats", 3)
+def assert_equal(said: str, num_ranks: int, numel: int) -> None:
+    assert f"ranks: {num_ranks}; {numel:,} float32 each; median of 3 rounds\n" in said
+    assert list(told(said)) == ["naive ring", "chunked ring", "all_reduce"]
+    assert all(off <= 1e-6 and ms > 0 for off, ms in told(said).values())
+    assert "limit 1e-05: equal\n" in said
+
+
+def test_launched(start: Callable[..., Any]) -> None:
+    done = start("-m", "meshdist", "run", "-n", 2, SCRIPT, "--numel", 100_001, "--repeats", 3)
     assert done.returncode == 0, done.stderr
-    assert f"ranks: {num_ranks}; {numel:,} float32 each; median of 3 rounds\n" in done.stdout
-    assert list(told(done.stdout)) == ["naive ring", "chunked ring", "all_reduce"]
-    assert all(off <= 1e-6 and ms > 0 for off, ms in told(done.stdout).values())
-    assert "limit 1e-05: equal\n" in done.stdout
+    assert_equal(done.stdout, 2, 100_001)
+
+
+def test_as_processes_with_fewer_elements_than_ranks(pool: Pool) -> None:
+    ended = pool.start(ROOT / SCRIPT, places(3), "--numel", "2", "--repeats", "3")
+    assert [done.returncode for done in ended] == [0] * 3, ended
+    assert_equal(ended[0].stdout, 3, 2)

@@ -38,9 +38,34 @@ def test_shm_gives_what_gloo_gives(name: str, function: str, pool: Pool) -> None
     assert ours == theirs
 
 
-@CASES
-def test_launched(name: str, function: str, start: Callable[..., Any]) -> None:
-    script = Path("examples") / "torch_programs" / f"{name}.py"
-    done = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+# Each has a process of its own, forked once what all of them use of torch is there. The store that
+# torchrun serves keeps apart what is of different attempts.
+IN_TURN = """
+import gc, os, runpy, sys
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+
+gc.freeze()
+for number, script in enumerate(sys.argv[1:]):
+    child = os.fork()
+    if child == 0:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        sys.argv = [script]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit(f"{script} failed")
+"""
+
+
+def test_launched(start: Callable[..., Any], tmp_path: Path) -> None:
+    program = tmp_path / "in_turn.py"
+    program.write_text(IN_TURN)
+    scripts = [Path("examples") / "torch_programs" / f"{name}.py" for name in PROGRAMS]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = start(*torchrun, program, *scripts)
     assert done.returncode == 0, done.stderr
-    assert any(word in done.stdout for word in ("losses:", "sums:", "results:"))
+    told = [line.partition(" ")[0] for line in done.stdout.splitlines()]
+    assert [word for word in told if word in ("losses:", "sums:", "results:")] == [
+        *("losses:", "losses:", "losses:", "sums:", "results:")
+    ]

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.pool import QUICK_NAMES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.pool import Pool
 
 PROGRAM = """
 import multiprocessing, os, sys, time
@@ -59,35 +52,38 @@ if __name__ == "__main__":
 """
 
 
-def output_of(folder: Path, backend: str, *words: str) -> str:
-    path = folder / "program.py"
-    path.write_text(PROGRAM)
-    command = [sys.executable, str(path), *words, str(folder / "store")]
-    environment = {**QUICK_NAMES, "PYTHONPATH": str(ROOT), "PATH": "", "BACKEND": backend}
-    program = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        told, errors = program.communicate(timeout=60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)  # its ranks as well, where one hangs
-    return told or errors
+def output_of(pool: Pool, folder: Path, backend: str, *words: str) -> str:
+    (done,) = pool.start(PROGRAM, [{"BACKEND": backend}], *words, str(folder / "store"))
+    return done.stdout or done.stderr
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("kind", ["spawned", "fork", "spawn"])
-def test_a_rank_that_returns_ends_in_good_order(kind: str, backend: str, tmp_path: Path) -> None:
-    assert output_of(tmp_path, backend, kind, "returns") == "got [1, 2]\n"
+def test_a_rank_that_returns_ends_in_good_order(
+    kind: str, backend: str, pool: Pool, tmp_path: Path
+) -> None:
+    assert output_of(pool, tmp_path, backend, kind, "returns") == "got [1, 2]\n"
 
 
-@pytest.mark.parametrize("way", ["fails", "is killed"])
-@pytest.mark.parametrize("kind", ["fork", "spawn"])
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_rank_that_fails_does_not(backend: str, kind: str, way: str, tmp_path: Path) -> None:
-    assert output_of(tmp_path, backend, kind, way) == "told ['found:    rank 1 has ended']\n"
+# Processes that are spawned import all anew, which takes its time: half of their table will do.
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "way"),
+    [
+        ("shm", "fork", "fails"),
+        ("shm", "fork", "is killed"),
+        ("shm", "spawn", "fails"),
+        pytest.param("shm", "spawn", "is killed", marks=SOAK),
+        ("gloo", "fork", "fails"),
+        ("gloo", "fork", "is killed"),
+        pytest.param("gloo", "spawn", "fails", marks=SOAK),
+        ("gloo", "spawn", "is killed"),
+    ],
+)
+def test_a_rank_that_fails_does_not(
+    backend: str, kind: str, way: str, pool: Pool, tmp_path: Path
+) -> None:
+    told = output_of(pool, tmp_path, backend, kind, way)
+    assert told == "told ['found:    rank 1 has ended']\n"

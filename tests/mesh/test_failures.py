@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import meshdist as md
 from meshdist.mesh import registry as registry_module
-from tests.pool import Pool
+from tests.pool import Pool, places
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,19 +174,10 @@ def say(text):
 """
 
 
-def run(tmp_path: Path, body: str, size: int) -> tuple[int, list[str], str]:
-    """Run ``body`` on ``size`` processes as a user would; exit code, sorted lines, stderr."""
-    script = tmp_path / "program.py"
-    script.write_text(HEADER + textwrap.dedent(body))
-    done = subprocess.run(
-        [sys.executable, "-m", "meshdist", "run", "-n", str(size), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
-    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+def run(pool: Pool, body: str, size: int) -> list[tuple[int, str, str]]:
+    """Run ``body`` as ``size`` processes: of each the exit code, stdout and stderr."""
+    ended = pool.start(HEADER + textwrap.dedent(body), places(size))
+    return [(one.returncode, one.stdout, one.stderr) for one in ended]
 
 
 def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
@@ -212,25 +202,9 @@ def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
         assert not isinstance(victim, str)
 
 
-def test_the_launcher_tells_of_a_killed_rank(tmp_path: Path) -> None:
-    code, _, err = run(
-        tmp_path,
-        """
-        md.init_process_group()
-        md.all_reduce(torch.ones(1))
-        if md.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        md.barrier()
-        """,
-        size=2,
-    )
-    assert code == 128 + 9
-    assert "SIGKILL" in err
-
-
-def test_a_program_that_never_destroys_ends_at_once_and_silently(tmp_path: Path) -> None:
-    code, out, err = run(
-        tmp_path,
+def test_a_program_that_never_destroys_ends_at_once_and_silently(pool: Pool) -> None:
+    ended = run(
+        pool,
         """
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         md.all_reduce(torch.ones(1), group=mesh["tp"])
@@ -238,7 +212,7 @@ def test_a_program_that_never_destroys_ends_at_once_and_silently(tmp_path: Path)
         """,
         size=4,
     )
-    assert (code, out, err) == (0, [], "")
+    assert ended == [(0, "", "")] * 4
 
 
 def test_a_mesh_that_is_closed_at_once_leaves_nobody_behind(pool: Pool) -> None:
@@ -389,9 +363,9 @@ def test_a_forked_child_writes_no_headers(pool: Pool) -> None:
     assert pool.run(program, 2) == [("True", 4.0)] * 2
 
 
-def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(tmp_path: Path) -> None:
-    code, out, err = run(
-        tmp_path,
+def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(pool: Pool) -> None:
+    ended = run(
+        pool,
         """
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         works = [md.all_reduce(torch.ones(4), group=mesh["dp"], async_op=True) for _ in range(50)]
@@ -401,7 +375,7 @@ def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(tmp_path:
         """,
         size=2,
     )
-    assert (code, out, err) == (0, ["2", "2"], "")
+    assert ended == [(0, "2\n", "")] * 2
 
 
 def asked_too_early() -> dict[str, object]:
@@ -417,7 +391,8 @@ def asked_too_early() -> dict[str, object]:
         opened.recorder.note_message("the world", "send", torch.ones(3), 0, 5)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry_module.time, "sleep", note)
+        slow_clock = SimpleNamespace(sleep=note, monotonic=time.monotonic)
+        patch.setattr(registry_module, "time", slow_clock)
         return registry.answer(about)["about"]
 
 

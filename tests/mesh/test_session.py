@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 
 import meshdist as md
 from meshdist.runtime.world import get_world
-from tests.pool import Failure, Pool
+from tests.pool import Failure, Pool, places
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -235,12 +233,11 @@ def test_arguments_by_position(pool: Pool, tmp_path: Path) -> None:
     assert pool.call(program, 2) == [(rank, 2, timedelta(seconds=50)) for rank in range(2)]
 
 
-def test_the_environment_alone_is_an_error_that_says_what_to_type() -> None:
-    code = "import meshdist as md\nmd.init_process_group('gloo')"
-    done = run_program(code)
+def test_the_environment_alone_is_an_error_that_says_what_to_type(pool: Pool) -> None:
+    (done,) = pool.start("import meshdist as md\nmd.init_process_group('gloo')")
     assert done.returncode == 1
     assert "RANK, WORLD_SIZE, MASTER_PORT are missing" in done.stderr
-    assert "meshdist run -n 4 script.py" in done.stderr
+    assert "meshdist run -n 4 program.py" in done.stderr
 
 
 def test_mpi_ignores_rank_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,42 +331,28 @@ def test_a_world_is_a_context_manager(pool: Pool) -> None:
     assert pool.run(program, 2) == [False, False]
 
 
-def run_program(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MESHDIST_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**kept, "PYTHONPATH": str(ROOT), **environment},
-        check=False,
-    )
-
-
 NO_DESTROY = """
-    import os, sys, time
-    import torch
-    import meshdist as md
-    if sys.argv[1:] == []:
-        # This process is rank 0 and starts the other one.
-        import subprocess
-        other = subprocess.Popen([sys.executable, "-W", "error", "-c", CODE, "1"])
-    rank = len(sys.argv) - 1
-    md.init_process_group("gloo", URL, rank=rank, world_size=2)
-    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    x = torch.ones(1)
-    md.all_reduce(x, group=mesh["dp"])
-    assert x.item() == 2
-    if rank == 0:
-        assert other.wait() == 0
-    print(time.time())
+import os, sys, time
+import torch
+import meshdist as md
+rank = int(os.environ["RANK"])
+md.init_process_group("gloo", sys.argv[1], rank=rank, world_size=2)
+mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+x = torch.ones(1)
+md.all_reduce(x, group=mesh["dp"])
+assert x.item() == 2
+pids = [None, None]
+md.all_gather_object(pids, os.getpid())
+while rank == 0 and os.path.exists(f"/proc/{pids[1]}"):
+    time.sleep(0.01)
+print(time.time())
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_a_program_that_ends_without_destroy_ends_at_once_and_quietly(
-    tmp_path: Path, scheme: str
+    pool: Pool, tmp_path: Path, scheme: str
 ) -> None:
     import socket
 
@@ -378,32 +361,26 @@ def test_a_program_that_ends_without_destroy_ends_at_once_and_quietly(
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         url = f"file://{tmp_path}/m" if scheme == "file" else f"tcp://127.0.0.1:{port}"
-        code = textwrap.dedent(NO_DESTROY)
-        prelude = f"URL = {url!r}\n"
-        code = prelude + f"CODE = {prelude + code!r}\n" + code
-        done = run_program(code)
+        first, second = pool.start(NO_DESTROY, places(2), url, is_strict=True)
         ended = time.time()
-    assert (done.returncode, done.stderr) == (0, "")
-    first, second = (float(line) for line in done.stdout.split())
-    assert second - first < 10
-    assert ended - second < 5
+    for done in (first, second):
+        assert (done.returncode, done.stderr) == (0, "")
+    assert float(first.stdout) - float(second.stdout) < 10
+    assert ended - float(first.stdout) < 5
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_to_leave_may_be_the_one_that_serves_the_store(tmp_path: Path) -> None:
-    code = """
-        import meshdist as md, os, time, torch
-        md.init_process_group("gloo")
-        md.barrier()
-        if md.get_rank() == 1:
-            time.sleep(1)
-        md.destroy_process_group()
-    """
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(code))
-    arguments = ["run", "-n", "2", str(script)]
-    done = run_program(f"from meshdist.cli.main import main\nraise SystemExit(main({arguments!r}))")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_first_to_leave_may_be_the_one_that_serves_the_store(pool: Pool) -> None:
+    program = """
+import meshdist as md, time
+md.init_process_group("gloo")
+md.barrier()
+if md.get_rank() == 1:
+    time.sleep(1)
+md.destroy_process_group()
+"""
+    for done in pool.start(program, places(2)):
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- forked children ----------------------------------------------------------------------------
@@ -441,44 +418,34 @@ def test_a_forked_child_may_read_rank_and_size_and_nothing_else(pool: Pool) -> N
         assert lines == [f"{rank} of 2", refused, refused, refused, refused]
 
 
-def test_a_forked_child_that_ends_as_programs_do_ends(tmp_path: Path) -> None:
-    script = tmp_path / "forks.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, sys, time
-            import torch
-            import meshdist as md
+FORKS = """
+import os, sys, time
+import torch
+import meshdist as md
 
-            md.init_process_group()
-            md.all_reduce(torch.ones(1))
-            child = os.fork()
-            if child == 0:
-                sys.exit(7)  # runs what stands to be done at the end
-            deadline = time.monotonic() + 20
-            ended, status = os.waitpid(child, os.WNOHANG)
-            while not ended and time.monotonic() < deadline:
-                time.sleep(0.05)
-                ended, status = os.waitpid(child, os.WNOHANG)
-            if not ended:
-                os.kill(child, 9)
-                os.waitpid(child, 0)
-            x = torch.ones(1)
-            md.all_reduce(x)  # of the parents, whose connections are whole
-            told = os.waitstatus_to_exitcode(status) if ended else "hangs"
-            os.write(1, f"the child: {told}; the sum: {x.item()}\\n".encode())
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "meshdist", "run", "-n", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the child: 7; the sum: 2.0") == 2, done.stdout
+md.init_process_group()
+md.all_reduce(torch.ones(1))
+child = os.fork()
+if child == 0:
+    sys.exit(7)  # runs what stands to be done at the end
+deadline = time.monotonic() + 20
+ended, status = os.waitpid(child, os.WNOHANG)
+while not ended and time.monotonic() < deadline:
+    time.sleep(0.05)
+    ended, status = os.waitpid(child, os.WNOHANG)
+if not ended:
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+x = torch.ones(1)
+md.all_reduce(x)  # of the parents, whose connections are whole
+told = os.waitstatus_to_exitcode(status) if ended else "hangs"
+os.write(1, f"the child: {told}; the sum: {x.item()}\\n".encode())
+"""
+
+
+def test_a_forked_child_that_ends_as_programs_do_ends(pool: Pool) -> None:
+    for done in pool.start(FORKS, places(2)):
+        assert (done.returncode, done.stdout) == (0, "the child: 7; the sum: 2.0\n"), done.stderr
 
 
 # -- simulated ranks ----------------------------------------------------------------------------

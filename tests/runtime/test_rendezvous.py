@@ -134,15 +134,15 @@ def test_the_file_is_there_as_long_as_the_world(pool: Pool, tmp_path: Path) -> N
     assert not path.exists()
 
 
-def test_a_file_left_by_a_crashed_job_is_refused(tmp_path: Path) -> None:
+def test_a_file_left_by_a_crashed_job_is_refused(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "meeting"
-    code = f"""
-        import os
-        import meshdist as md
-        md.init_process_group("gloo", "file://{path}", rank=0, world_size=1)
-        os._exit(1)
-    """
-    assert run_ranks(code, [{}])[0].returncode == 1
+    program = f"""
+import os
+import meshdist as md
+md.init_process_group("gloo", "file://{path}", rank=0, world_size=1)
+os._exit(1)
+"""
+    assert pool.start(program)[0].returncode == 1
     with pytest.raises(md.RendezvousError) as caught:
         meet(f"file://{path}", rank=0, world_size=1)
     text = str(caught.value)
@@ -447,38 +447,11 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def run_ranks(
-    code: str, environments: list[dict[str, str]]
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run one process per environment at the same time; return how each ended."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=clean_environment(**environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for environment in environments
-    ]
-    done = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=100)
-            done.append(subprocess.CompletedProcess(command, process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return done
-
-
-def test_slurm() -> None:
+def test_slurm(pool: Pool) -> None:
     job = str(random.randrange(10**9))
     told = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": job, "SLURM_NNODES": "1"}
-    done = run_ranks(
-        PROGRAM,
+    done = pool.start(
+        textwrap.dedent(PROGRAM),
         [{**told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)],
     )
     for rank, one in enumerate(done):
@@ -486,10 +459,10 @@ def test_slurm() -> None:
         assert one.stdout.startswith(f"{rank} 2 3 {rank} env://, started by Slurm, store at 127.0.")
 
 
-def test_hydra(tmp_path: Path) -> None:
+def test_hydra(pool: Pool, tmp_path: Path) -> None:
     told = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "TMPDIR": str(tmp_path)}
-    done = run_ranks(
-        PROGRAM,
+    done = pool.start(
+        textwrap.dedent(PROGRAM),
         [{**told, "PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)} for rank in range(2)],
     )
     for rank, one in enumerate(done):

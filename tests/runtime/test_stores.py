@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from meshdist.runtime.stores import (
     keep_store,
     serve_store,
 )
+from tests.pool import Pool
 
 SHORT = timedelta(seconds=0.1)
 KINDS = ("tcp", "file", "hash", "prefix")
@@ -92,7 +92,7 @@ def test_add_on_a_text_is_an_error(store: Any) -> None:
         store.add("key", 1)
 
 
-def test_add_on_a_text_ends_the_server_of_a_tcp_store() -> None:
+def test_add_on_a_text_ends_the_server_of_a_tcp_store(pool: Pool) -> None:
     # In a process of its own, which may not survive it.
     code = (
         "from tests.runtime.test_stores import serve\n"
@@ -107,14 +107,7 @@ def test_add_on_a_text_ends_the_server_of_a_tcp_store() -> None:
         "except RuntimeError as error:\n"
         "    print(type(error).__name__)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        check=False,
-    )
+    (done,) = pool.start(code)
     assert done.returncode != 0 or done.stdout.split() == ["DistNetworkError"] * 2, done.stderr
 
 
@@ -340,7 +333,7 @@ def addresses():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_our_server_listens_on_loopback_alone_and_torchs_does_not() -> None:
+def test_our_server_listens_on_loopback_alone_and_torchs_does_not(pool: Pool) -> None:
     code = listening_sockets() + (
         "from datetime import timedelta\n"
         "from tests.runtime.test_stores import serve\n"
@@ -350,16 +343,10 @@ def test_our_server_listens_on_loopback_alone_and_torchs_does_not() -> None:
         "theirs = dist.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
         "print(addresses())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        check=True,
-    )
+    (done,) = pool.start(code)
+    assert done.returncode == 0, done.stderr
     ours, both = done.stdout.splitlines()
-    assert ours == "['0100007F']"
+    assert ours == "['0100007F', '0100007F']"  # the store's socket, and that of its lifelines
     assert "0" * 32 in both  # every interface: the reason for handing over a socket
 
 

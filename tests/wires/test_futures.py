@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +11,7 @@ import torch
 
 import meshdist as md
 from meshdist.wires.futures import Watcher, WorkFuture, collecting_by_need
+from tests.pool import Pool
 
 
 def future_by_need(value: object = 1) -> WorkFuture:
@@ -160,7 +158,7 @@ def test_the_watcher_outlives_an_errand_that_fails(caplog: pytest.LogCaptureFixt
     assert "a future could not be completed" in caplog.text and "bad errand" in caplog.text
 
 
-def test_the_interpreter_ends_though_a_verb_is_in_flight() -> None:
+def test_the_interpreter_ends_though_a_verb_is_in_flight(pool: Pool) -> None:
     program = """
 import datetime, torch
 from meshdist.wires.work import Work
@@ -171,12 +169,6 @@ work.get_future().add_done_callback(print)
 print("over")
 """
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=dict(os.environ),
-    )
+    (done,) = pool.start(program, is_strict=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
     assert time.monotonic() - began < 50

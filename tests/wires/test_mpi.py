@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -542,7 +545,7 @@ def test_a_forked_child_says_no_goodbye_for_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
-    done = run_job(DYING.format(end="raise ValueError('by rank one')"), tmp_path, 3)
+    done = run_job(DYING.format(end="raise ValueError('by rank one')"), tmp_path)
     assert done.returncode != 0
     assert "ValueError: by rank one" in done.stderr
     assert (
@@ -579,14 +582,22 @@ if __name__ == "__main__":
 """
 
 
-def test_the_tutorials_program(tmp_path: Path) -> None:
-    done = run_job(TUTORIAL, tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = sorted(done.stdout.splitlines())
-    assert said == [f"Rank  {rank}  has data  tensor(1.)" for rank in range(2)]
-    warned = [line for line in done.stderr.splitlines() if "UserWarning" in line]
-    assert len(warned) == 2  # one on each rank
-    assert "rank=0 and world_size=0 are ignored with backend 'mpi'" in warned[0]
+def tutorial(rank: int) -> tuple[str, list[str]]:
+    """What the program prints on this rank, and the warnings that it gives."""
+    with redirect_stdout(io.StringIO()) as said, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        exec(compile(TUTORIAL, "tutorial", "exec"), {"__name__": "__main__"})
+    md.destroy_process_group()
+    return said.getvalue(), [f"{one.category.__name__}: {one.message}" for one in warned]
+
+
+def test_the_tutorials_program(pool: Pool) -> None:
+    for rank, (said, warned) in enumerate(job_of(pool, 2).call(tutorial, 2)):
+        assert said == f"Rank  {rank}  has data  tensor(1.)\n"
+        (told,) = warned
+        assert told.startswith(
+            "UserWarning: rank=0 and world_size=0 are ignored with backend 'mpi'"
+        )
 
 
 # -- what is missing or wrong ---------------------------------------------------------------------
