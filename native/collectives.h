@@ -1,6 +1,7 @@
 // The collectives, each as a sequence of rounds.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -59,6 +60,8 @@ class Collectives {
   struct Range {
     std::uint64_t from, to;
   };
+  // Of each of two members: how far it has come.
+  using Ends = std::array<std::uint64_t, 2>;
 
   Status dispatch(Job& job);
   bool is_fetched(std::size_t bytes) const;
@@ -79,8 +82,8 @@ class Collectives {
   Bytes fetch_block(unsigned member, std::size_t offset, std::size_t bytes);
   bool is_halved(const Job& job) const;
   Status reduce_by_halves(Job& job);
-  Status reduce_half(const Job& job, std::vector<std::uint64_t>& ends);
-  Status finish_halves(Job& job, const std::vector<std::uint64_t>& ends);
+  Status reduce_half(const Job& job, Ends& ends);
+  Status finish_halves(Job& job, const Ends& ends);
   Status broadcast(Job& job);
   Status all_gather(Job& job);
   Status gather(Job& job);

@@ -7,7 +7,6 @@
 namespace meshdist {
 namespace {
 
-constexpr std::uint64_t kLow = 0xffffffffu;
 constexpr std::size_t kMostFingerprints = 4096;
 
 unsigned forks = 0;  // between this process and the one that loaded the module
@@ -65,9 +64,7 @@ bool Entry::is_quiet(bool is_uneven) {
   if (!ledger_.is_valid()) return true;
   if (static_cast<std::size_t>(PyList_Size(views_.ptr())) != others_.size()) {
     others_.clear();
-    places_.clear();
     for (nb::handle view : nb::borrow<nb::list>(views_)) {
-      places_.push_back(number(view[0]));
       others_.emplace_back(nb::object(view[1]));
     }
   }

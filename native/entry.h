@@ -97,7 +97,6 @@ class Entry {
   std::uint64_t window_ = 0, check_every_ = 0, uneven_window_ = 0;
   Words mine_;
   std::vector<Words> others_;
-  std::vector<std::uint64_t> places_;  // of the others in the group
   std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;
   std::vector<nb::object> verbs_;  // whose addresses are keys there
   nb::object sizes_;

@@ -27,7 +27,8 @@ bool MessageEntry::read(nb::handle x, Message& message) {
   if (logs_.is_valid()) {
     PyObject* const log = PyDict_GetItem(logs_.ptr(), message.peer.ptr());
     if (log == nullptr) return false;
-    message.log = nb::inst_ptr<MessageLog>(log);
+    message.log_owner = nb::borrow(log);
+    if (!nb::try_cast(message.log_owner, message.log)) return false;  // Python's own
     if (!message.log->is_plain(message.number)) return false;
   }
   return entry_.read(x, message.plain);

@@ -18,6 +18,7 @@ struct Message {
   int member = -1;
   std::int64_t number = 0;
   MessageLog* log = nullptr;  // null where none is kept
+  nb::object log_owner{};     // another thread may close the group meanwhile
   Plain plain{};
 };
 

@@ -5,7 +5,6 @@
 namespace meshdist {
 namespace {
 
-constexpr std::uint64_t kLow = 0xffffffffu;
 constexpr std::uint64_t kWritten = 0, kRead = 1, kFirst = 2;  // as in `MessageLog`
 
 std::uint64_t seal(std::uint64_t entry, std::uint64_t name) {

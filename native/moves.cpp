@@ -73,8 +73,9 @@ Status Collectives::all_gather(Job& job) {
     return is_done;
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
-  return varies ? exchange_parts(job, rounds, longest, write, read, direct)
-                : exchange(job, rounds, {own, longest, kEveryone, is_fetched(longest)}, write, read, direct);
+  if (varies) return exchange_parts(job, rounds, longest, write, read, direct);
+  const Input input{own, longest, kEveryone, is_fetched(longest)};
+  return exchange(job, rounds, input, write, read, direct);
 }
 
 Status Collectives::gather(Job& job) {
@@ -223,8 +224,9 @@ Status Collectives::all_to_all(Job& job) {
     return is_done;
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
-  return varies ? exchange_parts(job, rounds, longest, write, read, direct)
-                : exchange(job, rounds, {job.in, n * equal, kEveryone, is_fetched(equal)}, write, read, direct);
+  if (varies) return exchange_parts(job, rounds, longest, write, read, direct);
+  const Input input{job.in, n * equal, kEveryone, is_fetched(equal)};
+  return exchange(job, rounds, input, write, read, direct);
 }
 
 }  // namespace meshdist

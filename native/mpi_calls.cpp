@@ -10,7 +10,9 @@ namespace {
 constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
 constexpr std::size_t kMostBuffers = 1024;
 constexpr int kLooksPerTime = 16;  // at the clock
-constexpr Nanoseconds kSlowestPerByte = 1;
+// As `Link.finish` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
+// most, since a rank that spins here hears no signals.
+constexpr Nanoseconds kNsPerByte = 1;
 constexpr Nanoseconds kLongestSpin = 20'000'000;
 constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // of a message: MPI counts in an int
 
@@ -122,7 +124,8 @@ bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb
   if (!found.type.is_valid()) return false;
   entry_.enter({verb, found.op, found.number}, &input);
   entry_.note_write(tuple_of(out));
-  run(reduce_scatter_, tuple_of(out, in), numbers_of(input, found.type, size), numbers_of(output, found.type),
+  run(reduce_scatter_, tuple_of(out, in), numbers_of(input, found.type, size),
+      numbers_of(output, found.type),
       found.of_mpi);
   return true;
 }
@@ -322,17 +325,22 @@ bool MpiCalls::transfer(nb::handle x, Message message) {
   if (!message.is_send) entry_.note_write(tuple_of(x));
   MpiFunctions::Flight flight;
   const int error = start(message, flight);
-  // The sooner it is on its way the less the other side waits; it is noted meanwhile.
-  const std::uint64_t note = message_entry_.note(message);
+  std::uint64_t note = 0;
+  bool is_done = error != 0;
   try {
+    // The sooner it is on its way the less the other side waits; it is noted meanwhile.
+    note = message_entry_.note(message);
     check(error);
-    if (!is_done_soon(plain, flight)) {  // Python waits on
+    is_done = is_done_soon(plain, flight);
+    if (!is_done) {  // Python waits on
       const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
       call_with(finish_, request, x, nb::bool_(message.is_send));
+      is_done = true;
     } else if (!message.is_send) {
       check_size(flight, plain);
     }
   } catch (nb::python_error& failure) {
+    if (!is_done) stranded_.append(x);
     const nb::object bytes = whole(static_cast<std::int64_t>(plain.bytes()));
     fail(failure, whole(static_cast<std::int64_t>(note)), message.is_send ? nb::none() : bytes);
   }
@@ -356,7 +364,7 @@ bool MpiCalls::is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) co
     nb::gil_scoped_release release;
     error = mpi_->ask(flight, is_done);
     if (!is_done && error == 0 && spin_ns_ != 0) {
-      const Nanoseconds moving = static_cast<Nanoseconds>(plain.bytes()) * kSlowestPerByte;
+      const Nanoseconds moving = static_cast<Nanoseconds>(plain.bytes()) * kNsPerByte;
       const Nanoseconds end =
           now_ns() + std::min(static_cast<Nanoseconds>(spin_ns_) + moving, kLongestSpin);
       do {

@@ -1,8 +1,8 @@
 // The short ways of the verbs over MPI: plain tensors of the CPU, waited for.
 //
-// Each checks its tensors, notes and compares the call, and calls mpi4py: of a collective the blocking
-// call, once all members have come. A message is started by MPI's own functions, and asked after for
-// a while. Or each returns false, where Python is to do all that.
+// Each checks its tensors, and notes and compares the call. A collective is mpi4py's blocking call,
+// once all members have come; a message is started by MPI's own functions, and asked after for a
+// while. What is not plain is left to Python: each returns false then.
 #pragma once
 
 #include "message_entry.h"
@@ -88,6 +88,7 @@ class MpiCalls {
   const nb::object comm_, in_place_, byte_, from_address_;
   const nb::object link_, go_on_, finish_, explain_;
   const nb::object send_, recv_, error_;
+  nb::list stranded_;  // tensors of messages after which nobody asks any more: MPI may use them
   const std::unique_ptr<MpiFunctions> mpi_;  // null where they cannot be reached
   const std::uint64_t most_, spin_ns_;
   const Verb all_reduce_, reduce_, broadcast_, all_gather_, reduce_scatter_, gather_, scatter_,

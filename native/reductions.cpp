@@ -94,16 +94,17 @@ void Collectives::reduce_shared(const Job& job) {
   }
 }
 
-// Whether two members reduce each a half of what they read where it lies; both give the same answer.
+// Whether two members reduce each a half of what they read where it lies; both answer the same.
 bool Collectives::is_halved(const Job& job) const {
   const std::size_t bytes = job.count() * item_;
-  const std::size_t least = streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
+  const std::size_t least =
+      streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
   return job.verb() == Verb::all_reduce && end_.size == 2 && reads_others_ && bytes >= least &&
          bytes <= tuning.halves_most_bytes;
 }
 
-// Each fetches its half of the other's data and reduces it into its own; then it fetches the half that
-// the other has reduced.
+// Each fetches its half of the other's data and reduces it into its own; then it fetches the half
+// that the other has reduced.
 Status Collectives::reduce_by_halves(Job& job) {
   const std::uint64_t first = rounds_.next();
   Input input = reduce_input(job);
@@ -118,7 +119,7 @@ Status Collectives::reduce_by_halves(Job& job) {
     reduce_shared(job);
     return finish_direct(job, true);
   }
-  std::vector<std::uint64_t> ends(end_.size);
+  Ends ends{};
   status = reduce_half(job, ends);
   if (status != Status::ok && status != Status::unsupported) return status;
   const unsigned other = 1 - end_.rank;
@@ -131,15 +132,16 @@ Status Collectives::reduce_by_halves(Job& job) {
 
 // Copy a block of what `member` has offered to where it stays in the cache; null where it cannot be
 // read.
-Collectives::Bytes Collectives::fetch_block(unsigned member, std::size_t offset, std::size_t bytes) {
+Collectives::Bytes Collectives::fetch_block(unsigned member, std::size_t offset,
+                                            std::size_t bytes) {
   fetched_.resize(end_.size * tuning.fetch_block_bytes);
   const Bytes here = fetched_.data() + member * tuning.fetch_block_bytes;
   return fetch(here, member, offset, bytes) ? here : nullptr;
 }
 
-// Reduce this member's half, block by block as it is fetched. `ends` tells how far each has come; where
-// that is not to the end of its half the status is `unsupported`, on both.
-Status Collectives::reduce_half(const Job& job, std::vector<std::uint64_t>& ends) {
+// Reduce this member's half, block by block as it is fetched. `ends` tells how far each has come;
+// where that is not to the end of its half the status is `unsupported`, on both.
+Status Collectives::reduce_half(const Job& job, Ends& ends) {
   const unsigned other = 1 - end_.rank;
   const auto [from, to] = share(job, end_.rank);
   const std::uint64_t block = tuning.fetch_block_bytes / item_;
@@ -166,12 +168,15 @@ Status Collectives::reduce_half(const Job& job, std::vector<std::uint64_t>& ends
   return rounds_.anyone_hints(round, kHintMissed) ? Status::unsupported : Status::ok;
 }
 
-// Finish by slots: of each member's half it has reduced what lies before its end, and nobody the rest.
-Status Collectives::finish_halves(Job& job, const std::vector<std::uint64_t>& ends) {
+// Finish by slots: of each member's half it has reduced what lies before its end, and nobody the
+// rest.
+Status Collectives::finish_halves(Job& job, const Ends& ends) {
   const std::uint64_t per_chunk = lay_out(1, job.count() * item_) / item_;
   const auto go_through = [&](Range range, auto take) {
     const auto at = [&](std::uint64_t i) { return range.from + i * per_chunk; };
-    const auto bytes = [&](std::uint64_t i) { return std::min(per_chunk, range.to - at(i)) * item_; };
+    const auto bytes = [&](std::uint64_t i) {
+      return std::min(per_chunk, range.to - at(i)) * item_;
+    };
     const auto write = [&](std::uint64_t i, std::uint64_t round) {
       copy_in(slot(end_.rank, round), job.out + at(i) * item_, bytes(i));
     };
@@ -182,17 +187,19 @@ Status Collectives::finish_halves(Job& job, const std::vector<std::uint64_t>& en
     return exchange_agreed(job, num_rounds, write, read);
   };
   for (unsigned j = 0; j < end_.size; ++j) {
-    const auto [from, to] = share(job, j);
-    Status status = go_through({from, ends[j]}, [&](Bytes to, std::uint64_t round, std::size_t n) {
-      if (j != end_.rank) copy_out(to, slot(j, round), n);
-    });
-    if (status != Status::ok) return status;
-    status = go_through({ends[j], to}, [&](Bytes to, std::uint64_t round, std::size_t n) {
+    const Range half = share(job, j);
+    const auto copy = [&](Bytes there, std::uint64_t round, std::size_t bytes) {
+      if (j != end_.rank) copy_out(there, slot(j, round), bytes);
+    };
+    const auto reduce = [&](Bytes there, std::uint64_t round, std::size_t bytes) {
       for (unsigned i = 0; i < end_.size; ++i) {
-        sources_[i] = i == end_.rank ? to : slot(i, round);
+        sources_[i] = i == end_.rank ? there : slot(i, round);
       }
-      loop_(to, sources_.data(), end_.size, n / item_, factors_.data());
-    });
+      loop_(there, sources_.data(), end_.size, bytes / item_, factors_.data());
+    };
+    Status status = go_through({half.from, ends[j]}, copy);
+    if (status != Status::ok) return status;
+    status = go_through({ends[j], half.to}, reduce);
     if (status != Status::ok) return status;
   }
   return Status::ok;

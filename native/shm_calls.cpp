@@ -175,8 +175,9 @@ bool ShmCalls::run(nb::handle x, Message message) {
   const int status = core_.run_transfer(message.is_send, plain.address, plain.count, plain.code,
                                         message.member, message.number, note, timeout_);
   if (status == 0) return true;
-  raise_error(call_with(message_failed_, whole(status), nb::bool_(message.is_send), whole(message.member),
-                  message.tag, whole(static_cast<std::int64_t>(note))));
+  raise_error(call_with(message_failed_, whole(status), nb::bool_(message.is_send),
+                        whole(message.member), message.tag,
+                        whole(static_cast<std::int64_t>(note))));
 }
 
 }  // namespace meshdist

@@ -51,7 +51,8 @@ class ShmCalls {
   const double timeout_;
   const nb::object failed_, message_failed_;  // make the error to raise of a status
   std::vector<Reduction> reductions_;  // the first one is the sum
-  const nb::object all_reduce_, reduce_, broadcast_, gather_, scatter_, all_to_all_, barrier_, send_, recv_;
+  const nb::object all_reduce_, reduce_, broadcast_, gather_, scatter_, all_to_all_, barrier_;
+  const nb::object send_, recv_;
 };
 
 }  // namespace meshdist

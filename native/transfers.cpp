@@ -298,11 +298,13 @@ bool Transfers::fetch(const TransferPtr& receive, unsigned from, const Packet& p
   std::optional<bool>& is_readable = peers_[from].is_readable;
   if (!is_readable) is_readable = can_read(*end_, from);
   if (!*is_readable) return false;
-  is_readable = read_from(*end_, from, receive->data, packet.place, packet.bytes);
-  if (!*is_readable) return false;
+  const bool is_read = read_from(*end_, from, receive->data, packet.place, packet.bytes);
   // If the sender took an offer back before all was read, it may have been this one.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return end_->segment.channel(from, end_->rank).revocations.load() == packet.revocations;
+  const auto& revocations = end_->segment.channel(from, end_->rank).revocations;
+  const bool is_valid = revocations.load() == packet.revocations;
+  if (!is_read && is_valid) is_readable = false;
+  return is_read && is_valid;
 }
 
 void Transfers::post(const TransferPtr& receive) {

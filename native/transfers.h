@@ -64,7 +64,16 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   Tuning tuning;
 
  private:
-  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, refuse, data, cancel };
+  enum class Kind : std::uint32_t {
+    pad = 1,
+    message,
+    offer,
+    accept,
+    fetched,
+    refuse,
+    data,
+    cancel
+  };
   struct alignas(kCacheLine) Packet {
     Kind kind;
     std::uint32_t payload;  // bytes that follow

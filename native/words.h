@@ -1,9 +1,14 @@
 // Words of 64 bits in memory of Python's, which another process may read or write.
 #pragma once
 
+#include <cstdint>
+#include <utility>
+
 #include "objects.h"
 
 namespace meshdist {
+
+constexpr std::uint64_t kLow = 0xffffffffu;  // half a word
 
 class Words {
  public:
@@ -24,7 +29,8 @@ class Words {
   }
   // As `put`, and seen by others before this process reads what follows.
   void set(std::uint64_t place, std::uint64_t value) const {
-    __atomic_store_n(words_ + place, value, __ATOMIC_SEQ_CST);
+    put(place, value);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
   }
 
  private:

@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
 
@@ -75,7 +75,7 @@ class Sentinel:
         self._holds = Holds(store, rank)
         self._holds.read()  # the clock may stand already
         self._lifelines = find_lifelines(store)
-        self._asking = threading.RLock()
+        self._asking = threading.Lock()
         self._stopping, self._stop = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
@@ -87,8 +87,8 @@ class Sentinel:
     def is_store_served(self) -> bool:
         """Whether the process that serves the store is still there."""
         try:
-            return not select.select(self._lifelines, [], [], 0)[0]
-        except ValueError:  # closed: it has hung up, or this sentinel has ended
+            return not _ended(self._lifelines, 0.0)
+        except (OSError, ValueError):  # closed: it has hung up, or this sentinel has ended
             return False
 
     @contextmanager
@@ -122,7 +122,7 @@ class Sentinel:
                     line.close()
 
     def _watch(self, ends: list[Any]) -> None:
-        while not select.select(ends, [], [], _PERIOD_S)[0]:
+        while not _ended(ends, _PERIOD_S):
             try:
                 count = int(self._store.add("signal/count", 0))
                 while self._seen < count:
@@ -143,6 +143,14 @@ class Sentinel:
             self._store.add(heard_key(number), 1)
         elif kind == "clock":
             self._holds.read()
+
+
+def _ended(ends: Sequence[Any], seconds: float) -> bool:
+    """Whether any of some files or sockets has something to tell, within so many seconds."""
+    poll = select.poll()  # unlike select, for descriptors of any number
+    for end in ends:
+        poll.register(end, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def heard_key(number: int) -> str:

@@ -271,10 +271,14 @@ class Ledger:
     def _publish_later(self) -> None:
         """Let a thread publish, as soon as others have read what is there."""
         if self._publisher is None:
-            self._publisher = threading.Thread(
+            publisher = threading.Thread(
                 target=self._publish_all, name="meshdist-ledger", daemon=True
             )
-            self._publisher.start()
+            self._publisher = publisher
+            try:
+                publisher.start()
+            except RuntimeError:  # no thread to be had now: the next message tries again
+                self._publisher = None
 
     def _publish_all(self) -> None:
         pause, num_waiting = _PUBLISH_S, 0

@@ -21,7 +21,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 __all__ = ["find_lifelines", "offer_lifelines"]
 
 _KEY = "meshdist/lifelines"
+_BACKLOG = 4096
 _CONNECT_S = 5.0
+# A second line, which a firewall may forbid, is not worth waiting long for.
+_CONNECT_BESIDE_S = 1.0
 # Who is stopped, or has no time for its own threads, need not keep the server from ending.
 _HANG_UP_S = 1.0
 
@@ -36,23 +39,34 @@ def find_lifelines(store: Store) -> list[socket.socket]:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return []
-    ports = [store.port]
+    wanted = [(store.port, _CONNECT_S)]
     if store.check([_KEY]):
-        ports.append(int(store.get(_KEY)))
+        wanted.append((int(store.get(_KEY)), _CONNECT_BESIDE_S))
     lines = []
-    for port in ports:
+    for port, limit_s in wanted:
         with suppress(OSError):
-            lines.append(socket.create_connection((store.host, port), timeout=_CONNECT_S))
+            lines.append(socket.create_connection((store.host, port), timeout=limit_s))
     return lines
 
 
-def offer_lifelines(store: Store, listener: socket.socket) -> None:
+def offer_lifelines(store: Store, host: str) -> None:
     """Let the clients of ``store``, which this process serves, hold lifelines until it ends.
 
     Args:
         store: the store.
-        listener: where they connect to; it is taken over.
+        host: the number of the address at which it listens. Where nobody can listen beside it
+            there are none but those to the store itself.
     """
+    is_v6 = ":" in host
+    try:
+        listener = socket.create_server(
+            (host, 0),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+        )
+    except OSError:
+        return
     store.set(_KEY, str(listener.getsockname()[1]))
     served_by = os.getpid()
 
@@ -80,8 +94,8 @@ def _hang_up(listener: socket.socket) -> None:
         with suppress(OSError):
             line.shutdown(socket.SHUT_WR)
         poll.register(line, select.POLLIN)
-    while lines and time.monotonic() < deadline:
-        for number, _ in poll.poll(1000 * (deadline - time.monotonic())):
+    while lines and (left_s := deadline - time.monotonic()) > 0:
+        for number, _ in poll.poll(1000 * left_s):
             poll.unregister(number)  # a holder never sends anything: this is its end
             lines.pop(number).close()
     for line in lines.values():

@@ -121,7 +121,8 @@ def find_functions(MPI: Any, *names: str) -> list[int]:
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(MPI.__file__)
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
-        return [address for address in found if address]
+        if all(found):
+            return [address or 0 for address in found]
     return []
 
 

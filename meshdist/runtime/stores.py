@@ -151,10 +151,9 @@ def serve_store(
     timeout = max(timeout, LEAST_STORE_TIMEOUT)
     if listener is None:
         store = TCPStore(address, port, None, True, timeout, wait_for_workers=False)
-        offer_lifelines(store, _listen_beside("::" if socket.has_dualstack_ipv6() else "0.0.0.0"))
+        offer_lifelines(store, "::" if socket.has_dualstack_ipv6() else "0.0.0.0")
         return store
     bound = listener.getsockname()[0]
-    beside = _listen_beside(bound)
     store = TCPStore(
         address if bound in ("0.0.0.0", "::") else bound,
         listener.getsockname()[1],
@@ -164,19 +163,8 @@ def serve_store(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    offer_lifelines(store, beside)
+    offer_lifelines(store, bound)
     return store
-
-
-def _listen_beside(host: str) -> socket.socket:
-    """Return a socket that listens at ``host``, a number, at any port."""
-    is_v6 = ":" in host
-    return socket.create_server(
-        (host, 0),
-        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
-        backlog=_BACKLOG,
-        dualstack_ipv6=is_v6 and host == "::" and socket.has_dualstack_ipv6(),
-    )
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:

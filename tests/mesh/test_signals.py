@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
 
+import pytest
 from torch.distributed import HashStore, TCPStore
 
 from meshdist.mesh.holds import add_hold, remove_hold
@@ -149,3 +151,24 @@ def test_a_sentinel_stops_at_once_though_a_forked_child_lives() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_sentinel_hears_of_the_store_by_descriptors_of_any_number() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= most < 2000:
+        pytest.skip("this process may not have so many files open")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, most))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1100:
+            opened.append(os.dup(0))
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        sentinel = Sentinel(server, 0, list, lambda message: None)
+        assert sentinel.is_store_served()
+        sentinel.stop()
+        assert not sentinel.is_store_served()
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -343,6 +343,7 @@ def late_reducing_cases(c: Any) -> bool:
     seconds = 0.02 if c.rank == 0 else TIMEOUT
     places = x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"], 1.0
     status = c.all_reduce(*places, seconds)
+    assert status != OK or bool((x == 2.0).all())
     x.fill_(-1.0)
     time.sleep(1.0)  # it stays where it is
     return bool(status == OK)
@@ -360,6 +361,7 @@ def late_reading_cases(c: Any) -> bool:
     assert c.reads_others
     seconds = 0.02 if c.rank == 0 else TIMEOUT
     status = c.all_to_all_v(outs, take, ins, give, DTYPES["float32"], seconds)
+    assert status != OK or bool((out == 1.0).all())
     x.fill_(-1.0)
     time.sleep(1.0)  # it stays where it is
     return bool(status == OK)
@@ -369,7 +371,7 @@ def late_reading_cases(c: Any) -> bool:
 @pytest.mark.parametrize("body", [late_reading_cases, late_reducing_cases])
 def test_who_still_reads_from_a_member_that_gave_up_fails_too(body: Callable[..., bool]) -> None:
     first, second = run_ranks(2, body, is_crowded=False)
-    assert first == second  # both in time, on a fast machine, or neither
+    assert second or not first
 
 
 def unaligned_cases(c: Any) -> None:

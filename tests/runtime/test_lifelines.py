@@ -19,8 +19,10 @@ from meshdist.runtime.stores import connect_store
 _SERVER = """
 import sys
 from datetime import timedelta
+from meshdist.runtime import lifelines
 from meshdist.runtime.stores import bind_listener, serve_store
 
+lifelines._HANG_UP_S = {patience_s}
 listener = {listener}
 store = serve_store(listener, "127.0.0.1", 0, timedelta(seconds=60))
 print(store.port, flush=True)
@@ -29,9 +31,11 @@ sys.stdin.readline()
 
 
 @contextmanager
-def served(listener: str) -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
+def served(
+    listener: str, patience_s: float = 1.0
+) -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
     """A server that ends when it is told to, and a client."""
-    code = _SERVER.format(listener=listener)
+    code = _SERVER.format(listener=listener, patience_s=patience_s)
     command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
@@ -63,7 +67,7 @@ def test_only_a_store_that_a_process_serves_has_lifelines() -> None:
 
 @pytest.mark.parametrize("listener", ["None", 'bind_listener("127.0.0.1", 0)'])
 def test_a_server_that_ends_waits_until_its_clients_have_hung_up(listener: str) -> None:
-    with served(listener) as (server, store):
+    with served(listener, patience_s=30.0) as (server, store):
         lines = find_lifelines(store)
         assert len(lines) == 2
         assert not select.select(lines, [], [], 0)[0]
