@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import meshdist as md
+from tests.pool import Pool, places
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path("examples") / "sgd_tutorial.py"
 CPU = torch.device("cpu")
 CHECKED = re.compile(r"check: loss fell, (\S+) to (\S+); weights equal on (\d) ranks")
@@ -189,10 +191,10 @@ def test_options_that_mean_nothing(
     assert expected in capsys.readouterr().err
 
 
-def test_launched(start: Callable[..., Any]) -> None:
-    done = start("-m", "meshdist", "run", "-n", 2, SCRIPT, "--epochs", 2, "--check")
-    assert done.returncode == 0, done.stderr
-    assert_learned(done.stdout, 2, 2)
+def test_on_two_processes(pool: Pool) -> None:
+    ended = pool.start(ROOT / SCRIPT, places(2), "--epochs", "2", "--check")
+    assert [done.returncode for done in ended] == [0, 0], ended
+    assert_learned("".join(done.stdout for done in ended), 2, 2)
 
 
 @pytest.mark.gpu

@@ -6,18 +6,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 import meshdist as md
+from tests.pool import Pool, places
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_launched(start: Callable[..., Any]) -> None:
-    script = Path("examples") / "train_digits.py"
-    done = start("-m", "meshdist", "run", "-n", "2", script)
-    assert done.returncode == 0, done.stderr
-    (reached,) = re.findall(r"test accuracy (\S+)% \(360 images; ranks: 2\)", done.stdout)
+def test_on_two_processes(pool: Pool) -> None:
+    ended = pool.start(ROOT / "examples" / "train_digits.py", places(2))
+    assert [done.returncode for done in ended] == [0, 0], ended
+    said = "".join(done.stdout for done in ended)
+    (reached,) = re.findall(r"test accuracy (\S+)% \(360 images; ranks: 2\)", said)
     assert 95 < float(reached) <= 100
 
 
