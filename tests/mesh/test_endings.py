@@ -23,7 +23,8 @@ def work():
         try:
             print("got", [md.recv(x), md.recv(x)], flush=True)
         except md.BackendError as error:
-            print("told", [line.strip() for line in str(error).splitlines() if "has ended" in line])
+            lines = [line.strip() for line in str(error).splitlines()]
+            print("told", [line for line in lines if "has ended" in line] or lines)
         return
     if rank == 2:
         time.sleep(1.5)
