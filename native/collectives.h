@@ -88,7 +88,9 @@ class Collectives {
   Status all_gather(Job& job);
   Status gather(Job& job);
   Status scatter(Job& job);
+  bool writes_over_input(const Job& job) const;
   Status reduce_scatter(Job& job);
+  Status reduce_scatter_apart(Job& job);
   Status all_to_all(Job& job);
   Status barrier(Job& job);
 

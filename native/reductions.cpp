@@ -1,6 +1,8 @@
 // The verbs that reduce: all-reduce, reduce and reduce-scatter.
 #include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "collectives.h"
 #include "exchange.h"
@@ -321,7 +323,36 @@ Status Collectives::reduce_by_parts(Job& job) {
   return Status::ok;
 }
 
+// Whether the result of a reduce-scatter would be written over what is still to be read. Its own part
+// of the input is read before it is written, if the two begin together.
+bool Collectives::writes_over_input(const Job& job) const {
+  const bool varies = job.verb() == Verb::reduce_scatter_v;
+  const Part out = varies ? job.outs[0] : Part{job.out, job.count()};
+  const Bytes end = out.data + out.count * item_;
+  for (unsigned j = 0; j < end_.size; ++j) {
+    const Part in = varies ? job.ins[j] : Part{job.in + j * job.count() * item_, job.count()};
+    if (j == end_.rank && in.data == out.data) continue;
+    if (in.data < end && out.data < in.data + in.count * item_) return true;
+  }
+  return false;
+}
+
 Status Collectives::reduce_scatter(Job& job) {
+  if (writes_over_input(job)) {
+    const bool is_list = job.verb() == Verb::reduce_scatter_v;
+    Bytes& out = is_list ? job.outs[0].data : job.out;
+    const std::size_t bytes = (is_list ? job.outs[0].count : job.count()) * item_;
+    std::vector<std::uint8_t> result(bytes);
+    const Bytes wanted = std::exchange(out, result.data());
+    const Status status = reduce_scatter_apart(job);
+    out = wanted;
+    if (status == Status::ok) std::memcpy(out, result.data(), bytes);
+    return status;
+  }
+  return reduce_scatter_apart(job);
+}
+
+Status Collectives::reduce_scatter_apart(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
   const bool varies = job.verb() == Verb::reduce_scatter_v;

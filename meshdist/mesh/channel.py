@@ -35,7 +35,12 @@ from ..wires.base import (
     WireTimeout,
 )
 from ..wires.core import core
-from .failures import call_disagreement, explain, message_disagreement
+from .failures import (
+    call_disagreement,
+    closed_meanwhile,
+    explain,
+    message_disagreement,
+)
 from .registry import OpenCommunicator
 
 if TYPE_CHECKING:
@@ -276,11 +281,15 @@ class Channel:
         if not insides:
             return {}
         found = weakref.ref(self)  # which keeps those callers
+        world, name = self.group.world, self.group.name
+        wire_name, recorder = self.wire.name, self.recorder
 
         def explained(error: BaseException, note: int | None = None) -> BaseException:
-            channel = found()
-            if channel is None or not isinstance(error, WireFailure):
+            if not isinstance(error, WireFailure):
                 return error
+            channel = found()
+            if channel is None:
+                return closed_meanwhile(world, name, wire_name, recorder, error, note)
             return explain(channel.group, error, channel, note)
 
         def disagreement(sequence: int) -> BaseException:

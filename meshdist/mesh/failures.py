@@ -16,7 +16,8 @@ from ..errors import (
     StoreError,
 )
 from ..runtime.handles import check_store_served, store_of_thread
-from ..runtime.recorder import call_text
+from ..runtime.recorder import Recorder, call_text
+from ..runtime.world import World
 from ..wires.base import MemberLost, MembersDisagree, WireAborted, WireFailure, WireTimeout
 from .registry import get_registry
 from .signals import Answer, ask
@@ -100,6 +101,24 @@ def explain(
         where=where,
         found="\n".join(filter(None, (text, silent, first))),
         fix="look at the rank that ended or failed first; the group is broken now",
+    )
+
+
+def closed_meanwhile(
+    world: World,
+    name: str,
+    wire_name: str,
+    recorder: Recorder,
+    failure: WireFailure,
+    number: int | None,
+) -> BackendError:
+    """The error of a call whose group another thread has closed while it ran."""
+    call = recorder.describe(number)
+    return BackendError(
+        f"{call['verb']} on {name} failed on wire {wire_name!r}",
+        where=f"rank {world.rank}, {call_text(call)}",
+        found=str(failure),
+        fix="let the calls of all threads end before the group is destroyed",
     )
 
 

@@ -228,6 +228,33 @@ def fetching_cases(c: Any) -> bool:
     return bool(c.reads_others)
 
 
+def overlapping_cases(c: Any) -> None:
+    """Reduce-scatter whose result lies anywhere in the input, on one rank or on all."""
+    count = 50_000
+    blocks = [values((j, "over"), c.size * count, "float32") for j in range(c.size)]
+    expected = sum(b[c.rank * count :][:count] for b in blocks)
+    for start in (0, 7, count // 2, count, c.size * count - count):
+        for ranks in (range(c.size), [0]):
+            x = blocks[c.rank].clone()
+            out = x[start:][:count] if c.rank in ranks else torch.zeros(count)
+            addresses = out.data_ptr(), x.data_ptr()
+            call(c.reduce_scatter, *addresses, count, DTYPES["float32"], OPS["SUM"], 1.0)
+            assert torch.equal(out, expected), (start, ranks)
+            x = blocks[c.rank].clone()
+            out = x[start:][:count] if c.rank in ranks else torch.zeros(count)
+            ins = [x.data_ptr() + 4 * count * j for j in range(c.size)]
+            sizes = [count] * c.size
+            place = out.data_ptr(), count, ins, sizes
+            call(c.reduce_scatter_v, *place, DTYPES["float32"], OPS["SUM"], 1.0)
+            assert torch.equal(out, expected), (start, ranks)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_crowded", [True, False])
+def test_a_result_may_lie_anywhere_in_the_input(size: int, is_crowded: bool) -> None:
+    run_ranks(size, overlapping_cases, is_crowded=is_crowded)
+
+
 def in_place_cases(c: Any) -> None:
     """Reduce-scatter into the rank's own part of the input, on all ranks or on one."""
     count = 1000

@@ -502,6 +502,33 @@ def test_ctrl_c_ends_it(wire: str, verb: str, pool: Pool) -> None:
     assert WIRES[wire](pool, interrupted, 2, verb)[0] < 10.0
 
 
+def destroyed_meanwhile() -> str:
+    group = md.new_group()
+    md.all_reduce(torch.ones(1), group=group)
+    told: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(md.BackendError) as caught:
+            md.recv(torch.zeros(100_000), 1, group=group)
+        told.append(str(caught.value))
+
+    if md.get_rank() == 0:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.3)
+        md.destroy_process_group(group)
+        waiting.join()
+    md.barrier()
+    return "".join(told)
+
+
+@pytest.mark.parametrize("wire", ON)
+def test_a_group_destroyed_by_another_thread_is_told_in_words(wire: str, pool: Pool) -> None:
+    text = WIRES[wire](pool, destroyed_meanwhile, 2)[0]
+    assert text.startswith("recv on group of ranks 0-1 ")
+    assert "where:    rank 0, recv((100000,) float32, from rank 1" in text
+
+
 def beside_a_thread() -> bool:
     """Another thread goes on while this one waits."""
     group, _ = opened()
