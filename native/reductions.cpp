@@ -323,8 +323,8 @@ Status Collectives::reduce_by_parts(Job& job) {
   return Status::ok;
 }
 
-// Whether the result of a reduce-scatter would be written over what is still to be read. Its own part
-// of the input is read before it is written, if the two begin together.
+// Whether the result of a reduce-scatter would be written over what is still to be read. Its own
+// part of the input is read before it is written, if the two begin together.
 bool Collectives::writes_over_input(const Job& job) const {
   const bool varies = job.verb() == Verb::reduce_scatter_v;
   const Part out = varies ? job.outs[0] : Part{job.out, job.count()};
@@ -388,7 +388,13 @@ Status Collectives::reduce_scatter_apart(Job& job) {
     loop_(target + start * item_, sources_.data(), n, std::min(piece, count_of(me) - start),
           factors_.data());
   };
+  const std::size_t part = job.count() * item_;
+  const bool is_in_place = target == source(me);
   const auto direct = [&] {
+    // Where another's part may prove unreadable, the call must be able to begin anew.
+    const bool may_fail = std::find(is_afar_.begin(), is_afar_.end(), true) != is_afar_.end();
+    std::vector<std::uint8_t> beside(is_in_place && may_fail ? part : 0);
+    const Bytes result = beside.empty() ? target : beside.data();
     for (std::uint64_t at = 0; at < job.count();) {
       const std::uint64_t count = std::min(tuning.fetch_block_bytes / item_, job.count() - at);
       for (unsigned j = 0; j < n; ++j) {
@@ -401,17 +407,15 @@ Status Collectives::reduce_scatter_apart(Job& job) {
           return false;
         }
       }
-      loop_(target + at * item_, sources_.data(), n, count, factors_.data());
+      loop_(result + at * item_, sources_.data(), n, count, factors_.data());
       at += count;
     }
+    if (!beside.empty()) std::memcpy(target, result, part);
     return true;
   };
   const std::uint64_t rounds = num_chunks(longest, piece);
   if (varies) return exchange_agreed(job, longest == 0 ? 0 : rounds, write, read);
-  const std::size_t part = job.count() * item_;
-  // Where the result lies in the input the call could not begin anew if a part cannot be read.
-  const bool is_apart = target + part <= job.in || job.in + n * part <= target;
-  const Input input{job.in, n * part, kEveryone, is_apart && is_fetched(part)};
+  const Input input{job.in, n * part, kEveryone, !is_in_place && is_fetched(part)};
   return exchange(job, rounds, input, write, read, direct);
 }
 

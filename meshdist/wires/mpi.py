@@ -434,12 +434,17 @@ class MpiCommunicator(Communicator):
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
-            if arrivals is not None and arrivals.enter(self._is_waiting, timeout):
+            if arrivals is None:
+                return self._start(name, kept, settle, buffers)
+            started = None
+            if arrivals.enter(self._is_waiting, timeout):
                 getattr(self._comm, name)(*buffers)
                 if settle is not None:
                     settle()
-                return None
-            return self._start(name, kept, settle, buffers)
+            else:
+                started = self._start(name, kept, settle, buffers)
+            arrivals.end()
+            return started
         except self._failing as error:
             raise link.failure(error) from None
 
@@ -456,6 +461,7 @@ class MpiCommunicator(Communicator):
             getattr(self._comm, name)(*buffers)
         else:
             self._link.finish(self._start(name, kept, None, buffers), timeout)
+        self._arrivals.end()
 
     def _finish_message(
         self, timeout: timedelta, request: int, kept: torch.Tensor, is_send: bool

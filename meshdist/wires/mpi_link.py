@@ -315,6 +315,7 @@ class Arrivals:
         self._link = link
         self._mine = mine
         self._others = others
+        self._interruption: BaseException | None = None
 
     def insides(self) -> dict[str, Any]:
         """What a native caller needs to do what ``enter`` does while the others come soon."""
@@ -346,13 +347,17 @@ class Arrivals:
         return True
 
     def wait_for_all(self, timeout: timedelta) -> bool:
-        """Go on with ``enter``, for a member that waits and has told so."""
+        """Go on with ``enter``, for a member that waits and has told so.
+
+        What a signal's handler raises when all have come by then is kept for ``end``: the others
+        may be inside MPI's call, which takes this member, too.
+        """
         number = self._mine[_WINDOW]
         place = number % _WINDOW
         word = number << 2 | _WAITS
         try:
             self._link.wait(partial(self._have_come, number, progress=True), timeout)
-        except BaseException:  # Ctrl-C, too
+        except BaseException as error:  # Ctrl-C, too
             self._mine[place] = number << 2 | _LEAVES
             time.sleep(_LEAVING_S)
             # Others may leave at the same time, and one who came last have seen all of them wait:
@@ -361,9 +366,16 @@ class Arrivals:
                 self._mine[place] = number << 2 | _LEFT
                 raise
             self._mine[place] = word
+            self._interruption = None if isinstance(error, WireFailure) else error
             self._link.wait(partial(self._have_come, number), _SETTLING)
         # Who stands at _LEAVES for its moment waits with all others in the end.
         return all(theirs[place] & 3 != _GOES_ON for theirs in self._others)
+
+    def end(self) -> None:
+        """After MPI's call: raise what interrupted the wait before it."""
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
 
     def _are_there(self, number: int) -> bool:
         words = [theirs[number % _WINDOW] for theirs in self._others]

@@ -12,6 +12,7 @@ import torch
 
 from meshdist.wires import native
 from tests.native.ranks import OK, run_ranks
+from tests.native.reading import PAGE, reads_others, secret_memory
 
 F32, SUM, AVG = native.DTYPES["float32"], native.OPS["SUM"], native.OPS["AVG"]
 TIMEOUT = 20.0
@@ -37,10 +38,10 @@ def fetch_all(c: Any) -> None:
         c.set_tuning(name, 1)
 
 
-def run_shared(size: int, body: Callable[..., Any]) -> None:
+def run_shared(size: int, body: Callable[..., Any]) -> list[Any]:
     fd = native.create_memory(size * COUNT * 4)
     try:
-        run_ranks(size, lambda c: body(c, shared(c, fd)))
+        return run_ranks(size, lambda c: body(c, shared(c, fd)))
     finally:
         os.close(fd)
 
@@ -92,6 +93,31 @@ def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str, fetche
                 assert torch.equal(out, torch.cat([q[block] for q in parts]))
 
     run_shared(size, body)
+
+
+@reads_others
+def test_a_part_in_place_outlives_another_that_cannot_be_read() -> None:
+    def body(c: Any, mine: torch.Tensor) -> bool:
+        fetch_all(c)
+        c.set_tuning("fetch_block_bytes", PAGE)
+        secret = secret_memory(64, range(20, 24))
+        if secret is None:
+            return False
+        count = secret.numel() // 2
+        parts = [made(j, 2 * count) for j in range(2)]
+        x = mine[: 2 * count] if c.rank == 0 else secret
+        x.copy_(parts[c.rank])
+        out = x[:count] if c.rank == 0 else torch.empty(count)
+        assert c.barrier(TIMEOUT) == OK  # finds out whether anything can be read
+        places = out.data_ptr(), x.data_ptr()
+        assert c.reads_others
+        assert c.reduce_scatter(*places, count, F32, SUM, 1.0, TIMEOUT) == OK
+        assert not c.reads_others
+        assert torch.equal(out, sum(parts)[c.rank * count :][:count])
+        return True
+
+    if run_shared(2, body) != [True, True]:
+        pytest.skip("this kernel has no secret memory")
 
 
 def test_memory_outlives_the_communicator() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,21 @@ def opened() -> tuple[Any, Spy]:
     spy = Spy(group.plain_calls)
     group.plain_calls = spy
     return group, spy
+
+
+def seconds_until_interrupted(call: Callable[[], Any]) -> float:
+    """How long a call takes that the KeyboardInterrupt of a signal's handler ends, after 0.2 s."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    signal.signal(signal.SIGALRM, before)
+    return time.monotonic() - begin
 
 
 def went_short(spy: Spy) -> list[bool]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from tests.wires.short_ways import (
     TOLD,
     differing,
     opened,
+    seconds_until_interrupted,
     short_and_long,
     waits_or_not,
 )
@@ -157,17 +156,7 @@ def interrupted() -> float:
     if md.get_rank() == 1:
         time.sleep(1.0)
         return 0.0
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        md.barrier(group)
-    signal.signal(signal.SIGALRM, before)
-    return time.monotonic() - begin
+    return seconds_until_interrupted(lambda: md.barrier(group))
 
 
 def test_ctrl_c_ends_it(pool: Pool) -> None:

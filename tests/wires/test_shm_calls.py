@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 import warnings
 from datetime import timedelta
@@ -23,6 +22,7 @@ from tests.wires.short_ways import (
     TOLD,
     differing,
     opened,
+    seconds_until_interrupted,
     short_and_long,
     waits_or_not,
 )
@@ -223,17 +223,7 @@ def interrupted() -> float:
     if md.get_rank() == 1:
         time.sleep(1.0)
         return 0.0
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        md.all_reduce(torch.ones(1))
-    signal.signal(signal.SIGALRM, before)
-    return time.monotonic() - begin
+    return seconds_until_interrupted(lambda: md.all_reduce(torch.ones(1)))
 
 
 def test_ctrl_c_ends_it(pool: Pool) -> None:

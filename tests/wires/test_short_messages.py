@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from meshdist.wires.base import LARGEST_TAG
 from meshdist.wires.core import core
 from tests.pool import Failure, Pool
 from tests.verbs.cases import WIRES
-from tests.wires.short_ways import Spy, opened, went_short
+from tests.wires.short_ways import Spy, opened, seconds_until_interrupted, went_short
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
 ON = [pytest.param("shm"), pytest.param("mpi", marks=pytest.mark.mpi)]
@@ -480,18 +481,9 @@ def interrupted(verb: str) -> float:
     if md.get_rank() == 1:
         md.barrier()  # it never comes
         return 0.0
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    begin = time.monotonic()
     x = torch.ones(MIB)
-    with pytest.raises(KeyboardInterrupt):
-        md.send(x, 1, group) if verb == "send" else md.recv(x, 1, group)
-    signal.signal(signal.SIGALRM, before)
-    took = time.monotonic() - begin
+    call = {"send": md.send, "recv": md.recv}[verb]
+    took = seconds_until_interrupted(lambda: call(x, 1, group))
     md.barrier()
     return took
 
@@ -500,6 +492,41 @@ def interrupted(verb: str) -> float:
 @pytest.mark.parametrize("wire", ON)
 def test_ctrl_c_ends_it(wire: str, verb: str, pool: Pool) -> None:
     assert WIRES[wire](pool, interrupted, 2, verb)[0] < 10.0
+
+
+def freed_in_flight() -> int:
+    """How many tensors are gone whose receive was interrupted, while MPI may still fill them."""
+
+    class Enough(Exception):
+        pass
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Enough
+
+    me = opened()[0].rank()
+    (md.recv if me == 0 else md.send)(torch.ones(1), 1 - me, tag=99)  # imports what it needs
+    before = signal.signal(signal.SIGALRM, interrupt)
+    places = []
+    for i in range(20):
+        md.barrier()
+        if me == 0:
+            y = torch.full((10,), -1.0)
+            signal.setitimer(signal.ITIMER_REAL, 0.0002 + i * 1e-5)  # inside the native call, too
+            with pytest.raises(Enough):
+                md.recv(y, 1, tag=i)
+            places.append(weakref.ref(y))
+            del y
+        md.barrier()
+        if me == 1:  # so little goes without a receiver
+            md.send(torch.full((10,), 5.0), 0, tag=i)
+    md.barrier()
+    signal.signal(signal.SIGALRM, before)
+    return sum(place() is None for place in places)
+
+
+@pytest.mark.mpi
+def test_what_mpi_may_still_fill_is_kept(pool: Pool) -> None:
+    assert WIRES["mpi"](pool, freed_in_flight, 2)[0] == 0
 
 
 def destroyed_meanwhile() -> str:
