@@ -11,6 +11,7 @@ import atexit
 import os
 import select
 import socket
+import threading
 import time
 from contextlib import suppress
 from multiprocessing import parent_process
@@ -29,6 +30,10 @@ _CONNECT_BESIDE_S = 1.0
 _HANG_UP_S = 1.0
 
 
+_lock = threading.Lock()
+_served: list[_Holders] = []
+
+
 def find_lifelines(store: Store) -> list[socket.socket]:
     """Return connections to the process that serves ``store``; none where no process does.
 
@@ -39,6 +44,9 @@ def find_lifelines(store: Store) -> list[socket.socket]:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return []
+    with _lock:
+        for holders in _served:  # a server is a client, too, each time that ranks meet
+            holders.look()
     wanted = [(store.port, _CONNECT_S)]
     if store.check([_KEY]):
         wanted.append((int(store.get(_KEY)), _CONNECT_BESIDE_S))
@@ -67,36 +75,61 @@ def offer_lifelines(store: Store, host: str) -> None:
         )
     except OSError:
         return
+    holders = _Holders(listener)
     store.set(_KEY, str(listener.getsockname()[1]))
-    served_by = os.getpid()
-
-    def end() -> None:
-        atexit.unregister(end)
-        if os.getpid() == served_by:
-            _hang_up(listener)
-
-    atexit.register(end)
+    with _lock:
+        _served.append(holders)
+    atexit.register(holders.hang_up)
     if parent_process() is not None:  # its end runs no handlers of atexit
-        Finalize(None, end, exitpriority=0)
+        Finalize(None, holders.hang_up, exitpriority=0)
 
 
-def _hang_up(listener: socket.socket) -> None:
-    """End all lifelines, and wait until their holders have closed them."""
-    deadline = time.monotonic() + _HANG_UP_S
-    held: list[socket.socket] = []
-    listener.setblocking(False)
-    with listener, suppress(OSError):
-        while True:  # nobody needed to accept them before
-            held.append(listener.accept()[0])
-    poll = select.poll()
-    lines = {line.fileno(): line for line in held}
-    for line in held:
+class _Holders:
+    """Who holds lifelines to this process.
+
+    Args:
+        listener: where they connect to.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._lines: list[socket.socket] = []
+        self._process_id = os.getpid()
+
+    def look(self) -> None:
+        """Take new lines, and forget those that were hung up: the system lets few wait."""
+        if self._process_id != os.getpid():  # a forked child's copy
+            return
         with suppress(OSError):
-            line.shutdown(socket.SHUT_WR)
-        poll.register(line, select.POLLIN)
-    while lines and (left_s := deadline - time.monotonic()) > 0:
-        for number, _ in poll.poll(1000 * left_s):
-            poll.unregister(number)  # a holder never sends anything: this is its end
-            lines.pop(number).close()
-    for line in lines.values():
-        line.close()
+            while True:
+                self._lines.append(self._listener.accept()[0])
+        ended = self._find_ended(0.0)
+        for line in ended:
+            line.close()
+        self._lines = [line for line in self._lines if line not in ended]
+
+    def hang_up(self) -> None:
+        """End all lines, and wait until their holders have closed them."""
+        atexit.unregister(self.hang_up)
+        if self._process_id != os.getpid():
+            return
+        deadline = time.monotonic() + _HANG_UP_S
+        self.look()
+        self._listener.close()
+        for line in self._lines:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_WR)
+        while self._lines and (left_s := deadline - time.monotonic()) > 0:
+            self._find_ended(left_s)
+            self.look()
+        for line in self._lines:
+            line.close()
+
+    def _find_ended(self, seconds: float) -> set[socket.socket]:
+        """The lines that are closed at their other end, as soon as any is."""
+        poll = select.poll()
+        lines = {line.fileno(): line for line in self._lines}
+        for number in lines:
+            poll.register(number, select.POLLIN)
+        return {lines[number] for number, _ in poll.poll(1000 * seconds)}  # nobody sends anything

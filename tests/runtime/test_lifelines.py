@@ -13,8 +13,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from meshdist.runtime import lifelines
 from meshdist.runtime.lifelines import find_lifelines
-from meshdist.runtime.stores import connect_store
+from meshdist.runtime.stores import bind_listener, connect_store, serve_store
 
 _SERVER = """
 import sys
@@ -88,6 +89,18 @@ def test_a_client_that_does_not_hang_up_is_not_waited_for_long() -> None:
         assert 0.9 < time.monotonic() - start < 10
         for line in lines:
             line.close()
+
+
+def test_lines_that_were_hung_up_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifelines, "_BACKLOG", 4)
+    store = serve_store(bind_listener("127.0.0.1", 0), "127.0.0.1", 0, timedelta(seconds=60))
+    start = time.monotonic()
+    for _ in range(40):
+        lines = find_lifelines(store)
+        assert len(lines) == 2
+        for line in lines:
+            line.close()
+    assert time.monotonic() - start < 10.0
 
 
 def test_a_killed_server_ends_all_lifelines() -> None:
