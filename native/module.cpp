@@ -209,6 +209,7 @@ NB_MODULE(native, m) {
         {"shared_bytes", &Tuning::shared_bytes},
         {"spread_bytes", &Tuning::spread_bytes},
         {"stream_out_bytes", &Tuning::stream_out_bytes},
+        {"twice_read_chunk_bytes", &Tuning::twice_read_chunk_bytes},
         {"whole_reduce_bytes", &Tuning::whole_reduce_bytes},
     };
     Collectives& collectives = self.progress->collectives();

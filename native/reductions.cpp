@@ -10,6 +10,9 @@
 namespace meshdist {
 namespace {
 
+// What is reduced at a time where the result is copied on, and stays in the L1 cache until then.
+constexpr std::size_t kL1BlockBytes = 8192;
+
 // Call `use(data, offset, count)` for the stretches of `parts` that make up the elements
 // [start, start + count) of all of them one after the other.
 template <class Use>
@@ -38,6 +41,10 @@ Status Collectives::reduce_whole(Job& job) {
   const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
   const std::uint64_t count = job.count();
   const bool is_inline = count * item_ <= kInlineBytes;
+  // A chunk is read twice: into the slot, and to be reduced. A short one is still cached by then.
+  if (!streams(count * item_) && !end_.is_crowded) {
+    chunk_ = std::min(chunk_, tuning.twice_read_chunk_bytes);
+  }
   const std::uint64_t per_chunk = lay_out(1, count * item_) / item_;
 
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
@@ -84,7 +91,7 @@ Collectives::Range Collectives::share(const Job& job, unsigned member) const {
 void Collectives::reduce_shared(const Job& job) {
   const unsigned n = end_.size;
   const auto [from, to] = share(job, end_.rank);
-  const std::uint64_t block = 8192 / item_;  // stays in the L1 cache until all have it
+  const std::uint64_t block = kL1BlockBytes / item_;
   for (std::uint64_t at = from; at < to; at += block) {
     const std::uint64_t b = std::min(block, to - at);
     for (unsigned j = 0; j < n; ++j) sources_[j] = theirs_[j] + at * item_;
@@ -221,7 +228,7 @@ Status Collectives::reduce_by_parts(Job& job) {
   const std::uint64_t per_chunk = piece * n;
   const std::uint64_t chunks = num_chunks(count, per_chunk);
   const std::size_t result_at = per_chunk * item_;
-  const std::size_t block = 8192 / item_;  // stays in the L1 cache from reducing to publishing
+  const std::size_t block = kL1BlockBytes / item_;
   streams_out_ = count * item_ > tuning.stream_out_bytes;
 
   // The chunk's last pieces may be short or empty: cut what there is evenly, in whole lines.
@@ -323,6 +330,23 @@ Status Collectives::reduce_by_parts(Job& job) {
   return Status::ok;
 }
 
+// Reduce `count` elements of each of `sources_` into a result.
+void Collectives::reduce_out(Bytes to, std::uint64_t count) {
+  if (!streams_out_) {
+    loop_(to, sources_.data(), end_.size, count, factors_.data());
+    return;
+  }
+  alignas(kCacheLine) std::uint8_t reduced[kL1BlockBytes];
+  const std::uint64_t block = kL1BlockBytes / item_;
+  for (std::uint64_t n; count > 0; count -= n) {
+    n = std::min(block, count);
+    loop_(reduced, sources_.data(), end_.size, n, factors_.data());
+    copy_out(to, reduced, n * item_);
+    for (const void*& source : sources_) source = static_cast<const std::uint8_t*>(source) + n * item_;
+    to += n * item_;
+  }
+}
+
 // Whether the result of a reduce-scatter would be written over what is still to be read. Its own
 // part of the input is read before it is written, if the two begin together.
 bool Collectives::writes_over_input(const Job& job) const {
@@ -385,11 +409,11 @@ Status Collectives::reduce_scatter_apart(Job& job) {
       sources_[j] = j == me ? source(me) + start * item_
                             : area(j, round, is_inline) + place(j, me) * stride * item_;
     }
-    loop_(target + start * item_, sources_.data(), n, std::min(piece, count_of(me) - start),
-          factors_.data());
+    reduce_out(target + start * item_, std::min(piece, count_of(me) - start));
   };
   const std::size_t part = job.count() * item_;
   const bool is_in_place = target == source(me);
+  streams_out_ = !is_in_place && count_of(me) * item_ > tuning.stream_out_bytes;
   const auto direct = [&] {
     // Where another's part may prove unreadable, the call must be able to begin anew.
     const bool may_fail = std::find(is_afar_.begin(), is_afar_.end(), true) != is_afar_.end();

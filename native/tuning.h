@@ -8,8 +8,13 @@ namespace meshdist {
 struct Tuning {
   // Bytes that a member publishes per round, at most a slot. 512 KiB were as fast as or faster than
   // less from 256 KiB to 64 MiB: with stores past the cache, where only the number of rounds counts,
-  // 5 to 25 % from 4 MiB on, with plain ones 5 to 12 % from 1 to 4 MiB.
+  // 5 to 25 % from 4 MiB on.
   std::size_t chunk_bytes = 512 * 1024;
+  // The same where two members reduce all of a chunk, with plain stores: each reads its own data
+  // twice, into the slot and to be reduced, and a short chunk is in its cache the second time.
+  // Against 512 KiB: 96 % of the time at 1 MiB, 90 % at 2 and 16 MiB, 88 % at 256 MiB; 64 KiB were a
+  // little slower. What only moves was 2 to 25 % slower in such rounds.
+  std::size_t twice_read_chunk_bytes = 128 * 1024;
   // Rounds of at least as much lie at another place of their slot each time, over 2 MiB with two
   // members: a line that has left the reader's own cache is written anew much faster than one that
   // it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
@@ -33,15 +38,16 @@ struct Tuning {
   // longer.
   std::size_t fetch_block_bytes = 256 * 1024;
   // All-reduce of so many bytes on two ranks: each reduces a half of what it reads where it lies.
-  // Where the cores share a cache that took 70 to 80 % of the time by slots from 4 to 32 MiB, as
-  // long at 2 and 64 MiB, and longer below. Where they do not (`far`) slots took 58, 147 and 712 us
-  // for 256 KiB, 1 and 4 MiB; reading is put at 28, 115 and 500 by its parts, not measured whole.
+  // Where the cores share a cache that took 70 to 80 % of the time by slots from 3 to 32 MiB, 90 to
+  // 100 % at 48 and 64 MiB, 120 % above, as long at 2 MiB, and longer below. Where they do not
+  // (`far`) slots took 58, 147 and 712 us for 256 KiB, 1 and 4 MiB; reading is put at 28, 115 and
+  // 500 by its parts, not measured whole.
   std::size_t halves_least_bytes = 3 * 1024 * 1024;
   std::size_t far_halves_least_bytes = 128 * 1024;
-  std::size_t halves_most_bytes = 32 * 1024 * 1024;
+  std::size_t halves_most_bytes = 64 * 1024 * 1024;
   // Results larger than this leave the caches before anybody reads them, so they are written past
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
-  // all-gather, all-to-all, broadcast and send, at 4 MiB no gain.
+  // all-gather, all-to-all, broadcast and send, 1.2 times in reduce-scatter; at 4 MiB no gain.
   std::size_t stream_out_bytes = 8 * 1024 * 1024;
 };
 
