@@ -39,12 +39,12 @@ struct Tuning {
   std::size_t fetch_block_bytes = 256 * 1024;
   // All-reduce of so many bytes on two ranks: each reduces a half of what it reads where it lies.
   // Where the cores share a cache that took 70 to 80 % of the time by slots from 3 to 32 MiB, 90 to
-  // 100 % at 48 and 64 MiB, 120 % above, as long at 2 MiB, and longer below. Where they do not
+  // 125 % at 64 MiB, 120 % above, as long at 2 MiB, and longer below. Where they do not
   // (`far`) slots took 58, 147 and 712 us for 256 KiB, 1 and 4 MiB; reading is put at 28, 115 and
   // 500 by its parts, not measured whole.
   std::size_t halves_least_bytes = 3 * 1024 * 1024;
   std::size_t far_halves_least_bytes = 128 * 1024;
-  std::size_t halves_most_bytes = 64 * 1024 * 1024;
+  std::size_t halves_most_bytes = 32 * 1024 * 1024;
   // Results larger than this leave the caches before anybody reads them, so they are written past
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
   // all-gather, all-to-all, broadcast and send, 1.2 times in reduce-scatter; at 4 MiB no gain.
