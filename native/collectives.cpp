@@ -157,6 +157,11 @@ void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes
   }
 }
 
+// Let the rounds that carry `bytes` bytes be short, if they stay in the caches.
+void Collectives::shorten_rounds(std::size_t bytes) {
+  if (!streams(bytes) && !end_.is_crowded) chunk_ = std::min(chunk_, tuning.near_chunk_bytes);
+}
+
 // Lay out rounds of `pieces` equal pieces, of which the longest has `longest` bytes in all: return
 // the bytes of a piece in one round, whole cache lines.
 std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
@@ -164,7 +169,7 @@ std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
   const std::size_t needed = round_up(std::max<std::size_t>(longest, 1), kCacheLine);
   const std::size_t piece = std::min(most, needed);
   span_ = piece * std::max<std::size_t>(pieces, 1);
-  const bool spreads = span_ >= tuning.spread_bytes;
+  const bool spreads = span_ >= tuning.spread_bytes && needed <= tuning.spread_most_bytes;
   num_places_ = spreads ? end_.segment.geometry().slot_bytes / span_ : 1;
   streams_in_ = streams(span_);
   return piece;

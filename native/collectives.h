@@ -125,6 +125,7 @@ class Collectives {
   void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const;
   void copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const;
   void reduce_out(Bytes to, std::uint64_t count);
+  void shorten_rounds(std::size_t bytes);
   std::size_t lay_out(std::size_t pieces, std::size_t longest);
   bool takes_others_sizes(Verb verb) const;
 

@@ -206,10 +206,11 @@ NB_MODULE(native, m) {
         {"fetch_most_bytes", &Tuning::fetch_most_bytes},
         {"halves_least_bytes", &Tuning::halves_least_bytes},
         {"halves_most_bytes", &Tuning::halves_most_bytes},
+        {"near_chunk_bytes", &Tuning::near_chunk_bytes},
         {"shared_bytes", &Tuning::shared_bytes},
         {"spread_bytes", &Tuning::spread_bytes},
+        {"spread_most_bytes", &Tuning::spread_most_bytes},
         {"stream_out_bytes", &Tuning::stream_out_bytes},
-        {"twice_read_chunk_bytes", &Tuning::twice_read_chunk_bytes},
         {"whole_reduce_bytes", &Tuning::whole_reduce_bytes},
     };
     Collectives& collectives = self.progress->collectives();

@@ -11,6 +11,7 @@ Status Collectives::broadcast(Job& job) {
   const auto root = static_cast<unsigned>(job.root());
   const std::size_t bytes = job.count() * item_;
   const bool is_inline = bytes <= kInlineBytes;
+  shorten_rounds(bytes);
   const std::size_t chunk = lay_out(1, bytes);
   streams_out_ = bytes > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {

@@ -41,15 +41,13 @@ Status Collectives::reduce_whole(Job& job) {
   const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
   const std::uint64_t count = job.count();
   const bool is_inline = count * item_ <= kInlineBytes;
-  // A chunk is read twice: into the slot, and to be reduced. A short one is still cached by then.
-  if (!streams(count * item_) && !end_.is_crowded) {
-    chunk_ = std::min(chunk_, tuning.twice_read_chunk_bytes);
-  }
+  shorten_rounds(count * item_);
   const std::uint64_t per_chunk = lay_out(1, count * item_) / item_;
 
+  const bool gives = job.verb() != Verb::reduce || !takes;  // nobody reads what the root has
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * per_chunk;
-    if (start >= count) return;
+    if (!gives || start >= count) return;
     Bytes slot = area(end_.rank, round, is_inline);
     for_stretches(parts, num_parts, start, std::min(per_chunk, count - start), item_,
                   [&](Bytes data, std::uint64_t at, std::uint64_t n) {

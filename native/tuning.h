@@ -10,16 +10,20 @@ struct Tuning {
   // less from 256 KiB to 64 MiB: with stores past the cache, where only the number of rounds counts,
   // 5 to 25 % from 4 MiB on.
   std::size_t chunk_bytes = 512 * 1024;
-  // The same where two members reduce all of a chunk, with plain stores: each reads its own data
-  // twice, into the slot and to be reduced, and a short chunk is in its cache the second time.
-  // Against 512 KiB: 96 % of the time at 1 MiB, 90 % at 2 and 16 MiB, 88 % at 256 MiB; 64 KiB were a
-  // little slower. What only moves was 2 to 25 % slower in such rounds.
-  std::size_t twice_read_chunk_bytes = 128 * 1024;
-  // Rounds of at least as much lie at another place of their slot each time, over 2 MiB with two
+  // The same for a broadcast, and where two members reduce all of a chunk, with plain stores: what a
+  // member has laid into its slot is in its cache when it is reduced, and the slots stay in the
+  // other's. Against 512 KiB, all-reduce took 96 % of the time at 1 MiB, 90 % at 2 MiB and 88 % at
+  // 256 MiB, reduce and broadcast 86 to 93 % at 1 and 2 MiB and as long from 4 MiB on; 64 KiB were a
+  // little slower. All-gathers and all-to-alls by slots took 100 to 107 %.
+  std::size_t near_chunk_bytes = 128 * 1024;
+  // Rounds of so many bytes lie at another place of their slot each time, over 2 MiB with two
   // members: a line that has left the reader's own cache is written anew much faster than one that
   // it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
-  // Below, lines that stay where they are were as fast or faster (2 KiB: 0.46 us, spread 0.53).
+  // Below, lines that stay where they are were as fast or faster (2 KiB: 0.46 us, spread 0.53). So
+  // they are in calls of many rounds, out of whose caches the places push other data: from 1 MiB on
+  // broadcast and reduce took 86 to 95 % of the time, all-reduce 96 to 101 %.
   std::size_t spread_bytes = 4 * 1024;
+  std::size_t spread_most_bytes = 512 * 1024;
   // With two members each reads all of the other's data, one round per chunk. With more, each
   // reduces its own part of a chunk, which takes a second round but reads 2 instead of n - 1
   // times the data. With 4 ranks the two were even at 16 to 64 KiB, within the noise.

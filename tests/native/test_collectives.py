@@ -193,7 +193,7 @@ def test_verbs_of_unequal_parts(size: int) -> None:
 def tuned_cases(c: Any) -> None:
     for name, value in (
         ("streams_into_slots", 0),
-        ("twice_read_chunk_bytes", 4096),
+        ("near_chunk_bytes", 4096),
         ("streams_into_slots", 1),
         ("stream_out_bytes", 0),
         ("whole_reduce_bytes", 0),
