@@ -8,13 +8,12 @@ namespace meshdist {
 namespace {
 
 constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
-constexpr std::size_t kMostBuffers = 1024;
 constexpr int kLooksPerTime = 16;  // at the clock
 // As `Link.finish` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
 // most, since a rank that spins here hears no signals.
 constexpr Nanoseconds kNsPerByte = 1;
 constexpr Nanoseconds kLongestSpin = 20'000'000;
-constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // of a message: MPI counts in an int
+constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // these functions count in an int
 
 struct Names {
   Name is_aborted{"is_aborted"}, check_size{"check_size"};
@@ -25,34 +24,34 @@ const Names& names() {
   return all;
 }
 
+void* memory(const Plain& plain) { return reinterpret_cast<void*>(plain.address); }
+
+int bytes(const Plain& plain) { return static_cast<int>(plain.bytes()); }
+
 }  // namespace
 
 MpiCalls::MpiCalls(nb::dict facts)
     : entry_(facts),
       message_entry_(facts, entry_),
-      comm_(facts["comm"]),
-      in_place_(facts["in_place"]),
-      byte_(facts["byte"]),
-      from_address_(facts["from_address"]),
       link_(facts["link"]),
-      go_on_(facts["go_on"]),
-      finish_(facts["finish"]),
+      wait_for_all_(facts["wait_for_all"]),
+      finish_collective_(facts["finish_collective"]),
+      end_(facts["end"]),
+      finish_message_(facts["finish_message"]),
       explain_(facts["explain"]),
-      send_(nb::str("send")),
-      recv_(nb::str("recv")),
       error_(facts["error"]),
       mpi_(MpiFunctions::of(facts["functions"])),
-      most_(number(facts["most"])),
+      most_(std::min(number(facts["most"]), kMostBytes)),
       spin_ns_(number(facts["spin_ns"])),
-      all_reduce_(verb("all_reduce", "Allreduce")),
-      reduce_(verb("reduce", "Reduce")),
-      broadcast_(verb("broadcast", "Bcast")),
-      all_gather_(verb("all_gather", "Allgather")),
-      reduce_scatter_(verb("reduce_scatter", "Reduce_scatter_block")),
-      gather_(verb("gather", "Gather")),
-      scatter_(verb("scatter", "Scatter")),
-      all_to_all_(verb("all_to_all_single", "Alltoallv")),
-      barrier_(verb("barrier", "Barrier")),
+      send_("send"),
+      recv_("recv"),
+      all_reduce_("all_reduce"),
+      reduce_("reduce"),
+      broadcast_("broadcast"),
+      gather_("gather"),
+      scatter_("scatter"),
+      all_to_all_("all_to_all_single"),
+      barrier_("barrier"),
       mine_(facts["arrivals"]),
       window_(number(facts["arrivals_window"])),
       check_every_(number(facts["arrivals_check_every"])) {
@@ -68,10 +67,14 @@ bool MpiCalls::all_reduce(nb::handle x) {
   Plain plain;
   if (!is_ready() || !read(x, plain)) return false;
   const Way sum = find(reductions_.front().op, plain);
-  if (!sum.type.is_valid()) return false;
-  entry_.enter({all_reduce_.name, sum.op, sum.number}, &plain);
+  if (sum.type == 0) return false;
+  entry_.enter({all_reduce_, sum.op, sum.number}, &plain);
   entry_.note_write(tuple_of(x));
-  run(all_reduce_, nb::borrow(x), in_place_, numbers_of(plain, sum.type), sum.of_mpi);
+  Collective call{Verb::all_reduce, mpi_->in_place(), memory(plain)};
+  call.out_count = static_cast<int>(plain.count);
+  call.type = sum.type;
+  call.op = sum.of_mpi;
+  run(call, x);
   return true;
 }
 
@@ -79,54 +82,63 @@ bool MpiCalls::reduce(nb::handle x, nb::handle op, int root) {
   Plain plain;
   if (!is_ready() || !read(x, plain)) return false;
   const Way found = find(op, plain);
-  if (!found.type.is_valid()) return false;
-  entry_.enter({reduce_.name, found.op, found.number, root}, &plain);
-  const nb::object numbers = numbers_of(plain, found.type), place = whole(root);
-  if (!is_me(root)) {
-    run(reduce_, nb::borrow(x), numbers, nb::none(), found.of_mpi, place);
-    return true;
+  if (found.type == 0) return false;
+  entry_.enter({reduce_, found.op, found.number, root}, &plain);
+  Collective call{Verb::reduce, memory(plain)};
+  call.in_count = static_cast<int>(plain.count);
+  call.type = found.type;
+  call.op = found.of_mpi;
+  call.root = root;
+  if (is_me(root)) {
+    entry_.note_write(tuple_of(x));
+    call.in = mpi_->in_place();
+    call.out = memory(plain);
   }
-  entry_.note_write(tuple_of(x));
-  run(reduce_, nb::borrow(x), in_place_, numbers, found.of_mpi, place);
+  run(call, x);
   return true;
 }
 
 bool MpiCalls::broadcast(nb::handle x, int root) {
   Plain plain;
   if (!is_ready() || !read(x, plain)) return false;
-  entry_.enter({broadcast_.name, nb::none(), -2, root}, &plain);
+  entry_.enter({broadcast_, nb::none(), -2, root}, &plain);
   if (!is_me(root)) entry_.note_write(tuple_of(x));
-  run(broadcast_, nb::borrow(x), bytes_of(plain), whole(root));
+  Collective call{Verb::broadcast, nullptr, memory(plain)};
+  call.out_count = bytes(plain);
+  call.root = root;
+  run(call, x);
   return true;
 }
 
 bool MpiCalls::all_gather(nb::handle verb, nb::handle out, nb::handle in) {
   Plain output, input;
-  const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !is_of_blocks(output, input, size) || overlap(output, output.bytes(), input)) {
+      !is_of_blocks(output, input, entry_.size()) || overlap(output, output.bytes(), input)) {
     return false;
   }
   entry_.enter({verb}, &input);
   entry_.note_write(tuple_of(out));
-  run(all_gather_, tuple_of(out, in), bytes_of(input), bytes_of(output, 1, size));
+  Collective call{Verb::all_gather, memory(input), memory(output)};
+  call.in_count = call.out_count = bytes(input);
+  run(call, tuple_of(out, in));
   return true;
 }
 
 bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb::handle op) {
   Plain output, input;
-  const std::uint64_t size = entry_.size();
   if (!is_ready() || !read(out, output) || !read(in, input) || !output.is_like(input) ||
-      !is_of_blocks(input, output, size) || overlap(output, output.bytes(), input)) {
+      !is_of_blocks(input, output, entry_.size()) || overlap(output, output.bytes(), input)) {
     return false;
   }
   const Way found = find(op, input);
-  if (!found.type.is_valid()) return false;
+  if (found.type == 0) return false;
   entry_.enter({verb, found.op, found.number}, &input);
   entry_.note_write(tuple_of(out));
-  run(reduce_scatter_, tuple_of(out, in), numbers_of(input, found.type, size),
-      numbers_of(output, found.type),
-      found.of_mpi);
+  Collective call{Verb::reduce_scatter, memory(input), memory(output)};
+  call.out_count = static_cast<int>(output.count);
+  call.type = found.type;
+  call.op = found.of_mpi;
+  run(call, tuple_of(out, in));
   return true;
 }
 
@@ -134,15 +146,16 @@ bool MpiCalls::gather(nb::handle x, nb::handle outs, int root) {
   Plain plain, first;
   if (!is_ready() || !read(x, plain)) return false;
   if (is_me(root) ? !read_row(outs, plain, first) : !outs.is_none()) return false;
-  entry_.enter({gather_.name, nb::none(), -2, root}, &plain);
-  const nb::object place = whole(root);
-  if (!is_me(root)) {
-    run(gather_, nb::borrow(x), bytes_of(plain), nb::none(), place);
-    return true;
+  entry_.enter({gather_, nb::none(), -2, root}, &plain);
+  Collective call{Verb::gather, memory(plain)};
+  call.in_count = bytes(plain);
+  call.root = root;
+  if (is_me(root)) {
+    entry_.note_write(checked(PySequence_Tuple(outs.ptr())));
+    call.out = memory(first);
+    call.out_count = call.in_count;
   }
-  entry_.note_write(checked(PySequence_Tuple(outs.ptr())));
-  const std::uint64_t size = entry_.size();
-  run(gather_, tuple_of(outs, x), bytes_of(plain), bytes_of(first, size, size), place);
+  run(call, tuple_of(outs, x));
   return true;
 }
 
@@ -150,15 +163,16 @@ bool MpiCalls::scatter(nb::handle x, nb::handle ins, int root) {
   Plain plain, first;
   if (!is_ready() || !read(x, plain)) return false;
   if (is_me(root) ? !read_row(ins, plain, first) : !ins.is_none()) return false;
-  entry_.enter({scatter_.name, nb::none(), -2, root}, &plain);
+  entry_.enter({scatter_, nb::none(), -2, root}, &plain);
   entry_.note_write(tuple_of(x));
-  const nb::object place = whole(root);
-  if (!is_me(root)) {
-    run(scatter_, nb::borrow(x), nb::none(), bytes_of(plain), place);
-    return true;
+  Collective call{Verb::scatter, nullptr, memory(plain)};
+  call.out_count = bytes(plain);
+  call.root = root;
+  if (is_me(root)) {
+    call.in = memory(first);
+    call.in_count = call.out_count;
   }
-  const std::uint64_t size = entry_.size();
-  run(scatter_, tuple_of(ins, x), bytes_of(first, size, size), bytes_of(plain), place);
+  run(call, tuple_of(ins, x));
   return true;
 }
 
@@ -170,16 +184,22 @@ bool MpiCalls::all_to_all(nb::handle out, nb::handle in) {
     return false;
   }
   const std::uint64_t part = input.count / size;
-  entry_.enter({all_to_all_.name}, &input, &part);
+  entry_.enter({all_to_all_}, &input, &part);
   entry_.note_write(tuple_of(out));
-  run(all_to_all_, tuple_of(out, in), cut(input), cut(output));
+  Collective call{Verb::all_to_all, memory(input), memory(output)};
+  const int each = bytes(input) / static_cast<int>(size);
+  std::vector<int> cuts(2 * size, each);
+  for (std::uint64_t i = 0; i < size; ++i) cuts[size + i] = each * static_cast<int>(i);
+  call.counts = cuts.data();
+  call.starts = call.counts + size;
+  run(call, tuple_of(out, in));
   return true;
 }
 
 bool MpiCalls::barrier() {
   if (!is_ready()) return false;
-  entry_.enter({barrier_.name}, nullptr);
-  run(barrier_, nb::none());
+  entry_.enter({barrier_}, nullptr);
+  run({Verb::barrier}, nb::none());
   return true;
 }
 
@@ -189,10 +209,6 @@ bool MpiCalls::send(nb::handle x, nb::handle peer, nb::handle tag) {
 
 nb::object MpiCalls::recv(nb::handle x, nb::handle peer, nb::handle tag) {
   return transfer(x, {recv_, peer, tag}) ? nb::borrow(peer) : nb::none();
-}
-
-MpiCalls::Verb MpiCalls::verb(const char* name, const char* method) const {
-  return {nb::str(name), comm_.attr(method), nb::str(method)};
 }
 
 // Whether the next call may go the short way, as far as that is known without its tensors.
@@ -228,57 +244,13 @@ MpiCalls::Way MpiCalls::find(nb::handle op, const Plain& plain) const {
     if (!one.op.is(op)) continue;
     PyObject* const way = PyDict_GetItem(one.ways.ptr(), plain.dtype.ptr());
     if (way == nullptr) break;
-    return {one.op, nb::borrow(PyTuple_GetItem(way, 0)), nb::borrow(PyTuple_GetItem(way, 1)),
-            one.number};
+    return {one.op, number(PyTuple_GetItem(way, 0)), number(PyTuple_GetItem(way, 1)), one.number};
   }
   return {};
 }
 
-// As `Buffers.moved`, of `blocks` such tensors in a row, counted for each of `parts`.
-nb::object MpiCalls::bytes_of(const Plain& plain, std::uint64_t blocks, std::uint64_t parts) {
-  const std::uint64_t all = plain.bytes() * blocks;
-  nb::object& found = kept({plain.address, all, all / parts, byte_.ptr()});
-  if (!found.is_valid()) found = nb::make_tuple(memory(plain.address, all), all / parts, byte_);
-  return found;
-}
-
-// As `Buffers.numbers`.
-nb::object MpiCalls::numbers_of(const Plain& plain, nb::handle type, std::uint64_t parts) {
-  const std::uint64_t all = plain.bytes(), count = plain.count / parts;
-  nb::object& found = kept({plain.address, all, count, type.ptr()});
-  if (!found.is_valid()) {
-    found = nb::make_tuple(memory(plain.address, all), count, type);
-  }
-  return found;
-}
-
-// As `Buffers.cut`, into equal parts.
-nb::object MpiCalls::cut(const Plain& plain) {
-  const std::uint64_t all = plain.bytes(), size = entry_.size();
-  nb::object& found = kept({plain.address, all, 0, nullptr});
-  if (!found.is_valid()) {
-    nb::list counts, starts;
-    for (std::uint64_t i = 0; i < size; ++i) {
-      counts.append(all / size);
-      starts.append(all / size * i);
-    }
-    found = nb::make_tuple(memory(plain.address, all), nb::make_tuple(counts, starts), byte_);
-  }
-  return found;
-}
-
-// What mpi4py takes for some memory: kept, since programs repeat their calls. It holds an address,
-// and no tensor.
-nb::object& MpiCalls::kept(const Memory& memory) {
-  if (buffers_.size() >= kMostBuffers && buffers_.find(memory) == buffers_.end()) buffers_.clear();
-  return buffers_[memory];
-}
-
-nb::object MpiCalls::memory(std::uintptr_t address, std::uint64_t bytes) const {
-  return from_address_(address, bytes);
-}
-
 // Come to the next collective, as `Arrivals.enter` does; whether all members have soon, and wait.
+// Python's lock is not held.
 bool MpiCalls::arrive() {
   const std::uint64_t number = mine_.get(window_) + 1, place = number % window_;
   const std::uint64_t word = number << 2 | kWaits;
@@ -291,7 +263,6 @@ bool MpiCalls::arrive() {
   };
   if (are_there()) return true;
   if (spin_ns_ == 0) return false;
-  nb::gil_scoped_release release;
   const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(spin_ns_);
   while (now_ns() < end) {
     for (int i = 0; i < kLooksPerTime; ++i) {
@@ -302,22 +273,62 @@ bool MpiCalls::arrive() {
   return false;
 }
 
-template <class... Arguments>
-void MpiCalls::run(const Verb& verb, const nb::object& used, const Arguments&... arguments) {
+void MpiCalls::run(const Collective& call, nb::handle used) {
   try {
-    if (arrive()) {
-      call_with(verb.method, arguments...);
-    } else {  // Python waits on
-      call_with(go_on_, verb.late, used, tuple_of(arguments...));
+    bool have_come = false;
+    int error = 0;
+    {
+      nb::gil_scoped_release release;
+      have_come = arrive();
+      if (have_come) error = mpi_->run(call);
     }
+    check(error);
+    if (!have_come) run_later(call, used);
   } catch (nb::python_error& error) {
     fail(error);
   }
 }
 
+// Wait for the others in Python. Where one of them does not wait for its collective nobody may do
+// MPI's blocking one.
+void MpiCalls::run_later(Collective call, nb::handle used) {
+  if (is_true(call_with(wait_for_all_))) {
+    int error = 0;
+    {
+      nb::gil_scoped_release release;
+      error = mpi_->run(call);
+    }
+    check(error);
+  } else {
+    const std::uint64_t size = entry_.size();
+    const std::size_t bytes = call.counts == nullptr ? 0 : 2 * size * sizeof(int);
+    const nb::bytes cuts(call.counts, bytes);
+    if (bytes != 0) {
+      call.counts = static_cast<const int*>(cuts.data());
+      call.starts = call.counts + size;
+    }
+    const nb::object kept = tuple_of(used, cuts);
+    MpiFunctions::Flight flight;
+    int error = 0;
+    {
+      nb::gil_scoped_release release;
+      error = mpi_->start(call, flight);
+    }
+    check(error);
+    try {
+      const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
+      call_with(finish_collective_, request, kept);
+    } catch (nb::python_error&) {
+      stranded_.append(kept);
+      throw;
+    }
+  }
+  call_with(end_);
+}
+
 bool MpiCalls::transfer(nb::handle x, Message message) {
   const Plain& plain = message.plain;
-  if (mpi_ == nullptr || message.peer.is_none() || is_true(get(link_, names().is_aborted)) ||
+  if (message.peer.is_none() || is_true(get(link_, names().is_aborted)) ||
       !message_entry_.read(x, message) || plain.bytes() > kMostBytes) {
     return false;
   }
@@ -334,7 +345,7 @@ bool MpiCalls::transfer(nb::handle x, Message message) {
     is_done = is_done_soon(plain, flight);
     if (!is_done) {  // Python waits on
       const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
-      call_with(finish_, request, x, nb::bool_(message.is_send));
+      call_with(finish_message_, request, x, nb::bool_(message.is_send));
       is_done = true;
     } else if (!message.is_send) {
       check_size(flight, plain);
@@ -350,8 +361,7 @@ bool MpiCalls::transfer(nb::handle x, Message message) {
 int MpiCalls::start(const Message& message, MpiFunctions::Flight& flight) const {
   nb::gil_scoped_release release;
   const Plain& plain = message.plain;
-  return mpi_->start(message.is_send, reinterpret_cast<void*>(plain.address),
-                     static_cast<int>(plain.bytes()), message.member,
+  return mpi_->start(message.is_send, memory(plain), bytes(plain), message.member,
                      static_cast<int>(message.number), flight);
 }
 

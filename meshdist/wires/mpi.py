@@ -7,6 +7,7 @@ MPI does not reduce itself is done in another dtype (``mpi_ops``).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -52,6 +53,24 @@ __all__ = ["MpiCommunicator", "MpiWire"]
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
+_COLLECTIVES = (
+    "allreduce",
+    "reduce",
+    "bcast",
+    "allgather",
+    "reduce_scatter_block",
+    "gather",
+    "scatter",
+    "alltoallv",
+    "barrier",
+)
+"""MPI's names of those that native callers do, in the order in which they know them."""
+_MESSAGES = {
+    "MPI_Isend": "isend",
+    "MPI_Irecv": "irecv",
+    "MPI_Test": "test",
+    "MPI_Get_count": "get_count",
+}
 
 
 class MpiCommunicator(Communicator):
@@ -330,6 +349,9 @@ class MpiCommunicator(Communicator):
         if core is None or arrivals is None or self._is_cuda or not noting:
             return None
         MPI, failing, explain = self._shared.MPI, self._failing, noting["explain"]
+        functions = _functions(MPI, self._comm)
+        if functions is None:
+            return None
 
         def explained(
             error: BaseException, note: int | None = None, num_bytes: int | None = None
@@ -340,16 +362,14 @@ class MpiCommunicator(Communicator):
         facts = {
             **noting,
             **arrivals.insides(),
-            "comm": self._comm,
             "link": link,
-            "in_place": self._in_place,
-            "byte": MPI.BYTE,
-            "from_address": MPI.buffer.fromaddress,
             "most": self._buffers.most,
             "reductions": plain_reductions(MPI, self.size),
-            "go_on": partial(self._go_on, timeout),
-            "finish": partial(self._finish_message, timeout),
-            "functions": _functions(MPI, self._comm),
+            "wait_for_all": partial(arrivals.wait_for_all, timeout),
+            "finish_collective": partial(self._finish_collective, timeout),
+            "end": arrivals.end,
+            "finish_message": partial(self._finish_message, timeout),
+            "functions": functions,
             "error": failing,
             "largest_tag": min(LARGEST_TAG, self._shared.largest_tag - _MOST_NUMBERED_TAGS),
             "explain": explained,
@@ -454,14 +474,10 @@ class MpiCommunicator(Communicator):
         request = getattr(self._comm, "I" + name.lower())(*buffers)
         return self._link.keep(Started(request, kept, settle))
 
-    def _go_on(self, timeout: timedelta, name: str, kept: Any, buffers: Sequence[Any]) -> None:
-        """Wait for the others of a plain call, to which this member has come, and do it."""
-        assert self._arrivals is not None  # the call came by way of them
-        if self._arrivals.wait_for_all(timeout):
-            getattr(self._comm, name)(*buffers)
-        else:
-            self._link.finish(self._start(name, kept, None, buffers), timeout)
-        self._arrivals.end()
+    def _finish_collective(self, timeout: timedelta, request: int, kept: Any) -> None:
+        """Wait for a plain collective that had to be started."""
+        started = Started(self._shared.MPI.Request.fromhandle(request), kept)
+        self._link.finish(self._link.keep(started), timeout)
 
     def _finish_message(
         self, timeout: timedelta, request: int, kept: torch.Tensor, is_send: bool
@@ -539,15 +555,21 @@ class MpiWire(Wire):
         return StagedCommunicator(MpiCommunicator(replace(opening, device_type="cpu"), shared))
 
 
-def _functions(MPI: Any, comm: Any) -> dict[str, int] | None:
-    """What a native caller needs to send bytes by MPI's own functions, or None."""
-    found = find_functions(MPI, "MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Get_count")
+def _functions(MPI: Any, comm: Any) -> dict[str, Any] | None:
+    """What a native caller needs to call MPI's own functions, or None."""
+    starting = [f"MPI_I{name}" for name in _COLLECTIVES]
+    blocking = [f"MPI_{name.capitalize()}" for name in _COLLECTIVES]
+    found = find_functions(MPI, *blocking, *starting, *_MESSAGES)
     if not found or not hasattr(MPI.Request, "fromhandle"):  # which mpi4py has from version 4 on
         return None
+    count = len(_COLLECTIVES)
     return {
-        **dict(zip(("isend", "irecv", "test", "get_count"), found, strict=True)),
+        "blocking": found[:count],
+        "starting": found[count : 2 * count],
+        **dict(zip(_MESSAGES.values(), found[2 * count :], strict=True)),
         "comm": comm.handle,
         "byte": MPI.BYTE.handle,
+        "in_place": ctypes.c_void_p(int(MPI.IN_PLACE)).value,
         "handle_bytes": MPI._sizeof(MPI.Request),
         "status_bytes": MPI._sizeof(MPI.Status),
     }

@@ -176,8 +176,11 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
 
 def plain_reductions(
     MPI: Any, size: int
-) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[Any, Any]]]]:
-    """The reductions in a tensor's own memory, SUM first: op, its number, MPI's types and ops."""
+) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
+    """The reductions in a tensor's own memory, SUM first: op, its number, MPI's types and ops.
+
+    Types and ops are given by their handles.
+    """
     found = []
     for op in _OPS:
         kinds = [dtype for dtype in (*_TYPES, *_HALVES) if find_refusal(op, dtype) is None]
@@ -187,7 +190,7 @@ def plain_reductions(
                 op,
                 op.value,
                 {
-                    dtype: (mpi_type(MPI, dtype), op_of(MPI, plan))
+                    dtype: (mpi_type(MPI, dtype).handle, op_of(MPI, plan).handle)
                     for dtype, plan in plans.items()
                     if plan.is_plain
                 },

@@ -58,38 +58,45 @@ def went_short(spy: Spy) -> list[bool]:
     return [one is not None and one is not False for one in spy.answers]
 
 
-def every_verb(shape: tuple[int, ...]) -> dict[str, Any]:
-    """What each verb that has a short way gives this rank."""
+def every_verb(shape: tuple[int, ...], *, goes_on: bool = False) -> dict[str, Any]:
+    """What each verb that has a short way gives this rank; one that goes on does not take it."""
     rank, size, root = md.get_rank(), md.get_world_size(), md.get_world_size() - 1
     x = torch.full(shape, rank + 1.0)
     row = torch.arange(size * x.numel(), dtype=torch.float64) + 100 * rank
-    found: dict[str, torch.Tensor] = {}
-    for name, call in {
-        "all_reduce": lambda y: md.all_reduce(y),
-        "reduce": lambda y: md.reduce(y, root),
-        "reduce to the product": lambda y: md.reduce(y, root, ReduceOp.PRODUCT),
-        "broadcast": lambda y: md.broadcast(y, root),
-    }.items():
-        found[name] = x.clone()
-        call(found[name])
-    found["all_gather_single"] = x.new_zeros(size * x.numel())
-    md.all_gather_single(found["all_gather_single"], x)
-    found["all_gather_into_tensor"] = x.new_zeros(size, *shape)
-    md.all_gather_into_tensor(found["all_gather_into_tensor"], x)
-    found["reduce_scatter_single"] = row.new_zeros(shape)
-    md.reduce_scatter_single(found["reduce_scatter_single"], row)
-    found["reduce_scatter_tensor"] = row.new_zeros(shape)
     whole = row.view(size, *shape)
-    md.reduce_scatter_tensor(found["reduce_scatter_tensor"], whole, op=ReduceOp.PRODUCT)
-    found["gather"] = x.new_zeros(size, *shape)
-    md.gather(x, list(found["gather"]) if rank == root else None, root)
-    found["scatter"] = x.new_zeros(shape)
-    md.scatter(
-        found["scatter"], list(row.view(size, *shape).float()) if rank == root else None, root
-    )
-    found["all_to_all_single"] = torch.zeros_like(row)
-    md.all_to_all_single(found["all_to_all_single"], row)
-    md.barrier()
+    found = {
+        **{name: x.clone() for name in ("all_reduce", "reduce", "product", "broadcast")},
+        "all_gather_single": x.new_zeros(size * x.numel()),
+        "all_gather_into_tensor": x.new_zeros(size, *shape),
+        "reduce_scatter_single": row.new_zeros(shape),
+        "reduce_scatter_tensor": row.new_zeros(shape),
+        "gather": x.new_zeros(size, *shape),
+        "scatter": x.new_zeros(shape),
+        "all_to_all_single": torch.zeros_like(row),
+        "barrier": x.new_zeros(1),
+    }
+    rows = list(whole.float()) if rank == root else None
+    places = list(found["gather"]) if rank == root else None
+    calls: dict[str, Callable[..., Any]] = {
+        "all_reduce": md.all_reduce,
+        "reduce": lambda y, **how: md.reduce(y, root, **how),
+        "product": lambda y, **how: md.reduce(y, root, ReduceOp.PRODUCT, **how),
+        "broadcast": lambda y, **how: md.broadcast(y, root, **how),
+        "all_gather_single": lambda y, **how: md.all_gather_single(y, x, **how),
+        "all_gather_into_tensor": lambda y, **how: md.all_gather_into_tensor(y, x, **how),
+        "reduce_scatter_single": lambda y, **how: md.reduce_scatter_single(y, row, **how),
+        "reduce_scatter_tensor": lambda y, **how: md.reduce_scatter_tensor(
+            y, whole, op=ReduceOp.PRODUCT, **how
+        ),
+        "gather": lambda y, **how: md.gather(x, places, root, **how),
+        "scatter": lambda y, **how: md.scatter(y, rows, root, **how),
+        "all_to_all_single": lambda y, **how: md.all_to_all_single(y, row, **how),
+        "barrier": lambda y, **how: md.barrier(**how),
+    }
+    for name, call in calls.items():
+        work = call(found[name], async_op=goes_on)
+        if work is not None:
+            work.wait()
     return {name: value.tolist() for name, value in found.items()}
 
 
@@ -115,17 +122,16 @@ def short_and_long(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[A
     return results, num_short, notes
 
 
-def waits_or_not() -> list[float]:
-    """One member takes the short way, and the other goes on meanwhile."""
-    _, spy = opened()
+def waits_or_not(shape: tuple[int, ...]) -> list[bool]:
+    """Whether one member may take the short ways while another goes on."""
+    group, spy = opened()
+    expected = every_verb(shape)
     found = []
-    for turn in range(4):
-        x = torch.full((3,), float(md.get_rank() + turn))
-        work = md.all_reduce(x, async_op=turn % 2 == md.get_rank())
-        if work is not None:
-            work.wait()
-        found.append(x[2].item())
-    assert spy.answers == [True, True]
+    for turn in range(3):
+        spy.answers.clear()
+        goes_on = (turn + group.rank()) % 2 == 0
+        found.append(every_verb(shape, goes_on=goes_on) == expected)
+        assert sum(spy.answers) == (0 if goes_on else NUM_CALLS)
     return found
 
 
