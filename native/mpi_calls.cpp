@@ -7,7 +7,8 @@
 namespace meshdist {
 namespace {
 
-constexpr std::uint64_t kWaits = 1;  // as in `Arrivals`
+constexpr std::uint64_t kWaits = 1, kEven = 4;  // as in `Arrivals`
+constexpr int kNumber = 3;
 constexpr int kLooksPerTime = 16;  // at the clock
 // As `Link.finish` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
 // most, since a rank that spins here hears no signals.
@@ -190,6 +191,7 @@ bool MpiCalls::all_to_all(nb::handle out, nb::handle in) {
   const int each = bytes(input) / static_cast<int>(size);
   std::vector<int> cuts(2 * size, each);
   for (std::uint64_t i = 0; i < size; ++i) cuts[size + i] = each * static_cast<int>(i);
+  call.in_count = call.out_count = each;
   call.counts = cuts.data();
   call.starts = call.counts + size;
   run(call, tuple_of(out, in));
@@ -251,14 +253,16 @@ MpiCalls::Way MpiCalls::find(nb::handle op, const Plain& plain) const {
 
 // Come to the next collective, as `Arrivals.enter` does; whether all members have soon, and wait.
 // Python's lock is not held.
-bool MpiCalls::arrive() {
+bool MpiCalls::arrive(const Collective& call) {
   const std::uint64_t number = mine_.get(window_) + 1, place = number % window_;
-  const std::uint64_t word = number << 2 | kWaits;
+  const std::uint64_t word = number << kNumber | kWaits;
   mine_.put(window_, number);
-  mine_.set(place, word);
+  mine_.set(place, call.verb == Verb::all_to_all ? word | kEven : word);
   std::size_t num_there = 0;
   const auto are_there = [&] {
-    while (num_there < others_.size() && others_[num_there].get(place) == word) ++num_there;
+    while (num_there < others_.size() && (others_[num_there].get(place) & ~kEven) == word) {
+      ++num_there;
+    }
     return num_there == others_.size();
   };
   if (are_there()) return true;
@@ -273,14 +277,25 @@ bool MpiCalls::arrive() {
   return false;
 }
 
+// Do a collective to which all members have come, without Python's lock. Where each has parts of one
+// size an exchange is MPI's alltoall, which is the faster one.
+int MpiCalls::run_with_all(Collective call) const {
+  const std::uint64_t place = mine_.get(window_) % window_;
+  const auto is_even = [place](const Words& words) { return (words.get(place) & kEven) != 0; };
+  if (call.verb == Verb::all_to_all && std::all_of(others_.begin(), others_.end(), is_even)) {
+    call.verb = Verb::all_to_all_even;
+  }
+  return mpi_->run(call);
+}
+
 void MpiCalls::run(const Collective& call, nb::handle used) {
   try {
     bool have_come = false;
     int error = 0;
     {
       nb::gil_scoped_release release;
-      have_come = arrive();
-      if (have_come) error = mpi_->run(call);
+      have_come = arrive(call);
+      if (have_come) error = run_with_all(call);
     }
     check(error);
     if (!have_come) run_later(call, used);
@@ -296,7 +311,7 @@ void MpiCalls::run_later(Collective call, nb::handle used) {
     int error = 0;
     {
       nb::gil_scoped_release release;
-      error = mpi_->run(call);
+      error = run_with_all(call);
     }
     check(error);
   } else {

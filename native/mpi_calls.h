@@ -50,7 +50,8 @@ class MpiCalls {
   };
   Way find(nb::handle op, const Plain& plain) const;
 
-  bool arrive();
+  bool arrive(const Collective& call);
+  int run_with_all(Collective call) const;
   // `used` are the call's tensors.
   void run(const Collective& call, nb::handle used);
   void run_later(Collective call, nb::handle used);

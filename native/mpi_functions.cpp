@@ -67,6 +67,7 @@ class Functions final : public MpiFunctions {
       case Verb::broadcast:
         return call(c.out, c.out_count, byte_, c.root, comm_);
       case Verb::all_gather:
+      case Verb::all_to_all_even:
         return call(c.in, c.in_count, byte_, c.out, c.out_count, byte_, comm_);
       case Verb::reduce_scatter:
         return call(c.in, c.out, c.out_count, type, op, comm_);

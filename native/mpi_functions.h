@@ -22,12 +22,13 @@ class MpiFunctions {
     gather,
     scatter,
     all_to_all,
+    all_to_all_even,
     barrier
   };
-  static constexpr std::size_t kNumVerbs = 9;
+  static constexpr std::size_t kNumVerbs = 10;
 
   // A collective. Counts are of elements where it reduces, else of bytes, and for one member where
-  // one side has a part for each; `all_to_all` has them, and where the parts start, in lists.
+  // one side has a part for each; `all_to_all` has them, and where the parts start, in lists, too.
   struct Collective {
     Verb verb;
     const void* in = nullptr;

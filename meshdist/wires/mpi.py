@@ -62,6 +62,7 @@ _COLLECTIVES = (
     "gather",
     "scatter",
     "alltoallv",
+    "alltoall",
     "barrier",
 )
 """MPI's names of those that native callers do, in the order in which they know them."""
@@ -300,9 +301,11 @@ class MpiCommunicator(Communicator):
         input_sizes: Sequence[int],
         timeout: timedelta,
     ) -> Pending:
-        cut = self._buffers.cut
+        cut, moved, size = self._buffers.cut, self._buffers.moved, self.size
         buffers = cut(tensor, input_sizes), cut(output, output_sizes)
-        return self._collective("Alltoallv", timeout, (output, tensor), None, *buffers)
+        is_even = len({*input_sizes, *output_sizes}) == 1
+        even = (moved(tensor, size), moved(output, size)) if is_even else None
+        return self._collective("Alltoallv", timeout, (output, tensor), None, *buffers, even=even)
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         return self._collective("Barrier", timeout, None, None)
@@ -438,6 +441,7 @@ class MpiCommunicator(Communicator):
         kept: Any,
         settle: Callable[[], None] | None,
         *buffers: Any,
+        even: Sequence[Any] | None = None,
     ) -> Pending:
         """Do a collective of MPI's, or start it.
 
@@ -447,6 +451,7 @@ class MpiCommunicator(Communicator):
             kept: the tensors that it uses.
             settle: brings the result home, or None.
             buffers: its arguments.
+            even: those of MPI's alltoall, for an exchange of parts of one size.
         """
         if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
@@ -457,7 +462,9 @@ class MpiCommunicator(Communicator):
             if arrivals is None:
                 return self._start(name, kept, settle, buffers)
             started = None
-            if arrivals.enter(self._is_waiting, timeout):
+            if arrivals.enter(self._is_waiting, timeout, is_even=even is not None):
+                if even is not None and arrivals.are_all_even():  # faster than with sizes for each
+                    name, buffers = "Alltoall", tuple(even)
                 getattr(self._comm, name)(*buffers)
                 if settle is not None:
                     settle()

@@ -45,6 +45,9 @@ _CHECK_EVERY = 256
 _LEAVING_S = 0.001
 _SETTLING = timedelta(seconds=5)
 _GOES_ON, _WAITS, _LEAVES, _LEFT = range(4)
+_STATE = 3  # the bits of a word that hold one of them
+_EVEN = 4
+_NUMBER = 3  # where a word's number begins
 
 
 class Started:
@@ -299,7 +302,8 @@ class Link:
 class Arrivals:
     """Who has come to which collective of a group on one host, in memory that all can read.
 
-    Each member counts its collectives, and writes for each whether it waits for it or goes on. One
+    Each member counts its collectives, and writes for each whether it waits for it or goes on, and
+    whether all parts that it gives and takes are of one size, so that MPI's alltoall will do. One
     that gives up waiting says so first, and looks once more: if all have come meanwhile it stays,
     since the others may have entered MPI's blocking call by then.
 
@@ -326,23 +330,23 @@ class Arrivals:
             "arrivals_check_every": _CHECK_EVERY,
         }
 
-    def enter(self, waits: bool, timeout: timedelta) -> bool:
+    def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> bool:
         """Come to the next collective; return whether all members have, and all wait for it.
 
         Args:
             waits: whether this member waits for it. One that does not returns False at once.
             timeout: how long it may take until the others have come.
+            is_even: whether all parts that this member gives and takes are of one size.
         """
         number = self._mine[_WINDOW] = self._mine[_WINDOW] + 1
         if not number % _CHECK_EVERY:
             self._wait_for_the_slowest(number, timeout)
-        place = number % _WINDOW
+        self._write(number, _WAITS if waits else _GOES_ON, is_even)
         if not waits:
-            self._mine[place] = number << 2 | _GOES_ON
             return False
-        self._mine[place] = word = number << 2 | _WAITS
+        place = number % _WINDOW
         for theirs in self._others:
-            if theirs[place] != word:
+            if theirs[place] & ~_EVEN != number << _NUMBER | _WAITS:
                 return self.wait_for_all(timeout)
         return True
 
@@ -354,22 +358,27 @@ class Arrivals:
         """
         number = self._mine[_WINDOW]
         place = number % _WINDOW
-        word = number << 2 | _WAITS
         try:
             self._link.wait(partial(self._have_come, number, progress=True), timeout)
         except BaseException as error:  # Ctrl-C, too
-            self._mine[place] = number << 2 | _LEAVES
+            is_even = bool(self._mine[place] & _EVEN)
+            self._write(number, _LEAVES, is_even)
             time.sleep(_LEAVING_S)
             # Others may leave at the same time, and one who came last have seen all of them wait:
             # it is inside MPI's call then, so those who leave count as there.
             if not self._are_there(number):
-                self._mine[place] = number << 2 | _LEFT
+                self._write(number, _LEFT, is_even)
                 raise
-            self._mine[place] = word
+            self._write(number, _WAITS, is_even)
             self._interruption = None if isinstance(error, WireFailure) else error
             self._link.wait(partial(self._have_come, number), _SETTLING)
         # Who stands at _LEAVES for its moment waits with all others in the end.
-        return all(theirs[place] & 3 != _GOES_ON for theirs in self._others)
+        return all(theirs[place] & _STATE != _GOES_ON for theirs in self._others)
+
+    def are_all_even(self) -> bool:
+        """Whether all members, who have come and wait, have parts of one size."""
+        place = self._mine[_WINDOW] % _WINDOW
+        return all(words[place] & _EVEN for words in (self._mine, *self._others))
 
     def end(self) -> None:
         """After MPI's call: raise what interrupted the wait before it."""
@@ -377,19 +386,22 @@ class Arrivals:
         if interruption is not None:
             raise interruption
 
+    def _write(self, number: int, state: int, is_even: bool) -> None:
+        self._mine[number % _WINDOW] = number << _NUMBER | is_even * _EVEN | state
+
     def _are_there(self, number: int) -> bool:
         words = [theirs[number % _WINDOW] for theirs in self._others]
-        return all(word >> 2 >= number and word & 3 != _LEFT for word in words)
+        return all(word >> _NUMBER >= number and word & _STATE != _LEFT for word in words)
 
     def _have_come(self, number: int, *, progress: bool = False) -> bool:
         """Whether all others are there; one that has given up ends the group."""
         for theirs in self._others:
             word = theirs[number % _WINDOW]
-            if word >> 2 < number or word & 3 == _LEAVES:
+            if word >> _NUMBER < number or word & _STATE == _LEAVES:
                 if progress:
                     self._link.progress()
                 return False
-            if word & 3 == _LEFT:
+            if word & _STATE == _LEFT:
                 raise WireAborted("a member has given up waiting for this call")
         return True
 
@@ -400,7 +412,7 @@ class Arrivals:
 
             def has_nobody_behind() -> bool:
                 self._link.progress()
-                return all(theirs[past % _WINDOW] >> 2 >= past for theirs in self._others)
+                return all(theirs[past % _WINDOW] >> _NUMBER >= past for theirs in self._others)
 
             self._link.wait(has_nobody_behind, timeout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def test_what_is_not_plain_is_left_alone(pool: Pool) -> None:
 @pytest.mark.parametrize(("size", "shape"), [(2, (3,)), (3, (40, 3)), (2, (300, 300))])
 def test_who_waits_meets_who_goes_on(pool: Pool, size: int, shape: tuple[int, ...]) -> None:
     assert job_of(pool, size).run_in_world(waits_or_not, shape) == [[True] * 3] * size
+
+
+def partly_even() -> list[Any]:
+    """Exchanges in which the first member alone has parts of one size."""
+    _, spy = opened()
+    rank = md.get_rank()
+    sizes = [[1, 1, 1], [1, 2, 0], [1, 0, 5]][rank]
+    x = torch.arange(sum(sizes)) + 10 * rank
+    found: list[Any] = []
+    for goes_on in (False, rank == 0, rank == 1):
+        y = torch.zeros_like(x)
+        how = {} if rank == 0 else {"output_split_sizes": sizes, "input_split_sizes": sizes}
+        work = md.all_to_all_single(y, x, **how, async_op=goes_on)
+        if work is not None:
+            work.wait()
+        found.append(y.tolist())
+    return [*found, sum(spy.answers)]
+
+
+def test_an_exchange_that_is_even_for_one_alone(pool: Pool) -> None:
+    parts = [[0, 10, 20], [1, 11, 12], [2, 21, 22, 23, 24, 25]]
+    answers = job_of(pool, 3).run_in_world(partly_even)
+    assert answers == [[part] * 3 + [2 * (part[0] == 0)] for part in parts]
 
 
 def many(num_calls: int) -> tuple[float, int]:
