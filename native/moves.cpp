@@ -23,7 +23,8 @@ Status Collectives::broadcast(Job& job) {
     copy_out(job.out + i * chunk, area(root, round, is_inline), std::min(chunk, bytes - i * chunk));
   };
   loop_ = nullptr;
-  return exchange(job, num_chunks(bytes, chunk), {job.out, bytes, job.root()}, write, read,
+  const bool reads = is_fetched(bytes) && bytes <= tuning.fetch_broadcast_most_bytes;
+  return exchange(job, num_chunks(bytes, chunk), {job.out, bytes, job.root(), reads}, write, read,
                   [&] { return is_root || fetch(job.out, root, 0, bytes); });
 }
 

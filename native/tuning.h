@@ -38,6 +38,10 @@ struct Tuning {
   // reduce-scatter of 256 KiB to 16 MiB 70 to 95 %, of 64 KiB and of 64 MiB 105 to 115 %.
   std::size_t fetch_least_bytes = 64 * 1024;
   std::size_t fetch_most_bytes = 8 * 1024 * 1024;
+  // A broadcast, for which the other core copies into slots meanwhile: 70 to 80 % of the time from
+  // 128 to 512 KiB, 87 to 97 % at 1 MiB, 105 to 112 % at 2 and 4 MiB; four ranks on two cores were
+  // as fast either way.
+  std::size_t fetch_broadcast_most_bytes = 1024 * 1024;
   // What is reduced is fetched in blocks of this size: 128 to 512 KiB were alike, 1 MiB took a fifth
   // longer.
   std::size_t fetch_block_bytes = 256 * 1024;

@@ -280,8 +280,8 @@ def test_ranks_that_share_cores_use_slots_alone() -> None:
     assert run_ranks(2, fetching_cases, is_crowded=True) == [False] * 2
 
 
-def secret_cases(c: Any, is_uneven_first: bool) -> list[Any]:
-    """One member gives what the other cannot read."""
+def secret_cases(c: Any, first: str) -> list[Any]:
+    """One member gives what the other cannot read, in each verb from ``first`` on."""
     num_pages = 100
     mine = secret_memory(num_pages, range(num_pages if c.rank == 1 else 0))
     if mine is None:
@@ -301,21 +301,27 @@ def secret_cases(c: Any, is_uneven_first: bool) -> list[Any]:
         call(c.all_to_all_v, places[0], [half] * 2, places[1], [half] * 2, DTYPES["float32"])
         assert out.view(2, half).tolist() == [[0.0] * half, [1.0] * half]
 
+    def broadcast() -> None:
+        out = mine if c.rank == 1 else torch.full((count,), -1.0)
+        call(c.broadcast, out.data_ptr(), count, DTYPES["float32"], 1)
+        assert out.tolist() == [1.0] * count
+
     call(c.barrier)
     found = [c.reads_others]
-    for verb in (exchange, gather) if is_uneven_first else (gather, exchange):
+    verbs = {"gather": gather, "exchange": exchange, "broadcast": broadcast}
+    for verb in (verbs.pop(first), *verbs.values()):
         verb()
         found.append(c.reads_others)
     return found
 
 
 @reads_others
-@pytest.mark.parametrize("is_uneven_first", [False, True])
-def test_what_others_cannot_read_goes_through_slots(is_uneven_first: bool) -> None:
-    found = run_ranks(2, partial(secret_cases, is_uneven_first=is_uneven_first), is_crowded=False)
+@pytest.mark.parametrize("first", ["gather", "exchange", "broadcast"])
+def test_what_others_cannot_read_goes_through_slots(first: str) -> None:
+    found = run_ranks(2, partial(secret_cases, first=first), is_crowded=False)
     if found[0] == [None]:
         pytest.skip("this kernel has no secret memory")
-    assert found == [[True, False, False]] * 2
+    assert found == [[True, False, False, False]] * 2
 
 
 def secret_sums(c: Any, verb: str, secret: tuple[range, range]) -> list[bool] | None:
