@@ -157,15 +157,17 @@ void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes
   }
 }
 
-// Let the rounds that carry `bytes` bytes be short, if they stay in the caches.
-void Collectives::shorten_rounds(std::size_t bytes) {
-  if (!streams(bytes) && !end_.is_crowded) chunk_ = std::min(chunk_, tuning.near_chunk_bytes);
+// What a round of a call on `bytes` bytes has, so that it stays in the caches. Ranks that share cores
+// pay for every round.
+std::size_t Collectives::near_chunk(std::size_t bytes) const {
+  const bool is_short = !streams(bytes) && !end_.is_crowded;
+  return is_short ? std::min(chunk_, tuning.near_chunk_bytes) : chunk_;
 }
 
-// Lay out rounds of `pieces` equal pieces, of which the longest has `longest` bytes in all: return
-// the bytes of a piece in one round, whole cache lines.
-std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest) {
-  const std::size_t most = chunk_ / std::max<std::size_t>(pieces, 1) / kCacheLine * kCacheLine;
+// Lay out rounds of `pieces` equal pieces, `chunk` bytes in all, of which the longest has `longest`
+// bytes in the whole call: return the bytes of a piece in one round, whole cache lines.
+std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest, std::size_t chunk) {
+  const std::size_t most = chunk / std::max<std::size_t>(pieces, 1) / kCacheLine * kCacheLine;
   const std::size_t needed = round_up(std::max<std::size_t>(longest, 1), kCacheLine);
   const std::size_t piece = std::min(most, needed);
   span_ = piece * std::max<std::size_t>(pieces, 1);

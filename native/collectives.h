@@ -43,7 +43,8 @@ class Collectives {
   const Failure& failure() const { return rounds_.failure; }
   bool reads_others() const { return reads_others_; }
   Tuning tuning;
-  // For measurements: keep to one kind of stores, whatever the probe finds.
+  // For measurements: keep to one kind of stores, whatever the probe finds. Set on all members, as
+  // every threshold.
   void keep_stores(bool streams) { kept_stores_ = streams ? 1 : 0; }
 
  private:
@@ -125,8 +126,11 @@ class Collectives {
   void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const;
   void copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const;
   void reduce_out(Bytes to, std::uint64_t count);
-  void shorten_rounds(std::size_t bytes);
-  std::size_t lay_out(std::size_t pieces, std::size_t longest);
+  std::size_t near_chunk(std::size_t bytes) const;
+  std::size_t lay_out(std::size_t pieces, std::size_t longest, std::size_t chunk);
+  std::size_t lay_out(std::size_t pieces, std::size_t longest) {
+    return lay_out(pieces, longest, chunk_);
+  }
   bool takes_others_sizes(Verb verb) const;
 
   const Endpoint& end_;

@@ -12,9 +12,8 @@ namespace meshdist {
 class Communicator {
  public:
   // Members in one process, as tests have them, may share their view of the segment.
-  Communicator(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes,
-               bool is_crowded)
-      : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(processes), is_crowded)),
+  Communicator(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes)
+      : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(processes))),
         progress(std::make_shared<Progress>(end)),
         transfers(std::make_shared<Transfers>(end)) {}
   ~Communicator() { close(); }

@@ -26,13 +26,12 @@ bool Processes::has_exited(unsigned member) const {
   return member < pidfds_.size() && meshdist::has_exited(pidfds_[member]);
 }
 
-Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Processes processes,
-                   bool is_crowded_)
+Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Processes processes)
     : segment(*segment_),
       rank(rank_),
       size(segment.geometry().size),
-      patience(is_crowded_ ? Patience::crowded() : Patience::usual()),
-      is_crowded(is_crowded_),
+      is_crowded(segment.geometry().is_crowded != 0),
+      patience(is_crowded ? Patience::crowded() : Patience::usual()),
       owned_(std::move(segment_)),
       proof_(random_number()),
       processes_(std::move(processes)) {

@@ -51,16 +51,15 @@ class Processes {
 
 class Endpoint {
  public:
-  Endpoint(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes,
-           bool is_crowded);
+  Endpoint(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes);
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
   const Segment& segment;
   const unsigned rank;
   const unsigned size;
-  const Patience patience;
   const bool is_crowded;
+  const Patience patience;
 
   // What the last probe found for rounds of less than kLargeBytes, and of more; see probe.h.
   mutable std::atomic<bool> streams_little{false};

@@ -21,6 +21,18 @@ const Names& names() {
   return all;
 }
 
+// Of a list or tuple; not valid where it is none, or shorter.
+nb::handle item_of(nb::handle list, std::size_t place) {
+  const Py_ssize_t i = static_cast<Py_ssize_t>(place);
+  if (PyList_Check(list.ptr())) {
+    return i < PyList_Size(list.ptr()) ? PyList_GetItem(list.ptr(), i) : nullptr;
+  }
+  if (PyTuple_Check(list.ptr())) {
+    return i < PyTuple_Size(list.ptr()) ? PyTuple_GetItem(list.ptr(), i) : nullptr;
+  }
+  return nullptr;
+}
+
 nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : whole(value); }
 
 }  // namespace
@@ -77,6 +89,24 @@ bool Entry::is_quiet(bool is_uneven) {
     if (ahead >= std::uint64_t{1} << 31) return false;
   }
   return true;
+}
+
+bool Entry::read_first(nb::handle list, Plain& plain) {
+  const nb::handle first = item_of(list, 0);
+  return first.is_valid() && read(first, plain);
+}
+
+bool Entry::read_list(nb::handle list, const Plain& like, Addresses& addresses) {
+  addresses.clear();
+  for (nb::handle one; (one = item_of(list, addresses.size())).is_valid();) {
+    Plain plain;
+    if (addresses.size() == size_ || !read(one, plain) || !plain.is_like(like) ||
+        plain.count != like.count) {
+      return false;
+    }
+    addresses.push_back(plain.address);
+  }
+  return addresses.size() == size_;
 }
 
 void Entry::enter(const Call& call, const nb::object& data, nb::handle dtype,

@@ -34,6 +34,13 @@ class Entry {
   // Whether `x` is a plain tensor; fills `plain`.
   bool read(nb::handle x, Plain& plain) { return reader_.read(x, plain); }
 
+  // Whether `list` is a list or tuple that begins with a plain tensor; fills `plain`.
+  bool read_first(nb::handle list, Plain& plain);
+
+  // Where the plain tensors of a list of one per member lie, all of the size and dtype of `like`;
+  // false where it is no such list.
+  bool read_list(nb::handle list, const Plain& like, Addresses& addresses);
+
   // Note a call and compare it with the others'; raises what `disagreement` makes where one
   // differs. `part` is how many elements go to and come from each member, of an uneven call.
   void enter(const Call& call, const Plain* plain, const std::uint64_t* part = nullptr) {

@@ -125,6 +125,7 @@ struct Geometry {
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t size;
+  std::uint64_t is_crowded;  // whether ranks outnumber cores: all members must think the same
   std::uint64_t slot_bytes;
   std::uint64_t ring_bytes;
   std::uint64_t members_at;
@@ -153,11 +154,12 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
 }
 
 inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes,
-                              std::uint64_t ring_bytes) {
+                              std::uint64_t ring_bytes, bool is_crowded = false) {
   Geometry g{};
   g.magic = kMagic;
   g.version = kVersion;
   g.size = size;
+  g.is_crowded = is_crowded;
   g.slot_bytes = round_up(slot_bytes, kPage);
   g.ring_bytes = round_up(ring_bytes, kPage);
   std::uint64_t at = round_up(sizeof(Control), kPage);

@@ -31,6 +31,8 @@ void bind_plain_calls(nb::class_<Calls> to) {
       .def("gather", &Calls::gather, nb::arg().none(), nb::arg().none(), nb::arg())
       .def("scatter", &Calls::scatter, nb::arg().none(), nb::arg().none(), nb::arg())
       .def("all_to_all", &Calls::all_to_all, nb::arg().none(), nb::arg().none())
+      .def("all_gather_list", &Calls::all_gather_list, nb::arg().none(), nb::arg().none())
+      .def("all_to_all_list", &Calls::all_to_all_list, nb::arg().none(), nb::arg().none())
       .def("barrier", &Calls::barrier)
       .def("send", &Calls::send, nb::arg().none(), nb::arg(), nb::arg().none())
       .def("recv", &Calls::recv, nb::arg().none(), nb::arg().none(), nb::arg().none());
@@ -101,7 +103,8 @@ NB_MODULE(native, m) {
   });
   m.def("add_to", &add_to, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
-  m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a);
+  m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a,
+        "is_crowded"_a);
   m.def("segment_bytes", [](std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
     return plan_geometry(size, slot_bytes, ring_bytes).total_bytes;
   });
@@ -124,11 +127,11 @@ NB_MODULE(native, m) {
   nb::class_<PyCommunicator> c(m, "Communicator");
   c.def(
       "__init__",
-      [](PyCommunicator* self, int fd, unsigned rank, std::vector<int> pidfds, bool is_crowded) {
+      [](PyCommunicator* self, int fd, unsigned rank, std::vector<int> pidfds) {
         Processes processes(std::move(pidfds));
-        new (self) PyCommunicator(fd, rank, std::move(processes), is_crowded);
+        new (self) PyCommunicator(fd, rank, std::move(processes));
       },
-      "fd"_a, "rank"_a, "pidfds"_a, "is_crowded"_a);
+      "fd"_a, "rank"_a, "pidfds"_a);
   c.def_prop_ro("rank", [](const PyCommunicator& self) { return self.end->rank; });
   c.def_prop_ro("size", [](const PyCommunicator& self) { return self.end->size; });
   bind_verb(c, "all_reduce", "all_reduce_async", &PyCommunicator::all_reduce);
@@ -202,6 +205,7 @@ NB_MODULE(native, m) {
         {"chunk_bytes", &Tuning::chunk_bytes},
         {"far_halves_least_bytes", &Tuning::far_halves_least_bytes},
         {"fetch_block_bytes", &Tuning::fetch_block_bytes},
+        {"fetch_broadcast_most_bytes", &Tuning::fetch_broadcast_most_bytes},
         {"fetch_least_bytes", &Tuning::fetch_least_bytes},
         {"fetch_most_bytes", &Tuning::fetch_most_bytes},
         {"halves_least_bytes", &Tuning::halves_least_bytes},

@@ -11,8 +11,7 @@ Status Collectives::broadcast(Job& job) {
   const auto root = static_cast<unsigned>(job.root());
   const std::size_t bytes = job.count() * item_;
   const bool is_inline = bytes <= kInlineBytes;
-  shorten_rounds(bytes);
-  const std::size_t chunk = lay_out(1, bytes);
+  const std::size_t chunk = lay_out(1, bytes, near_chunk(bytes));
   streams_out_ = bytes > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     if (!is_root || bytes == 0) return;

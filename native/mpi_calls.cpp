@@ -7,8 +7,6 @@
 namespace meshdist {
 namespace {
 
-constexpr std::uint64_t kWaits = 1, kEven = 4;  // as in `Arrivals`
-constexpr int kNumber = 3;
 constexpr int kLooksPerTime = 16;  // at the clock
 // As `Link.finish` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
 // most, since a rank that spins here hears no signals.
@@ -29,6 +27,22 @@ void* memory(const Plain& plain) { return reinterpret_cast<void*>(plain.address)
 
 int bytes(const Plain& plain) { return static_cast<int>(plain.bytes()); }
 
+// Whether MPI's alltoall does it where all members have parts of one size: those of lists lie anywhere.
+bool may_be_even(const MpiFunctions::Collective& call) {
+  return call.verb == MpiFunctions::Verb::all_to_all && call.in_count != 0;
+}
+
+// Append where the tensors at `addresses` start, in bytes from the first; false where that is too
+// far for MPI's numbers.
+bool append_starts(const Addresses& addresses, std::vector<int>& cuts) {
+  for (std::uintptr_t one : addresses) {
+    const std::int64_t start = static_cast<std::int64_t>(one - addresses.front());
+    cuts.push_back(static_cast<int>(start));
+    if (cuts.back() != start) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 MpiCalls::MpiCalls(nb::dict facts)
@@ -36,11 +50,13 @@ MpiCalls::MpiCalls(nb::dict facts)
       message_entry_(facts, entry_),
       link_(facts["link"]),
       wait_for_all_(facts["wait_for_all"]),
+      leave_(facts["leave"]),
       finish_collective_(facts["finish_collective"]),
       end_(facts["end"]),
       finish_message_(facts["finish_message"]),
       explain_(facts["explain"]),
       error_(facts["error"]),
+      strand_(facts["strand"]),
       mpi_(MpiFunctions::of(facts["functions"])),
       most_(std::min(number(facts["most"]), kMostBytes)),
       spin_ns_(number(facts["spin_ns"])),
@@ -49,13 +65,19 @@ MpiCalls::MpiCalls(nb::dict facts)
       all_reduce_("all_reduce"),
       reduce_("reduce"),
       broadcast_("broadcast"),
+      all_gather_("all_gather"),
       gather_("gather"),
       scatter_("scatter"),
       all_to_all_("all_to_all_single"),
+      all_to_all_list_("all_to_all"),
       barrier_("barrier"),
       mine_(facts["arrivals"]),
       window_(number(facts["arrivals_window"])),
-      check_every_(number(facts["arrivals_check_every"])) {
+      check_every_(number(facts["arrivals_check_every"])),
+      waits_(number(facts["arrivals_waits"])),
+      left_(number(facts["arrivals_left"])),
+      even_(number(facts["arrivals_even"])),
+      number_shift_(number(facts["arrivals_number_shift"])) {
   for (nb::handle one : nb::borrow<nb::list>(facts["reductions"])) {
     reductions_.push_back({one[0], one[2], nb::cast<std::int64_t>(one[1])});
   }
@@ -144,36 +166,41 @@ bool MpiCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb
 }
 
 bool MpiCalls::gather(nb::handle x, nb::handle outs, int root) {
-  Plain plain, first;
+  Plain plain;
+  void* row = nullptr;
   if (!is_ready() || !read(x, plain)) return false;
-  if (is_me(root) ? !read_row(outs, plain, first) : !outs.is_none()) return false;
+  if (is_me(root) ? !read_row(outs, plain, row) : !outs.is_none()) return false;
   entry_.enter({gather_, nb::none(), -2, root}, &plain);
   Collective call{Verb::gather, memory(plain)};
   call.in_count = bytes(plain);
   call.root = root;
+  nb::object used = nb::borrow(x);
   if (is_me(root)) {
-    entry_.note_write(checked(PySequence_Tuple(outs.ptr())));
-    call.out = memory(first);
+    const nb::object rows = tuple_from(outs);
+    entry_.note_write(rows);
+    call.out = row;
     call.out_count = call.in_count;
+    used = tuple_of(rows, x);
   }
-  run(call, tuple_of(outs, x));
+  run(call, used);
   return true;
 }
 
 bool MpiCalls::scatter(nb::handle x, nb::handle ins, int root) {
-  Plain plain, first;
+  Plain plain;
+  void* row = nullptr;
   if (!is_ready() || !read(x, plain)) return false;
-  if (is_me(root) ? !read_row(ins, plain, first) : !ins.is_none()) return false;
+  if (is_me(root) ? !read_row(ins, plain, row) : !ins.is_none()) return false;
   entry_.enter({scatter_, nb::none(), -2, root}, &plain);
   entry_.note_write(tuple_of(x));
   Collective call{Verb::scatter, nullptr, memory(plain)};
   call.out_count = bytes(plain);
   call.root = root;
   if (is_me(root)) {
-    call.in = memory(first);
+    call.in = row;
     call.in_count = call.out_count;
   }
-  run(call, tuple_of(ins, x));
+  run(call, tuple_of(is_me(root) ? tuple_from(ins) : nb::none(), x));
   return true;
 }
 
@@ -189,12 +216,54 @@ bool MpiCalls::all_to_all(nb::handle out, nb::handle in) {
   entry_.note_write(tuple_of(out));
   Collective call{Verb::all_to_all, memory(input), memory(output)};
   const int each = bytes(input) / static_cast<int>(size);
-  std::vector<int> cuts(2 * size, each);
-  for (std::uint64_t i = 0; i < size; ++i) cuts[size + i] = each * static_cast<int>(i);
+  std::vector<int> cuts(3 * size, each);
+  for (std::uint64_t i = 0; i < size; ++i) {
+    cuts[size + i] = cuts[2 * size + i] = each * static_cast<int>(i);
+  }
   call.in_count = call.out_count = each;
-  call.counts = cuts.data();
-  call.starts = call.counts + size;
+  call.cuts = cuts.data();
   run(call, tuple_of(out, in));
+  return true;
+}
+
+bool MpiCalls::all_gather_list(nb::handle outs, nb::handle x) {
+  Plain plain;
+  Addresses addresses;
+  if (!is_ready(true) || !read(x, plain) || !is_small(entry_.size() * plain.bytes()) ||
+      !entry_.read_list(outs, plain, addresses) ||
+      overlaps_any(plain, {plain.address}, addresses)) {
+    return false;
+  }
+  std::vector<int> cuts(entry_.size(), bytes(plain));
+  if (!append_starts(addresses, cuts)) return false;
+  cuts.resize(3 * entry_.size());
+  entry_.enter({all_gather_}, &plain, &plain.count);
+  const nb::object rows = tuple_from(outs);
+  entry_.note_write(rows);
+  Collective call{Verb::all_gather_list, memory(plain), reinterpret_cast<void*>(addresses[0])};
+  call.in_count = bytes(plain);
+  call.cuts = cuts.data();
+  run(call, tuple_of(rows, x));
+  return true;
+}
+
+bool MpiCalls::all_to_all_list(nb::handle outs, nb::handle ins) {
+  Plain first;
+  Addresses to, from;
+  if (!is_ready(true) || !entry_.read_first(ins, first) || first.count == 0 ||
+      !is_small(entry_.size() * first.bytes()) || !entry_.read_list(ins, first, from) ||
+      !entry_.read_list(outs, first, to) || overlaps_any(first, from, to)) {
+    return false;
+  }
+  std::vector<int> cuts(entry_.size(), bytes(first));
+  if (!append_starts(to, cuts) || !append_starts(from, cuts)) return false;
+  entry_.enter({all_to_all_list_}, &first, &first.count);
+  const nb::object rows = tuple_from(outs);
+  entry_.note_write(rows);
+  Collective call{Verb::all_to_all, reinterpret_cast<void*>(from[0]),
+                  reinterpret_cast<void*>(to[0])};
+  call.cuts = cuts.data();
+  run(call, tuple_of(rows, tuple_from(ins)));
   return true;
 }
 
@@ -223,22 +292,18 @@ bool MpiCalls::read(nb::handle x, Plain& plain) {
   return entry_.read(x, plain) && plain.count != 0 && is_small(plain.bytes());
 }
 
-bool MpiCalls::read_row(nb::handle list, const Plain& like, Plain& plain) {
-  const bool is_list = PyList_Check(list.ptr());
-  if (!is_list && !PyTuple_Check(list.ptr())) return false;
-  const std::uint64_t size = entry_.size(), step = like.bytes();
-  if (static_cast<std::uint64_t>(PyObject_Size(list.ptr())) != size) return false;
-  if (!is_small(size * step)) return false;
-  for (std::uint64_t i = 0; i < size; ++i) {
-    const Py_ssize_t place = static_cast<Py_ssize_t>(i);
-    Plain next;
-    const nb::handle one =
-        is_list ? PyList_GetItem(list.ptr(), place) : PyTuple_GetItem(list.ptr(), place);
-    if (!entry_.read(one, next) || !next.is_like(like) || next.count != like.count) return false;
-    if (i != 0 && next.address != plain.address + i * step) return false;
-    if (i == 0) plain = std::move(next);
+bool MpiCalls::read_row(nb::handle list, const Plain& like, void*& row) {
+  Addresses addresses;
+  const std::uint64_t step = like.bytes();
+  if (!entry_.read_list(list, like, addresses) || !is_small(entry_.size() * step) ||
+      overlaps_any(like, {like.address}, addresses)) {
+    return false;
   }
-  return !overlap(plain, size * step, like);
+  for (std::uint64_t i = 1; i < entry_.size(); ++i) {
+    if (addresses[i] != addresses[0] + i * step) return false;
+  }
+  row = reinterpret_cast<void*>(addresses[0]);
+  return true;
 }
 
 MpiCalls::Way MpiCalls::find(nb::handle op, const Plain& plain) const {
@@ -255,12 +320,12 @@ MpiCalls::Way MpiCalls::find(nb::handle op, const Plain& plain) const {
 // Python's lock is not held.
 bool MpiCalls::arrive(const Collective& call) {
   const std::uint64_t number = mine_.get(window_) + 1, place = number % window_;
-  const std::uint64_t word = number << kNumber | kWaits;
+  const std::uint64_t word = number << number_shift_ | waits_;
   mine_.put(window_, number);
-  mine_.set(place, call.verb == Verb::all_to_all ? word | kEven : word);
+  mine_.set(place, may_be_even(call) ? word | even_ : word);
   std::size_t num_there = 0;
   const auto are_there = [&] {
-    while (num_there < others_.size() && (others_[num_there].get(place) & ~kEven) == word) {
+    while (num_there < others_.size() && (others_[num_there].get(place) & ~even_) == word) {
       ++num_there;
     }
     return num_there == others_.size();
@@ -277,12 +342,29 @@ bool MpiCalls::arrive(const Collective& call) {
   return false;
 }
 
+// Wait in Python until all members have come; whether all wait. What a signal's handler raises where
+// Python does not catch it must not pass before the others are told that this one has left: they
+// would wait for it in MPI.
+bool MpiCalls::wait_for_all() {
+  nb::object error;
+  for (;;) {
+    try {
+      return number(error.is_valid() ? call_with(leave_, error) : call_with(wait_for_all_)) != 0;
+    } catch (nb::python_error& raised) {
+      const std::uint64_t at = mine_.get(window_);
+      const std::uint64_t word = mine_.get(at % window_) & ~even_;
+      if (word == (at << number_shift_ | left_)) throw;
+      error = nb::borrow(raised.value());
+    }
+  }
+}
+
 // Do a collective to which all members have come, without Python's lock. Where each has parts of one
 // size an exchange is MPI's alltoall, which is the faster one.
 int MpiCalls::run_with_all(Collective call) const {
   const std::uint64_t place = mine_.get(window_) % window_;
-  const auto is_even = [place](const Words& words) { return (words.get(place) & kEven) != 0; };
-  if (call.verb == Verb::all_to_all && std::all_of(others_.begin(), others_.end(), is_even)) {
+  const auto is_even = [=](const Words& words) { return (words.get(place) & even_) != 0; };
+  if (may_be_even(call) && std::all_of(others_.begin(), others_.end(), is_even)) {
     call.verb = Verb::all_to_all_even;
   }
   return mpi_->run(call);
@@ -307,34 +389,19 @@ void MpiCalls::run(const Collective& call, nb::handle used) {
 // Wait for the others in Python. Where one of them does not wait for its collective nobody may do
 // MPI's blocking one.
 void MpiCalls::run_later(Collective call, nb::handle used) {
-  if (is_true(call_with(wait_for_all_))) {
-    int error = 0;
-    {
-      nb::gil_scoped_release release;
-      error = run_with_all(call);
-    }
-    check(error);
+  if (wait_for_all()) {
+    call_mpi([&] { return run_with_all(call); });
   } else {
-    const std::uint64_t size = entry_.size();
-    const std::size_t bytes = call.counts == nullptr ? 0 : 2 * size * sizeof(int);
-    const nb::bytes cuts(call.counts, bytes);
-    if (bytes != 0) {
-      call.counts = static_cast<const int*>(cuts.data());
-      call.starts = call.counts + size;
-    }
+    const nb::bytes cuts(call.cuts, call.cuts == nullptr ? 0 : 3 * entry_.size() * sizeof(int));
+    if (call.cuts != nullptr) call.cuts = static_cast<const int*>(cuts.data());
     const nb::object kept = tuple_of(used, cuts);
     MpiFunctions::Flight flight;
-    int error = 0;
-    {
-      nb::gil_scoped_release release;
-      error = mpi_->start(call, flight);
-    }
-    check(error);
+    call_mpi([&] { return mpi_->start(call, flight); });
     try {
       const nb::object request = checked(PyLong_FromUnsignedLongLong(mpi_->request_of(flight)));
       call_with(finish_collective_, request, kept);
     } catch (nb::python_error&) {
-      stranded_.append(kept);
+      call_with(strand_, kept);
       throw;
     }
   }
@@ -366,7 +433,7 @@ bool MpiCalls::transfer(nb::handle x, Message message) {
       check_size(flight, plain);
     }
   } catch (nb::python_error& failure) {
-    if (!is_done) stranded_.append(x);
+    if (!is_done) call_with(strand_, nb::borrow(x));
     const nb::object bytes = whole(static_cast<std::int64_t>(plain.bytes()));
     fail(failure, whole(static_cast<std::int64_t>(note)), message.is_send ? nb::none() : bytes);
   }
@@ -408,6 +475,16 @@ void MpiCalls::check_size(const MpiFunctions::Flight& flight, const Plain& plain
   check(mpi_->count(flight, count));
   const std::int64_t bytes = static_cast<std::int64_t>(plain.bytes());
   if (count != bytes) call(link_, names().check_size, whole(count), whole(bytes));
+}
+
+template <class Function>
+void MpiCalls::call_mpi(Function function) const {
+  int error = 0;
+  {
+    nb::gil_scoped_release release;
+    error = function();
+  }
+  check(error);
 }
 
 void MpiCalls::check(int error) const {

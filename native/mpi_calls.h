@@ -1,8 +1,8 @@
 // The short ways of the verbs over MPI: plain tensors of the CPU, waited for.
 //
 // Each checks its tensors, and notes and compares the call. A collective is MPI's blocking one, once
-// all members have come; a message is started, and asked after for a while. What is not plain is
-// left to Python: each returns false then.
+// all members have come, and where one of them does not wait the one that goes on by itself; a message
+// is started, and asked after for a while. What is not plain is left to Python: each returns false then.
 #pragma once
 
 #include "message_entry.h"
@@ -20,9 +20,11 @@ class MpiCalls {
   bool broadcast(nb::handle x, int root);
   bool all_gather(nb::handle verb, nb::handle out, nb::handle in);
   bool reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb::handle op);
+  bool all_gather_list(nb::handle outs, nb::handle x);
   bool gather(nb::handle x, nb::handle outs, int root);
   bool scatter(nb::handle x, nb::handle ins, int root);
   bool all_to_all(nb::handle out, nb::handle in);
+  bool all_to_all_list(nb::handle outs, nb::handle ins);
   bool barrier();
   bool send(nb::handle x, nb::handle peer, nb::handle tag);
   nb::object recv(nb::handle x, nb::handle peer, nb::handle tag);
@@ -38,8 +40,8 @@ class MpiCalls {
 
   bool is_ready(bool is_uneven = false);
   bool read(nb::handle x, Plain& plain);
-  // One member's tensors that lie one after the other: the first in `plain`.
-  bool read_row(nb::handle list, const Plain& like, Plain& plain);
+  // Where the tensors of a list begin that lie one after the other.
+  bool read_row(nb::handle list, const Plain& like, void*& row);
   bool is_small(std::uint64_t bytes) const { return bytes <= most_; }
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
   // How MPI reduces such a tensor; no datatype where it does not.
@@ -51,10 +53,13 @@ class MpiCalls {
   Way find(nb::handle op, const Plain& plain) const;
 
   bool arrive(const Collective& call);
+  bool wait_for_all();
   int run_with_all(Collective call) const;
   // `used` are the call's tensors.
   void run(const Collective& call, nb::handle used);
   void run_later(Collective call, nb::handle used);
+  template <class Function>
+  void call_mpi(Function function) const;
   bool transfer(nb::handle x, Message message);
   int start(const Message& message, MpiFunctions::Flight& flight) const;
   bool is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const;
@@ -65,17 +70,17 @@ class MpiCalls {
 
   Entry entry_;
   MessageEntry message_entry_;
-  const nb::object link_, wait_for_all_, finish_collective_, end_, finish_message_, explain_;
-  const nb::object error_;
-  nb::list stranded_;  // tensors of what nobody asks after any more: MPI may use them
+  const nb::object link_, wait_for_all_, leave_, finish_collective_, end_, finish_message_, explain_;
+  const nb::object error_, strand_;
   const std::unique_ptr<MpiFunctions> mpi_;
   const std::uint64_t most_, spin_ns_;
   const nb::str send_, recv_;
-  const nb::str all_reduce_, reduce_, broadcast_, gather_, scatter_, all_to_all_, barrier_;
+  const nb::str all_reduce_, reduce_, broadcast_, all_gather_, gather_, scatter_, all_to_all_,
+      all_to_all_list_, barrier_;
   std::vector<Reduction> reductions_;  // the first one is the sum
   Words mine_;
   std::vector<Words> others_;
-  const std::uint64_t window_, check_every_;
+  const std::uint64_t window_, check_every_, waits_, left_, even_, number_shift_;
 };
 
 }  // namespace meshdist

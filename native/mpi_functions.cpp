@@ -19,6 +19,7 @@ class Functions final : public MpiFunctions {
         recv_(function<Start>(facts, "irecv")),
         test_(function<Test>(facts, "test")),
         count_(function<Count>(facts, "get_count")),
+        size_(number(facts["size"])),
         comm_(handle_of(number(facts["comm"]))),
         byte_(handle_of(number(facts["byte"]))) {}
 
@@ -74,8 +75,11 @@ class Functions final : public MpiFunctions {
       case Verb::gather:
       case Verb::scatter:
         return call(c.in, c.in_count, byte_, c.out, c.out_count, byte_, c.root, comm_);
+      case Verb::all_gather_list:
+        return call(c.in, c.in_count, byte_, c.out, c.cuts, c.cuts + size_, byte_, comm_);
       case Verb::all_to_all:
-        return call(c.in, c.counts, c.starts, byte_, c.out, c.counts, c.starts, byte_, comm_);
+        return call(c.in, c.cuts, c.cuts + 2 * size_, byte_, c.out, c.cuts, c.cuts + size_, byte_,
+                    comm_);
       case Verb::barrier:
         return call(comm_);
     }
@@ -84,7 +88,7 @@ class Functions final : public MpiFunctions {
 
   static Table table(nb::handle addresses) {
     Table found{};
-    for (std::size_t i = 0; i < kNumVerbs; ++i) found[i] = number(addresses[i]);
+    for (std::size_t i = 0; i < kNumVerbs; ++i) found[i] = number(addresses[kNames[i]]);
     return found;
   }
 
@@ -104,6 +108,7 @@ class Functions final : public MpiFunctions {
   const Start send_, recv_;
   const Test test_;
   const Count count_;
+  const std::uint64_t size_;
   const Handle comm_, byte_;
 };
 

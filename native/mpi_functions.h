@@ -4,6 +4,7 @@
 // pointers, and the size of a status. mpi4py knows both.
 #pragma once
 
+#include <iterator>
 #include <memory>
 
 #include "objects.h"
@@ -12,12 +13,12 @@ namespace meshdist {
 
 class MpiFunctions {
  public:
-  // In the order in which `meshdist.wires.mpi` lists their functions.
   enum class Verb {
     all_reduce,
     reduce,
     broadcast,
     all_gather,
+    all_gather_list,
     reduce_scatter,
     gather,
     scatter,
@@ -25,10 +26,15 @@ class MpiFunctions {
     all_to_all_even,
     barrier
   };
-  static constexpr std::size_t kNumVerbs = 10;
+  static constexpr const char* kNames[] = {
+      "all_reduce", "reduce",     "broadcast",       "all_gather", "all_gather_list", "reduce_scatter",
+      "gather",     "scatter",    "all_to_all",      "all_to_all_even", "barrier"};
+  static constexpr std::size_t kNumVerbs = static_cast<std::size_t>(Verb::barrier) + 1;
+  static_assert(std::size(kNames) == kNumVerbs);
 
   // A collective. Counts are of elements where it reduces, else of bytes, and for one member where
-  // one side has a part for each; `all_to_all` has them, and where the parts start, in lists, too.
+  // one side has a part for each. `all_gather_list` and `all_to_all` have them in `cuts`, too: the
+  // count of each member's part, then where it starts in `out`, then in `in`.
   struct Collective {
     Verb verb;
     const void* in = nullptr;
@@ -36,7 +42,7 @@ class MpiFunctions {
     int in_count = 0, out_count = 0;
     std::uint64_t type = 0, op = 0;  // handles
     int root = 0;
-    const int *counts = nullptr, *starts = nullptr;  // to stay until it is done
+    const int* cuts = nullptr;  // to stay until it is done
   };
 
   // An operation under way.

@@ -4,10 +4,15 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace meshdist {
 
 namespace nb = nanobind;
+
+// Of memory, as Python has it.
+using Address = std::uintptr_t;
+using Addresses = std::vector<Address>;
 
 inline nb::object checked(PyObject* made) {
   if (made == nullptr) throw nb::python_error();
@@ -45,6 +50,10 @@ nb::object call_with(nb::handle function, const Arguments&... given) {
 template <class... Items>
 nb::object tuple_of(const Items&... items) {
   return checked(PyTuple_Pack(sizeof...(items), items.ptr()...));
+}
+
+inline nb::object tuple_from(nb::handle sequence) {
+  return checked(PySequence_Tuple(sequence.ptr()));
 }
 
 inline bool is_true(const nb::object& value) { return value.ptr() == Py_True; }

@@ -50,6 +50,15 @@ bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other) {
   return one.address < other.address + other.bytes() && other.address < one.address + bytes;
 }
 
+bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& others) {
+  const std::uint64_t bytes = like.bytes();
+  return std::any_of(some.begin(), some.end(), [&](std::uintptr_t one) {
+    return std::any_of(others.begin(), others.end(), [&](std::uintptr_t other) {
+      return one < other + bytes && other < one + bytes;
+    });
+  });
+}
+
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size) {
   if (whole.count != size * block.count || whole.num_dims == 0) return false;
   if (whole.num_dims == 1) return true;

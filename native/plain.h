@@ -24,6 +24,9 @@ struct Plain {
 // Whether `bytes` bytes from the memory of `one` on reach into that of `other`.
 bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other);
 
+// Whether any of `some` reaches into any of `others`: addresses of tensors as large as `like`.
+bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& others);
+
 // Whether `whole` is one `block` per member: flat, joined along dim 0, or stacked.
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size);
 

@@ -13,14 +13,11 @@
 #include <vector>
 
 #include "communicator.h"
+#include "objects.h"
 
 namespace meshdist {
 
-namespace nb = nanobind;
-
-using Address = std::uintptr_t;
 using Count = std::uint64_t;
-using Addresses = std::vector<Address>;
 using Counts = std::vector<Count>;
 
 inline std::uint8_t* pointer(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
@@ -143,8 +140,8 @@ struct PyMemory {
 
 class PyCommunicator : public Communicator {
  public:
-  PyCommunicator(int fd, unsigned rank, Processes processes, bool is_crowded)
-      : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes), is_crowded) {}
+  PyCommunicator(int fd, unsigned rank, Processes processes)
+      : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes)) {}
 
   Job job(Verb verb, Count count, unsigned dtype, unsigned op, int root, double factor) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");

@@ -41,8 +41,8 @@ Status Collectives::reduce_whole(Job& job) {
   const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
   const std::uint64_t count = job.count();
   const bool is_inline = count * item_ <= kInlineBytes;
-  shorten_rounds(count * item_);
-  const std::uint64_t per_chunk = lay_out(1, count * item_) / item_;
+  const std::size_t bytes = count * item_;
+  const std::uint64_t per_chunk = lay_out(1, bytes, near_chunk(bytes)) / item_;
 
   const bool gives = job.verb() != Verb::reduce || !takes;  // nobody reads what the root has
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
@@ -336,12 +336,14 @@ void Collectives::reduce_out(Bytes to, std::uint64_t count) {
   }
   alignas(kCacheLine) std::uint8_t reduced[kL1BlockBytes];
   const std::uint64_t block = kL1BlockBytes / item_;
-  for (std::uint64_t n; count > 0; count -= n) {
-    n = std::min(block, count);
-    loop_(reduced, sources_.data(), end_.size, n, factors_.data());
-    copy_out(to, reduced, n * item_);
-    for (const void*& source : sources_) source = static_cast<const std::uint8_t*>(source) + n * item_;
-    to += n * item_;
+  while (count > 0) {
+    const std::uint64_t here = std::min(block, count);
+    const std::size_t bytes = here * item_;
+    loop_(reduced, sources_.data(), end_.size, here, factors_.data());
+    copy_out(to, reduced, bytes);
+    for (const void*& source : sources_) source = static_cast<const std::uint8_t*>(source) + bytes;
+    to += bytes;
+    count -= here;
   }
 }
 
@@ -411,6 +413,7 @@ Status Collectives::reduce_scatter_apart(Job& job) {
   };
   const std::size_t part = job.count() * item_;
   const bool is_in_place = target == source(me);
+  // A result in place has just been read: its lines are in the cache.
   streams_out_ = !is_in_place && count_of(me) * item_ > tuning.stream_out_bytes;
   const auto direct = [&] {
     // Where another's part may prove unreadable, the call must be able to begin anew.

@@ -54,8 +54,9 @@ int create_memory(std::uint64_t bytes) {
   return create_sealed(lines * kCacheLine, "meshdist-shared");
 }
 
-int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
-  const Geometry geometry = plan_geometry(size, slot_bytes, ring_bytes);
+int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes,
+                   bool is_crowded) {
+  const Geometry geometry = plan_geometry(size, slot_bytes, ring_bytes, is_crowded);
   const int fd = create_sealed(geometry.total_bytes, "meshdist");
   // A new memfd reads as zeros, which is the first state of everything in it.
   if (pwrite(fd, &geometry, sizeof geometry, offsetof(Control, geometry)) !=
@@ -98,7 +99,8 @@ Segment::Segment(int fd) {
     throw std::runtime_error("the segment is of another version of the core");
   }
   // The sizes are taken from our own arithmetic, so that a wrong segment cannot lead outside.
-  const Geometry ours = plan_geometry(found.size, found.slot_bytes, found.ring_bytes);
+  const Geometry ours = plan_geometry(found.size, found.slot_bytes, found.ring_bytes,
+                                      found.is_crowded != 0);
   if (std::memcmp(&ours, &found, sizeof ours) != 0 ||
       static_cast<std::uint64_t>(facts.st_size) != ours.total_bytes) {
     throw std::runtime_error("the segment's geometry contradicts itself");

@@ -11,7 +11,8 @@ namespace meshdist {
 
 // Make a sealed memfd for `size` members with all of its memory reserved; throws
 // std::system_error (no memory is an error here, never a SIGBUS later).
-int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes);
+int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes,
+                   bool is_crowded);
 
 // A memfd for a Memory of `bytes` bytes, rounded up to whole cache lines.
 int create_memory(std::uint64_t bytes);

@@ -15,9 +15,11 @@ ShmCalls::ShmCalls(nb::object communicator, nb::dict facts, double timeout)
       all_reduce_(nb::str("all_reduce")),
       reduce_(nb::str("reduce")),
       broadcast_(nb::str("broadcast")),
+      all_gather_(nb::str("all_gather")),
       gather_(nb::str("gather")),
       scatter_(nb::str("scatter")),
       all_to_all_(nb::str("all_to_all_single")),
+      all_to_all_list_(nb::str("all_to_all")),
       barrier_(nb::str("barrier")),
       send_(nb::str("send")),
       recv_(nb::str("recv")) {
@@ -82,13 +84,25 @@ bool ShmCalls::reduce_scatter(nb::handle verb, nb::handle out, nb::handle in, nb
                                   found->code, 1.0));
 }
 
+bool ShmCalls::all_gather_list(nb::handle outs, nb::handle x) {
+  Plain plain;
+  Addresses addresses;
+  if (!entry_.is_quiet(true) || !entry_.read(x, plain) || !read_apart(outs, plain, addresses)) {
+    return false;
+  }
+  entry_.enter({all_gather_}, &plain, &plain.count);
+  entry_.note_write(tuple_from(outs));
+  const Counts counts(entry_.size(), plain.count);
+  return run(core_.all_gather_v(addresses, counts, plain.address, plain.count, plain.code));
+}
+
 bool ShmCalls::gather(nb::handle x, nb::handle outs, int root) {
   Plain plain;
   Addresses addresses;
   if (!entry_.is_quiet() || !entry_.read(x, plain)) return false;
-  if (is_me(root) ? !read_list(outs, plain, addresses) : !outs.is_none()) return false;
+  if (is_me(root) ? !read_apart(outs, plain, addresses) : !outs.is_none()) return false;
   entry_.enter({gather_, nb::none(), -2, root}, &plain);
-  if (is_me(root)) entry_.note_write(checked(PySequence_Tuple(outs.ptr())));
+  if (is_me(root)) entry_.note_write(tuple_from(outs));
   return run(core_.gather(addresses, plain.address, plain.count, plain.code, root));
 }
 
@@ -96,7 +110,7 @@ bool ShmCalls::scatter(nb::handle x, nb::handle ins, int root) {
   Plain plain;
   Addresses addresses;
   if (!entry_.is_quiet() || !entry_.read(x, plain)) return false;
-  if (is_me(root) ? !read_list(ins, plain, addresses) : !ins.is_none()) return false;
+  if (is_me(root) ? !read_apart(ins, plain, addresses) : !ins.is_none()) return false;
   entry_.enter({scatter_, nb::none(), -2, root}, &plain);
   entry_.note_write(tuple_of(x));
   return run(core_.scatter(plain.address, addresses, plain.count, plain.code, root));
@@ -122,6 +136,20 @@ bool ShmCalls::all_to_all(nb::handle out, nb::handle in) {
   return run(core_.all_to_all_v(outs, counts, ins, counts, input.code));
 }
 
+bool ShmCalls::all_to_all_list(nb::handle outs, nb::handle ins) {
+  Plain first;
+  Addresses to, from;
+  if (!entry_.is_quiet(true) || !entry_.read_first(ins, first) ||
+      !entry_.read_list(ins, first, from) || !entry_.read_list(outs, first, to) ||
+      overlaps_any(first, from, to)) {
+    return false;
+  }
+  entry_.enter({all_to_all_list_}, &first, &first.count);
+  entry_.note_write(tuple_from(outs));
+  const Counts counts(entry_.size(), first.count);
+  return run(core_.all_to_all_v(to, counts, from, counts, first.code));
+}
+
 bool ShmCalls::barrier() {
   if (!entry_.is_quiet()) return false;
   entry_.enter({barrier_}, nullptr);
@@ -144,21 +172,8 @@ const ShmCalls::Reduction* ShmCalls::find(nb::handle op, const Plain& plain) con
   return nullptr;
 }
 
-bool ShmCalls::read_list(nb::handle list, const Plain& like, Addresses& addresses) {
-  const bool is_list = PyList_Check(list.ptr());
-  if (!is_list && !PyTuple_Check(list.ptr())) return false;
-  if (static_cast<std::uint64_t>(PyObject_Size(list.ptr())) != entry_.size()) return false;
-  for (std::uint64_t i = 0; i < entry_.size(); ++i) {
-    const Py_ssize_t place = static_cast<Py_ssize_t>(i);
-    Plain next;
-    if (!entry_.read(is_list ? PyList_GetItem(list.ptr(), place) : PyTuple_GetItem(list.ptr(), place),
-                     next) ||
-        !next.is_like(like) || next.count != like.count || overlap(next, next.bytes(), like)) {
-      return false;
-    }
-    addresses.push_back(next.address);
-  }
-  return true;
+bool ShmCalls::read_apart(nb::handle list, const Plain& like, Addresses& addresses) {
+  return entry_.read_list(list, like, addresses) && !overlaps_any(like, {like.address}, addresses);
 }
 
 bool ShmCalls::run(Job job) {

@@ -236,7 +236,9 @@ int main(int argc, char** argv) {
     if (r < 3) groups[2].members.push_back(r);
   }
   for (Group& group : groups) {
-    const int fd = create_segment(static_cast<std::uint32_t>(group.members.size()), 16384, 8192);
+    const bool is_crowded = &group != &groups[1];  // that one as if each had a core of its own
+    const auto size = static_cast<std::uint32_t>(group.members.size());
+    const int fd = create_segment(size, 16384, 8192, is_crowded);
     group.segment = std::make_shared<Segment>(fd);
     close(fd);
   }
@@ -249,14 +251,14 @@ int main(int argc, char** argv) {
       for (const Group& group : groups) {
         const auto place = std::find(group.members.begin(), group.members.end(), r);
         const auto index = static_cast<unsigned>(place - group.members.begin());
-        const bool is_crowded = &group != &groups[1];  // that one as if each had a core of its own
         rank.communicators.push_back(
             place == group.members.end()
                 ? nullptr
-                : std::make_unique<Communicator>(group.segment, index, Processes({}), is_crowded));
+                : std::make_unique<Communicator>(group.segment, index, Processes({})));
         if (rank.communicators.back() == nullptr) continue;
         Tuning& tuning = rank.communicators.back()->progress->collectives().tuning;
         tuning.halves_least_bytes = tuning.far_halves_least_bytes = 4096;
+        tuning.fetch_least_bytes = 4096;
       }
       const Nanoseconds end = deadline_after(seconds);
       bool goes_on = true;

@@ -12,16 +12,17 @@ struct Tuning {
   std::size_t chunk_bytes = 512 * 1024;
   // The same for a broadcast, and where two members reduce all of a chunk, with plain stores: what a
   // member has laid into its slot is in its cache when it is reduced, and the slots stay in the
-  // other's. Against 512 KiB, all-reduce took 96 % of the time at 1 MiB, 90 % at 2 MiB and 88 % at
-  // 256 MiB, reduce and broadcast 86 to 93 % at 1 and 2 MiB and as long from 4 MiB on; 64 KiB were a
-  // little slower. All-gathers and all-to-alls by slots took 100 to 107 %.
+  // other's cache. Against 512 KiB, all-reduce took 96 % of the time at 1 MiB, 90 % at 2 MiB and 88 %
+  // at 256 MiB, reduce and broadcast 86 to 93 % at 1 and 2 MiB and as long from 4 MiB on; 64 KiB were
+  // a little slower. All-gathers and all-to-alls by slots took 100 to 107 %.
   std::size_t near_chunk_bytes = 128 * 1024;
-  // Rounds of so many bytes lie at another place of their slot each time, over 2 MiB with two
-  // members: a line that has left the reader's own cache is written anew much faster than one that
-  // it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
-  // Below, lines that stay where they are were as fast or faster (2 KiB: 0.46 us, spread 0.53). So
-  // they are in calls of many rounds, out of whose caches the places push other data: from 1 MiB on
-  // broadcast and reduce took 86 to 95 % of the time, all-reduce 96 to 101 %.
+  // Rounds of at least `spread_bytes` lie at another place of their slot each time, over 2 MiB with
+  // two members: a line that has left the reader's own cache is written anew much faster than one
+  // that it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
+  // Shorter ones were as fast or faster at one place (2 KiB: 0.46 us, spread 0.53). Calls of more
+  // than `spread_most_bytes`, which take several rounds, stay at one place as well: the many places
+  // would push the program's data out of the caches (from 1 MiB on broadcast and reduce took 86 to
+  // 95 % of the time, all-reduce 96 to 101 %).
   std::size_t spread_bytes = 4 * 1024;
   std::size_t spread_most_bytes = 512 * 1024;
   // With two members each reads all of the other's data, one round per chunk. With more, each
@@ -38,9 +39,8 @@ struct Tuning {
   // reduce-scatter of 256 KiB to 16 MiB 70 to 95 %, of 64 KiB and of 64 MiB 105 to 115 %.
   std::size_t fetch_least_bytes = 64 * 1024;
   std::size_t fetch_most_bytes = 8 * 1024 * 1024;
-  // A broadcast, for which the other core copies into slots meanwhile: 70 to 80 % of the time from
-  // 128 to 512 KiB, 87 to 97 % at 1 MiB, 105 to 112 % at 2 and 4 MiB; four ranks on two cores were
-  // as fast either way.
+  // The largest broadcast that is read: at 128 to 512 KiB that took 70 to 80 % of the time by slots,
+  // into which the other core copies meanwhile, at 1 MiB 87 to 97 %, at 2 and 4 MiB 105 to 112 %.
   std::size_t fetch_broadcast_most_bytes = 1024 * 1024;
   // What is reduced is fetched in blocks of this size: 128 to 512 KiB were alike, 1 MiB took a fifth
   // longer.

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-@verb
+@bare_verb
 def all_gather(
     tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -74,14 +74,22 @@ def all_gather(
         [[[0], [1, 1]], [[0], [1, 1]]]
     """
     target = resolve_group(group)
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
+    if plain is not None and plain.all_gather_list(tensor_list, tensor):
+        return None
+    return _all_gather(tensor_list, tensor, target, async_op)
+
+
+@verb
+def _all_gather(
+    tensor_list: list[Any], tensor: Any, group: ProcessGroup, async_op: bool
+) -> Work | None:
     _, block = dense(tensor, "tensor", "all_gather", writable=False)
-    written = _written(tensor_list, "tensor_list", "all_gather", target, block, "tensor")
+    written = _written(tensor_list, "tensor_list", "all_gather", group, block, "tensor")
     outputs = [buffer for _, _, buffer in written]
-    check_same_size(
-        outputs[target.rank()], block, target, "all_gather", ("my tensor_list", "tensor")
-    )
-    channel = target.channel(block.device.type)
-    sent = [block.numel()] * target.size()
+    check_same_size(outputs[group.rank()], block, group, "all_gather", ("my tensor_list", "tensor"))
+    channel = group.channel(block.device.type)
+    sent = [block.numel()] * group.size()
     channel.enter("all_gather", block, sent=sent, taken=[output.numel() for output in outputs])
     return run(
         channel,
@@ -279,7 +287,7 @@ def reduce_scatter(
     )
 
 
-@verb
+@bare_verb
 def all_to_all(
     output_tensor_list: list[Any],
     input_tensor_list: list[Any],
@@ -311,18 +319,31 @@ def all_to_all(
         [[0, 2], [1, 3]]
     """
     target = resolve_group(group)
+    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
+    if plain is not None and plain.all_to_all_list(output_tensor_list, input_tensor_list):
+        return None
+    return _all_to_all(output_tensor_list, input_tensor_list, target, async_op)
+
+
+@verb
+def _all_to_all(
+    output_tensor_list: list[Any],
+    input_tensor_list: list[Any],
+    group: ProcessGroup,
+    async_op: bool,
+) -> Work | None:
     name = "all_to_all"
-    first = check_list(input_tensor_list, "input_tensor_list", target, name, target.size())[0]
+    first = check_list(input_tensor_list, "input_tensor_list", group, name, group.size())[0]
     _, like = dense(first, "input_tensor_list", name, writable=False)
-    inputs = _read(input_tensor_list, "input_tensor_list", name, target, like, "input_tensor_list")
+    inputs = _read(input_tensor_list, "input_tensor_list", name, group, like, "input_tensor_list")
     written = _written(
-        output_tensor_list, "output_tensor_list", name, target, like, "input_tensor_list"
+        output_tensor_list, "output_tensor_list", name, group, like, "input_tensor_list"
     )
     outputs = [buffer for _, _, buffer in written]
-    me = target.rank()
-    check_same_size(outputs[me], inputs[me], target, name, ("my output", "my input for myself"))
+    me = group.rank()
+    check_same_size(outputs[me], inputs[me], group, name, ("my output", "my input for myself"))
     inputs = apart_from_all(inputs, outputs)
-    channel = target.channel(like.device.type)
+    channel = group.channel(like.device.type)
     sent = [part.numel() for part in inputs]
     channel.enter(name, like, sent=sent, taken=[output.numel() for output in outputs])
     return run(

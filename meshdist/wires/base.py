@@ -99,6 +99,14 @@ class PlainCalls(Protocol):
         """In equal parts."""
         ...
 
+    def all_gather_list(self, outputs: Any, tensor: Any, /) -> bool:
+        """Into a list of tensors as large as this member's."""
+        ...
+
+    def all_to_all_list(self, outputs: Any, inputs: Any, /) -> bool:
+        """Of lists of tensors of one size."""
+        ...
+
     def barrier(self) -> bool:
         """Over all members."""
         ...

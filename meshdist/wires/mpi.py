@@ -35,7 +35,7 @@ from .base import (
 from .core import core
 from .mailbox import SelfTransfer
 from .mpi_buffers import packed, unpacked
-from .mpi_link import Started
+from .mpi_link import Meeting, Started
 from .mpi_opening import Shared, open_shared
 from .mpi_ops import (
     Plan,
@@ -53,19 +53,21 @@ __all__ = ["MpiCommunicator", "MpiWire"]
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
-_COLLECTIVES = (
-    "allreduce",
-    "reduce",
-    "bcast",
-    "allgather",
-    "reduce_scatter_block",
-    "gather",
-    "scatter",
-    "alltoallv",
-    "alltoall",
-    "barrier",
-)
-"""MPI's names of those that native callers do, in the order in which they know them."""
+_EVEN = Meeting.EVEN
+_COLLECTIVES = {
+    "all_reduce": "allreduce",
+    "reduce": "reduce",
+    "broadcast": "bcast",
+    "all_gather": "allgather",
+    "all_gather_list": "allgatherv",
+    "reduce_scatter": "reduce_scatter_block",
+    "gather": "gather",
+    "scatter": "scatter",
+    "all_to_all": "alltoallv",
+    "all_to_all_even": "alltoall",
+    "barrier": "barrier",
+}
+"""MPI's names of what native callers do."""
 _MESSAGES = {
     "MPI_Isend": "isend",
     "MPI_Irecv": "irecv",
@@ -301,11 +303,16 @@ class MpiCommunicator(Communicator):
         input_sizes: Sequence[int],
         timeout: timedelta,
     ) -> Pending:
-        cut, moved, size = self._buffers.cut, self._buffers.moved, self.size
-        buffers = cut(tensor, input_sizes), cut(output, output_sizes)
-        is_even = len({*input_sizes, *output_sizes}) == 1
-        even = (moved(tensor, size), moved(output, size)) if is_even else None
-        return self._collective("Alltoallv", timeout, (output, tensor), None, *buffers, even=even)
+        cut, is_even = self._buffers.cut, len({*input_sizes, *output_sizes}) == 1
+        return self._collective(
+            "Alltoallv",
+            timeout,
+            (output, tensor),
+            None,
+            cut(tensor, input_sizes),
+            cut(output, output_sizes),
+            is_even=is_even,
+        )
 
     def barrier(self, timeout: timedelta, device: torch.device | None = None) -> Pending:
         return self._collective("Barrier", timeout, None, None)
@@ -370,7 +377,9 @@ class MpiCommunicator(Communicator):
             "reductions": plain_reductions(MPI, self.size),
             "wait_for_all": partial(arrivals.wait_for_all, timeout),
             "finish_collective": partial(self._finish_collective, timeout),
+            "leave": arrivals.leave,
             "end": arrivals.end,
+            "strand": link.strand,
             "finish_message": partial(self._finish_message, timeout),
             "functions": functions,
             "error": failing,
@@ -441,7 +450,7 @@ class MpiCommunicator(Communicator):
         kept: Any,
         settle: Callable[[], None] | None,
         *buffers: Any,
-        even: Sequence[Any] | None = None,
+        is_even: bool = False,
     ) -> Pending:
         """Do a collective of MPI's, or start it.
 
@@ -451,7 +460,7 @@ class MpiCommunicator(Communicator):
             kept: the tensors that it uses.
             settle: brings the result home, or None.
             buffers: its arguments.
-            even: those of MPI's alltoall, for an exchange of parts of one size.
+            is_even: whether all parts of an exchange of this member's are of one size.
         """
         if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
@@ -462,10 +471,14 @@ class MpiCommunicator(Communicator):
             if arrivals is None:
                 return self._start(name, kept, settle, buffers)
             started = None
-            if arrivals.enter(self._is_waiting, timeout, is_even=even is not None):
-                if even is not None and arrivals.are_all_even():  # faster than with sizes for each
-                    name, buffers = "Alltoall", tuple(even)
-                getattr(self._comm, name)(*buffers)
+            call, arguments = getattr(self._comm, name), buffers
+            even = tuple(map(_of_one_size, buffers)) if is_even else ()
+            even_call = self._comm.Alltoall
+            meeting = arrivals.enter(self._is_waiting, timeout, is_even=is_even)
+            if meeting:  # from here to MPI's call no handler of a signal runs
+                if meeting is _EVEN:  # faster than with sizes for each
+                    call, arguments = even_call, even
+                call(*arguments)
                 if settle is not None:
                     settle()
             else:
@@ -562,19 +575,26 @@ class MpiWire(Wire):
         return StagedCommunicator(MpiCommunicator(replace(opening, device_type="cpu"), shared))
 
 
+def _of_one_size(cut: tuple[Any, Any, Any]) -> tuple[Any, int, Any]:
+    """Parts of one size, as MPI's alltoall takes them, which counts for one member."""
+    memory, (counts, _), kind = cut
+    return memory, counts[0], kind
+
+
 def _functions(MPI: Any, comm: Any) -> dict[str, Any] | None:
     """What a native caller needs to call MPI's own functions, or None."""
-    starting = [f"MPI_I{name}" for name in _COLLECTIVES]
-    blocking = [f"MPI_{name.capitalize()}" for name in _COLLECTIVES]
+    starting = [f"MPI_I{name}" for name in _COLLECTIVES.values()]
+    blocking = [f"MPI_{name.capitalize()}" for name in _COLLECTIVES.values()]
     found = find_functions(MPI, *blocking, *starting, *_MESSAGES)
     if not found or not hasattr(MPI.Request, "fromhandle"):  # which mpi4py has from version 4 on
         return None
     count = len(_COLLECTIVES)
     return {
-        "blocking": found[:count],
-        "starting": found[count : 2 * count],
+        "blocking": dict(zip(_COLLECTIVES, found[:count], strict=True)),
+        "starting": dict(zip(_COLLECTIVES, found[count : 2 * count], strict=True)),
         **dict(zip(_MESSAGES.values(), found[2 * count :], strict=True)),
         "comm": comm.handle,
+        "size": comm.size,
         "byte": MPI.BYTE.handle,
         "in_place": ctypes.c_void_p(int(MPI.IN_PLACE)).value,
         "handle_bytes": MPI._sizeof(MPI.Request),

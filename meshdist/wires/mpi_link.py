@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from enum import IntEnum
 from functools import cache, partial
 from typing import Any
 
@@ -27,7 +28,15 @@ from ..runtime.clock import clock
 from ..runtime.hosts import ProcessCard, is_alive
 from .base import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
 
-__all__ = ["Arrivals", "Link", "Started", "left_key", "report_at_the_end", "shared_board"]
+__all__ = [
+    "Arrivals",
+    "Link",
+    "Meeting",
+    "Started",
+    "left_key",
+    "report_at_the_end",
+    "shared_board",
+]
 
 # As long as every rank of the host has a core of its own nobody is kept from work by who spins; to
 # yield would leave the core to other programs for whole time slices.
@@ -47,7 +56,7 @@ _SETTLING = timedelta(seconds=5)
 _GOES_ON, _WAITS, _LEAVES, _LEFT = range(4)
 _STATE = 3  # the bits of a word that hold one of them
 _EVEN = 4
-_NUMBER = 3  # where a word's number begins
+_NUMBER_SHIFT = 3
 
 
 class Started:
@@ -140,6 +149,7 @@ class Link:
         self._process_id = os.getpid()
         self._in_flight: dict[Started, None] = {}
         self._keeping = threading.Lock()
+        self._has_stranded = False
         self._end = end
         self._look = look
         _links.add(self)
@@ -192,7 +202,16 @@ class Link:
 
     def progress(self) -> None:
         """Let MPI go on with what is in flight."""
-        self.comm.Iprobe()
+        if not self.comm.Iprobe():
+            return
+        # It has found a message, and gone on with nothing. To ask after something that is not done
+        # lets it go on with all.
+        for link in tuple(_links):
+            with link._keeping:
+                started = next((one for one in link._in_flight if not one.is_done), None)
+            if started is not None:
+                link._has_ended(started)
+                return
 
     def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> None:
         """Return when ``is_done()``, which lets MPI go on.
@@ -208,11 +227,13 @@ class Link:
         while time.perf_counter() < spins_until:
             if is_done():
                 return
-        if self.is_closed:
-            raise WireFailure("the communicator was closed")
         deadline = clock.now() + timeout.total_seconds()
         next_look, num_looks = begin + _LOOK_S, 0
-        while not is_done():
+        while True:
+            if self.is_closed:  # perhaps by another thread; then MPI must not be asked any more
+                raise WireFailure("the communicator was closed")
+            if is_done():
+                return
             if self.is_aborted:
                 raise WireAborted("aborted while waiting")
             if clock.now() > deadline:
@@ -245,10 +266,15 @@ class Link:
         with self._keeping:
             unfinished = [started for started in self._in_flight if not self._has_ended(started)]
             self._in_flight.clear()
-        if unfinished or self.is_aborted or self.MPI.Is_finalized():
+        if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
             _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
             return
         self.comm.Free()
+
+    def strand(self, kept: Any) -> None:
+        """Let tensors live on whose operation nobody asks after any more: MPI may use them."""
+        self._has_stranded = True
+        _abandoned.append((self.comm, kept))
 
     def check_size(self, count: int, num_bytes: int) -> None:
         """Raise unless a receive of ``num_bytes``, which is done, has got as many."""
@@ -299,6 +325,17 @@ class Link:
         return []
 
 
+class Meeting(IntEnum):
+    """How the members come to a collective."""
+
+    APART = 0
+    """Some do not wait for it: nobody may go into MPI's blocking call."""
+    TOGETHER = 1
+    """All wait."""
+    EVEN = 2
+    """All wait, and the parts of each are of one size."""
+
+
 class Arrivals:
     """Who has come to which collective of a group on one host, in memory that all can read.
 
@@ -328,57 +365,63 @@ class Arrivals:
             "others_arrivals": list(self._others),
             "arrivals_window": _WINDOW,
             "arrivals_check_every": _CHECK_EVERY,
+            "arrivals_waits": _WAITS,
+            "arrivals_left": _LEFT,
+            "arrivals_even": _EVEN,
+            "arrivals_number_shift": _NUMBER_SHIFT,
         }
 
-    def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> bool:
-        """Come to the next collective; return whether all members have, and all wait for it.
+    def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> Meeting:
+        """Come to the next collective, and wait for the others.
+
+        A caller to whom it tells that all wait must go into MPI's call at once: what a signal's
+        handler raises in between leaves the others there.
 
         Args:
-            waits: whether this member waits for it. One that does not returns False at once.
+            waits: whether this member waits for it. One that does not learns nothing.
             timeout: how long it may take until the others have come.
             is_even: whether all parts that this member gives and takes are of one size.
         """
         number = self._mine[_WINDOW] = self._mine[_WINDOW] + 1
         if not number % _CHECK_EVERY:
             self._wait_for_the_slowest(number, timeout)
-        self._write(number, _WAITS if waits else _GOES_ON, is_even)
         if not waits:
-            return False
-        place = number % _WINDOW
-        for theirs in self._others:
-            if theirs[place] & ~_EVEN != number << _NUMBER | _WAITS:
-                return self.wait_for_all(timeout)
-        return True
+            self._write(number, _GOES_ON)
+            return Meeting.APART
+        try:
+            self._write(number, _WAITS, is_even)
+            return self._wait_for_all(number, timeout)
+        except BaseException as error:  # Ctrl-C, too
+            return self.leave(error)
 
-    def wait_for_all(self, timeout: timedelta) -> bool:
-        """Go on with ``enter``, for a member that waits and has told so.
+    def wait_for_all(self, timeout: timedelta) -> Meeting:
+        """Go on with ``enter``, for a native caller that waits and has told so.
 
-        What a signal's handler raises when all have come by then is kept for ``end``: the others
-        may be inside MPI's call, which takes this member, too.
+        What a signal's handler raises before the first line passes by: then ``leave``, too.
+        """
+        try:
+            return self._wait_for_all(self._mine[_WINDOW], timeout)
+        except BaseException as error:
+            return self.leave(error)
+
+    def leave(self, error: BaseException) -> Meeting:
+        """Give up waiting, and raise ``error``; or stay, and keep it for ``end``.
+
+        Where all have come by now the others may be inside MPI's call, which takes this one, too.
         """
         number = self._mine[_WINDOW]
-        place = number % _WINDOW
-        try:
-            self._link.wait(partial(self._have_come, number, progress=True), timeout)
-        except BaseException as error:  # Ctrl-C, too
-            is_even = bool(self._mine[place] & _EVEN)
-            self._write(number, _LEAVES, is_even)
-            time.sleep(_LEAVING_S)
-            # Others may leave at the same time, and one who came last have seen all of them wait:
-            # it is inside MPI's call then, so those who leave count as there.
-            if not self._are_there(number):
-                self._write(number, _LEFT, is_even)
-                raise
-            self._write(number, _WAITS, is_even)
-            self._interruption = None if isinstance(error, WireFailure) else error
-            self._link.wait(partial(self._have_come, number), _SETTLING)
-        # Who stands at _LEAVES for its moment waits with all others in the end.
-        return all(theirs[place] & _STATE != _GOES_ON for theirs in self._others)
-
-    def are_all_even(self) -> bool:
-        """Whether all members, who have come and wait, have parts of one size."""
-        place = self._mine[_WINDOW] % _WINDOW
-        return all(words[place] & _EVEN for words in (self._mine, *self._others))
+        is_even = bool(self._mine[number % _WINDOW] & _EVEN)
+        self._write(number, _LEAVES, is_even)
+        time.sleep(_LEAVING_S)
+        # Others may leave at the same time, and one who came last have seen all of them wait: it is
+        # inside MPI's call then, so those who leave count as there.
+        if not self._are_there(number):
+            self._write(number, _LEFT, is_even)
+            raise error
+        self._write(number, _WAITS, is_even)
+        self._interruption = None if isinstance(error, WireFailure) else error
+        self._link.wait(partial(self._have_come, number), _SETTLING)
+        return self._meeting(number)
 
     def end(self) -> None:
         """After MPI's call: raise what interrupted the wait before it."""
@@ -386,18 +429,31 @@ class Arrivals:
         if interruption is not None:
             raise interruption
 
-    def _write(self, number: int, state: int, is_even: bool) -> None:
-        self._mine[number % _WINDOW] = number << _NUMBER | is_even * _EVEN | state
+    def _wait_for_all(self, number: int, timeout: timedelta) -> Meeting:
+        word = number << _NUMBER_SHIFT | _WAITS
+        if any(theirs[number % _WINDOW] & ~_EVEN != word for theirs in self._others):
+            self._link.wait(partial(self._have_come, number, progress=True), timeout)
+        return self._meeting(number)
+
+    def _meeting(self, number: int) -> Meeting:
+        words = [words[number % _WINDOW] for words in (self._mine, *self._others)]
+        # Who stands at _LEAVES for its moment waits with all others in the end.
+        if any(word & _STATE == _GOES_ON for word in words):
+            return Meeting.APART
+        return Meeting.EVEN if all(word & _EVEN for word in words) else Meeting.TOGETHER
+
+    def _write(self, number: int, state: int, is_even: bool = False) -> None:
+        self._mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state
 
     def _are_there(self, number: int) -> bool:
         words = [theirs[number % _WINDOW] for theirs in self._others]
-        return all(word >> _NUMBER >= number and word & _STATE != _LEFT for word in words)
+        return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
 
     def _have_come(self, number: int, *, progress: bool = False) -> bool:
         """Whether all others are there; one that has given up ends the group."""
         for theirs in self._others:
             word = theirs[number % _WINDOW]
-            if word >> _NUMBER < number or word & _STATE == _LEAVES:
+            if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:
                 if progress:
                     self._link.progress()
                 return False
@@ -412,7 +468,9 @@ class Arrivals:
 
             def has_nobody_behind() -> bool:
                 self._link.progress()
-                return all(theirs[past % _WINDOW] >> _NUMBER >= past for theirs in self._others)
+                return all(
+                    theirs[past % _WINDOW] >> _NUMBER_SHIFT >= past for theirs in self._others
+                )
 
             self._link.wait(has_nobody_behind, timeout)
 

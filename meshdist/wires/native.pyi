@@ -44,6 +44,8 @@ class _PlainCalls:
     def gather(self, tensor: object, outputs: object, root: int, /) -> bool: ...
     def scatter(self, tensor: object, inputs: object, root: int, /) -> bool: ...
     def all_to_all(self, output: object, tensor: object, /) -> bool: ...
+    def all_gather_list(self, outputs: object, tensor: object, /) -> bool: ...
+    def all_to_all_list(self, outputs: object, inputs: object, /) -> bool: ...
     def barrier(self) -> bool: ...
 
 class MpiCalls(_PlainCalls):
@@ -65,8 +67,11 @@ def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:
     """Whether the time that timeouts count stands still, in this process."""
 
-def create_segment(size: int, slot_bytes: int, ring_bytes: int) -> int:
-    """A sealed memfd for ``size`` members, reserved; OSError where there is no memory."""
+def create_segment(size: int, slot_bytes: int, ring_bytes: int, is_crowded: bool) -> int:
+    """A sealed memfd for ``size`` members, reserved; OSError where there is no memory.
+
+    ``is_crowded`` says that ranks outnumber cores: then no member spins.
+    """
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int, /) -> int: ...
 def create_memory(bytes: int) -> int:
@@ -107,11 +112,10 @@ class Communicator:
     """This member's part in a segment. ``pidfds`` become its own, also where it cannot be made.
 
     ``fd`` stays the caller's. ``pidfds`` has one descriptor per member, -1 for this one (or is
-    empty: then deaths go unnoticed). ``is_crowded`` says that ranks outnumber cores: then nobody
-    spins.
+    empty: then deaths go unnoticed).
     """
 
-    def __init__(self, fd: int, rank: int, pidfds: Sequence[int], is_crowded: bool) -> None: ...
+    def __init__(self, fd: int, rank: int, pidfds: Sequence[int]) -> None: ...
     @property
     def rank(self) -> int: ...
     @property

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import PrefixStore
 from ..arrays import dtype_name
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
 from ..runtime.clock import clock
-from ..runtime.hosts import num_cores
+from ..runtime.hosts import free_bytes, num_cores
 from . import fallbacks
 from .base import (
     LARGEST_TAG,
@@ -252,7 +253,7 @@ class ShmCommunicator(Communicator):
             PrefixStore(f"buffer {self._num_buffers}", self._opening.store),
             self.rank,
             self._ranks,
-            lambda: int(_core.create_memory(stride * self.size)),
+            partial(_make_memory, stride * self.size),
             attach,
             timeout.total_seconds(),
         )
@@ -431,6 +432,12 @@ class ShmWire(Wire):
 
     def why_unavailable(self) -> tuple[str, str]:
         """Why this machine cannot use the wire, and what mends it."""
+        folder = Path(__file__).parents[2]
+        if (folder / "CMakeLists.txt").exists():
+            return (
+                f"meshdist is imported from its source folder {folder}, where nothing is built",
+                f"pip install -e {folder}, or start the program in another folder",
+            )
         return (
             "its native core was not built: that takes Linux and a C++ compiler",
             "on Linux, install a C++ compiler and then meshdist anew",
@@ -443,11 +450,8 @@ class ShmWire(Wire):
         made: list[Any] = []
 
         def attach(shared: Shared) -> None:
-            is_crowded = opening.num_local > num_cores()
             try:
-                made.append(
-                    _core.Communicator(shared.memory, opening.rank, shared.processes, is_crowded)
-                )
+                made.append(_core.Communicator(shared.memory, opening.rank, shared.processes))
             finally:
                 os.close(shared.memory)
 
@@ -456,7 +460,7 @@ class ShmWire(Wire):
                 opening.store,
                 opening.rank,
                 opening.ranks,
-                partial(_make_segment, len(opening.ranks)),
+                partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
                 attach,
                 opening.timeout.total_seconds(),
             )
@@ -469,10 +473,24 @@ class ShmWire(Wire):
         return communicator
 
 
-def _make_segment(size: int) -> int:
+def _make_segment(size: int, is_crowded: bool) -> int:
     """New memory for a group of ``size``; returns its open file."""
     slot, ring = next((s, r) for most, s, r in _MEMORY if most is None or size <= most)
-    return int(_core.create_segment(size, slot, ring))
+    _check_room(_core.segment_bytes(size, slot, ring))
+    return int(_core.create_segment(size, slot, ring, is_crowded))
+
+
+def _make_memory(num_bytes: int) -> int:
+    """New memory for buffers; returns its open file."""
+    _check_room(num_bytes)
+    return int(_core.create_memory(num_bytes))
+
+
+def _check_room(num_bytes: int) -> None:
+    """Raise MemoryError where the system would have to end processes to make room."""
+    free = free_bytes()
+    if num_bytes > free:
+        raise MemoryError(f"{num_bytes:,} bytes are asked for, and {free:,.0f} are free")
 
 
 def _close_all(files: Sequence[int]) -> None:

@@ -30,12 +30,12 @@ class Killed:
         self.exitcode = exitcode
 
 
-def _main(rank: int, fd: int, pipe: Any, is_crowded: bool, body: Callable[..., Any]) -> None:
+def _main(rank: int, fd: int, pipe: Any, body: Callable[..., Any]) -> None:
     torch.set_num_threads(1)  # the ranks share two cores
     pids = pipe.recv()
     pidfds = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     try:
-        communicator = native.Communicator(fd, rank, pidfds, is_crowded)
+        communicator = native.Communicator(fd, rank, pidfds)
         os.close(fd)
         pipe.send(("attached", None))
         pipe.recv()
@@ -58,14 +58,14 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``body(communicator)`` in ``size`` forked processes; ``meanwhile(pids)`` runs here."""
     context = multiprocessing.get_context("fork")
-    fd = native.create_segment(size, slot_bytes, ring_bytes)
     if is_crowded is None:
         is_crowded = size > (os.cpu_count() or 1)
+    fd = native.create_segment(size, slot_bytes, ring_bytes, is_crowded)
     pipes, processes = [], []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, fd, theirs, is_crowded, body))
+            process = context.Process(target=_main, args=(rank, fd, theirs, body))
             process.start()
             theirs.close()
             pipes.append(ours)

@@ -199,6 +199,7 @@ def tuned_cases(c: Any) -> None:
         ("whole_reduce_bytes", 0),
         ("chunk_bytes", 8192),
         ("spread_bytes", 64),
+        ("spread_most_bytes", 4096),
         ("fetch_least_bytes", 0),
         ("fetch_most_bytes", 0),
     ):

@@ -291,12 +291,12 @@ def test_a_receive_from_anyone_goes_on_when_a_member_leaves_in_good_order(closes
 
 
 def test_process_handles_are_closed_also_where_nothing_can_be_made_of_them() -> None:
-    segment = native.create_segment(2, 4096, 4096)
+    segment = native.create_segment(2, 4096, 4096, True)
     other = os.memfd_create("other")
     for memory, rank in ((segment, 2), (other, 0)):
         handle = os.pidfd_open(os.getpid())
         with pytest.raises((ValueError, RuntimeError)):
-            native.Communicator(memory, rank, [-1, handle], True)
+            native.Communicator(memory, rank, [-1, handle])
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(handle)
     os.close(segment)

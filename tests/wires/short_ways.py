@@ -73,10 +73,13 @@ def every_verb(shape: tuple[int, ...], *, goes_on: bool = False) -> dict[str, An
         "gather": x.new_zeros(size, *shape),
         "scatter": x.new_zeros(shape),
         "all_to_all_single": torch.zeros_like(row),
+        "all_gather": x.new_zeros(2 * size, *shape),
+        "all_to_all": torch.zeros_like(row.view(size, *shape)),
         "barrier": x.new_zeros(1),
     }
     rows = list(whole.float()) if rank == root else None
     places = list(found["gather"]) if rank == root else None
+    apart = list(found["all_gather"])[::2] if rank else list(found["all_gather"])[1::2]
     calls: dict[str, Callable[..., Any]] = {
         "all_reduce": md.all_reduce,
         "reduce": lambda y, **how: md.reduce(y, root, **how),
@@ -91,6 +94,8 @@ def every_verb(shape: tuple[int, ...], *, goes_on: bool = False) -> dict[str, An
         "gather": lambda y, **how: md.gather(x, places, root, **how),
         "scatter": lambda y, **how: md.scatter(y, rows, root, **how),
         "all_to_all_single": lambda y, **how: md.all_to_all_single(y, row, **how),
+        "all_gather": lambda y, **how: md.all_gather(apart, x, **how),
+        "all_to_all": lambda y, **how: md.all_to_all(list(y)[::-1], list(whole), **how),
         "barrier": lambda y, **how: md.barrier(**how),
     }
     for name, call in calls.items():
@@ -100,7 +105,7 @@ def every_verb(shape: tuple[int, ...], *, goes_on: bool = False) -> dict[str, An
     return {name: value.tolist() for name, value in found.items()}
 
 
-NUM_CALLS = 12
+NUM_CALLS = 14
 
 
 def short_and_long(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[Any]]:
@@ -132,6 +137,39 @@ def waits_or_not(shape: tuple[int, ...]) -> list[bool]:
         goes_on = (turn + group.rank()) % 2 == 0
         found.append(every_verb(shape, goes_on=goes_on) == expected)
         assert sum(spy.answers) == (0 if goes_on else NUM_CALLS)
+    return found
+
+
+def goes_on_beside_a_message() -> float:
+    """What one has started goes on while it waits, though a message lies there unreceived."""
+    world, rank = md.get_world_size(), md.get_rank()
+    given, taken, message = (torch.full((300_000 * world,), one) for one in (2.0, 0.0, 1.0))
+    if rank == 0:
+        sent = md.isend(message, 1)
+        time.sleep(0.2)
+        md.all_to_all_single(taken, given)
+        md.barrier()
+        sent.wait()
+    else:
+        started = md.all_to_all_single(taken, given, async_op=True)
+        md.barrier()
+        if rank == 1:
+            md.recv(message, 0)
+        started.wait()
+    return taken.sum().item()
+
+
+def sums_of_two_halves() -> list[list[float]]:
+    """Of 16-bit floats, by the first two members; nothing on the others."""
+    pair = md.new_group([0, 1])
+    if md.get_rank() > 1:
+        return []
+    md.all_reduce(torch.ones(1), group=pair)
+    found = []
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.arange(100.0).to(dtype) + md.get_rank()
+        assert pair.plain_calls.all_reduce(x)
+        found.append(x.tolist())
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,9 +19,11 @@ from tests.wires.short_ways import (
     NUM_CALLS,
     TOLD,
     differing,
+    goes_on_beside_a_message,
     opened,
     seconds_until_interrupted,
     short_and_long,
+    sums_of_two_halves,
     waits_or_not,
 )
 
@@ -78,6 +81,12 @@ def left_alone() -> tuple[list[str], int]:
         ),
         "a list elsewhere": lambda: spy.scatter(x, [x], 1 - group.rank()),
         "rows that do not divide": lambda: spy.all_to_all(torch.ones(size + 1), row[0, 0]),
+        "a list of two sizes": lambda: spy.all_gather_list([x, x[0]], row[0]),
+        "a list over the input": lambda: spy.all_gather_list(list(row), row[0]),
+        "lists over each other": lambda: spy.all_to_all_list(list(row), list(row)),
+        "an empty list": lambda: spy.all_to_all_list([], []),
+        "tuples of no tensors": lambda: spy.all_to_all_list(((), ()), ((), ())),
+        "a list of two dtypes": lambda: spy.all_to_all_list(list(row), [x, x.double()]),
         "no dim": lambda: spy.all_to_all(torch.tensor(1.0), torch.tensor(1.0)),
     }
     before = group.channel("cpu").recorder.num_notes
@@ -92,6 +101,52 @@ def test_what_is_not_plain_is_left_alone(pool: Pool) -> None:
 @pytest.mark.parametrize(("size", "shape"), [(2, (3,)), (3, (40, 3)), (2, (300, 300))])
 def test_who_waits_meets_who_goes_on(pool: Pool, size: int, shape: tuple[int, ...]) -> None:
     assert job_of(pool, size).run_in_world(waits_or_not, shape) == [[True] * 3] * size
+
+
+def test_16_bit_floats_of_two(pool: Pool) -> None:
+    expected = [[2.0 * i + 1.0 for i in range(100)]] * 2
+    assert job_of(pool, 2).run_in_world(sums_of_two_halves) == [expected] * 2
+
+
+def test_what_is_started_goes_on_beside_a_message(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(goes_on_beside_a_message) == [1_200_000.0] * 2
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_soon(op: Any) -> list[str]:
+    """What ends a call that one member leaves by a signal, before the other comes."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    found = []
+    for seconds in (0.00005, 0.0001, 0.0002, 0.0004, 0.01):
+        group, x = md.new_group(timeout=timedelta(seconds=10)), torch.ones(1000)
+        for _ in range(3):
+            md.all_reduce(x, op, group=group)
+        md.barrier()
+        try:
+            if md.get_rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+            else:
+                time.sleep(0.1)
+            md.all_reduce(x, op, group=group)
+            found.append("nothing")
+        except (Interrupted, md.MeshdistError) as error:
+            found.append(type(error).__name__)
+        md.barrier()
+    signal.signal(signal.SIGALRM, before)
+    return found
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_nobody_waits_in_mpi_for_who_was_interrupted(pool: Pool, op: Any) -> None:
+    found = job_of(pool, 2).run_in_world(interrupted_soon, op)
+    assert found == [["Interrupted"] * 5, ["AbortedError"] * 5]
 
 
 def partly_even() -> list[Any]:

@@ -11,7 +11,15 @@ import meshdist as md
 from meshdist.runtime.mpi_library import describe_mpi
 from tests.mpi_job import MpiJob
 from tests.verbs.cases import judge, perform_all, sample
-from tests.wires.short_ways import opened, went_short
+from tests.wires.short_ways import (
+    NUM_CALLS,
+    goes_on_beside_a_message,
+    opened,
+    short_and_long,
+    sums_of_two_halves,
+    waits_or_not,
+    went_short,
+)
 from tests.wires.verb_table import check_every_verb
 
 pytestmark = pytest.mark.mpi
@@ -97,6 +105,25 @@ def mesh_and_abort() -> str:
 def test_an_abort_frees_every_rank(job: MpiJob) -> None:
     for text in job.run_in_world(mesh_and_abort):
         assert text == "all_reduce on axis 'dp' of DeviceMesh(dp=3, tp=1) was aborted"
+
+
+def test_collectives_go_the_short_way(job: MpiJob) -> None:
+    for rank, (results, num_short, _) in enumerate(job.run_in_world(short_and_long, (2, 1, 2))):
+        assert all(result == results[0] for result in results)
+        assert num_short == [NUM_CALLS * (turn >> rank & 1) for turn in range(8)]
+
+
+def test_who_waits_meets_who_goes_on(job: MpiJob) -> None:
+    assert job.run_in_world(waits_or_not, (40, 3)) == [[True] * 3] * 3
+
+
+def test_what_is_started_goes_on_beside_a_message(job: MpiJob) -> None:
+    assert job.run_in_world(goes_on_beside_a_message) == [1_800_000.0] * 3
+
+
+def test_16_bit_floats_of_two(job: MpiJob) -> None:
+    expected = [[2.0 * i + 1.0 for i in range(100)]] * 2
+    assert job.run_in_world(sums_of_two_halves) == [expected, expected, []]
 
 
 def short_messages() -> list[float]:

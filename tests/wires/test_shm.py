@@ -12,12 +12,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import meshdist as md
+from meshdist.wires import shm
 from tests.pool import Pool
 from tests.verbs import oracle
 from tests.verbs.cases import is_legal, run_cases, sample
@@ -515,6 +517,20 @@ def mapped_bytes() -> int:
             begin, end = (int(number, 16) for number in line.split()[0].split("-"))
             total += end - begin
     return total
+
+
+def test_shared_memory_that_there_is_not(pool: Pool) -> None:
+    def program() -> str:
+        group = md.new_group()
+        with patch.object(shm, "free_bytes", lambda: 1e6), pytest.raises(md.BackendError) as caught:
+            md.shared_empty(1_000_000, dtype=torch.uint8, group=group)
+        x = md.shared_empty(1000, group=group).fill_(1.0)
+        md.all_reduce(x, group=group)
+        assert x.sum() == 2000
+        return str(caught.value)
+
+    for text in on(pool, program, 2):
+        assert "2,007,040 bytes are asked for, and 1,000,000 are free" in text
 
 
 def test_shared_memory_ends_with_its_last_tensor(pool: Pool) -> None:
