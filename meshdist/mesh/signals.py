@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
 
@@ -159,10 +160,23 @@ def heard_key(number: int) -> str:
 
 
 def post(store: Store, message: dict[str, Any]) -> int:
-    """Post ``message`` to all sentinels; returns its number."""
-    number = int(store.add("signal/count", 1))
-    store.set(f"signal/{number}", json.dumps(message))
-    return number
+    """Post ``message`` to all sentinels; returns its number.
+
+    A message that is counted and does not come would keep every sentinel waiting. So a thread does
+    both, which no signal's handler interrupts.
+    """
+    done: Future[int] = Future()
+
+    def do() -> None:
+        try:
+            number = int(store.add("signal/count", 1))
+            store.set(f"signal/{number}", json.dumps(message))
+            done.set_result(number)
+        except RuntimeError as error:  # the store is lost
+            done.set_exception(error)
+
+    threading.Thread(target=do, name="meshdist-post").start()
+    return done.result()
 
 
 @contextmanager

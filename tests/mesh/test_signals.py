@@ -172,3 +172,34 @@ def test_a_sentinel_hears_of_the_store_by_descriptors_of_any_number() -> None:
         for number in opened:
             os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupting:
+    """A store under whose ``add`` a signal comes."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.set, self.get = self.store.set, self.store.get
+
+    def add(self, key: str, amount: int) -> int:
+        found = self.store.add(key, amount)
+        signal.raise_signal(signal.SIGALRM)
+        return found
+
+
+def test_a_message_that_is_counted_comes() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    store = Interrupting()
+    try:
+        with pytest.raises(Interrupted):
+            post(store, {"kind": "clock"})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert json.loads(store.get("signal/1")) == {"kind": "clock"}
