@@ -37,6 +37,7 @@ __all__ = [
 _LIFE_SIGN_S = 1.0
 _SILENT = "gives no answer: it has ended or is stopped"
 _STORE_LOST = "the store is lost: the rank that served it has ended"
+_WITHOUT_STORE = "let the rank that serves the store end last, and start the program anew"
 
 
 def explain(
@@ -75,7 +76,9 @@ def explain(
             f"{call['verb']} on {group.name} was aborted",
             where=where,
             found=reason,
-            fix="make a new group or mesh on the ranks that are left",
+            fix=_WITHOUT_STORE
+            if reason == _STORE_LOST
+            else "make a new group or mesh on the ranks that are left",
         )
     # Others may end as soon as they see the group broken: ask them before it is.
     report = _report(group, channel, call) if isinstance(failure, WireTimeout) else ""
@@ -90,7 +93,7 @@ def explain(
             f"{call['verb']} on {group.name} was not finished within {limit.total_seconds():g} s",
             where=where,
             expected=call["waits_for"] or f"the same call on {ranks_text(group.ranks)}",
-            found="\n".join(filter(None, (report, first))) or text,
+            found="\n".join(dict.fromkeys(filter(None, (report, first)))) or text,
             fix="a message meets a receive of its tag, dtype and number of elements alone; "
             "the group is broken now"
             if call["waits_for"]
@@ -249,9 +252,15 @@ def _disagree(
             registry.abort([label], message)
         else:  # its signal is under way; no verb of this rank may run into the wire before it
             registry.break_here(channel.opened, reason, disagreement=disagreement)
-    except StoreError as lost:
-        registry.break_here(channel.opened, str(lost))
-        return lost
+    except StoreError as lost:  # it alone knows what the others called
+        disagreement = {
+            "summary": summary,
+            "where": where,
+            "expected": expected,
+            "found": f"rank {rank}: {_one_call(mine)}\nthe others: unknown, since {_STORE_LOST}",
+            "fix": fix,
+        }
+        registry.break_here(channel.opened, str(lost), disagreement=disagreement)
     call = channel.recorder.describe()
     return _disagreement_error(f"rank {rank}, {call_text(call)}", disagreement)
 
