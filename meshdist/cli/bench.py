@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
@@ -25,7 +26,8 @@ examples:
   meshdist bench collectives --sides meshdist/gloo,torch/gloo --output report.json --plot plot.svg
 
 A size is that of the full buffer in bytes; a time is the median over interleaved rounds of the
-slowest rank's time per call. The last columns are the others' time divided by the first's.
+slowest rank's time per call. The last columns are the others' time divided by the first's, as the
+median of what it is in each round, which may differ from the quotient of the two times shown.
 """
 _SIZES = "8,4096,65536,1048576,16777216,67108864"
 
@@ -51,12 +53,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sides",
         type=_some_of(tuple(SIDES)),
-        default="meshdist/gloo,torch/gloo",
-        help=f"a comma list of {', '.join(SIDES)}; the others are compared with the first",
+        default=f"meshdist/{'shm' if sys.platform == 'linux' else 'gloo'},torch/gloo",
+        help=f"a comma list of {', '.join(SIDES)}; the others are compared with the first "
+        "(%(default)s)",
     )
     parser.add_argument("--output", type=Path, help="write every sample as JSON")
     parser.add_argument("--plot", type=Path, help="draw time over size; needs matplotlib")
     arguments = parser.parse_args(argv)
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     try:
         _measure(
             arguments.nproc,

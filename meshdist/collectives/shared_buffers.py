@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, KindError
+from ..errors import ArgumentError, BackendError, KindError
 from ..mesh.failures import call_disagreement
 from ..mesh.groups import resolve_group
-from ..wires.base import WireFailure
+from ..wires.base import WireFailure, WireRefused
 
 __all__ = ["shared_empty"]
 
@@ -33,11 +33,12 @@ def shared_empty(
         A contiguous CPU tensor. Its memory lives as long as any member has a tensor on it, also
         when the group is closed before: that ends communication alone.
 
-    Cost: one handshake of the members; memory for all of their tensors is reserved at once.
+    Cost: one handshake of the members, by the store; memory for all of their tensors is reserved at
+    once.
 
     Raises:
         KindError, ArgumentError: no shape or dtype. AgreementError: they differ between members.
-        BackendError: there is not enough memory; the group stays usable.
+        BackendError: there is not enough memory, and the group stays usable; or the store is lost.
 
     Example:
         >>> import meshdist as md
@@ -70,6 +71,13 @@ def shared_empty(
         if bool((counts != count).any()):
             raise call_disagreement(target, channel, channel.recorder.sequence)
         memory = communicator.shared_bytes(like.nbytes, channel.timeout)
+    except WireRefused as refusal:  # on all members, and nothing is left of it
+        raise BackendError(
+            f"shared_empty on {target.name}: memory cannot be shared",
+            where=f"rank {target.world.rank}",
+            found=str(refusal),
+            fix="ask for less, or use torch.empty: verbs take such tensors, too",
+        ) from None
     except WireFailure as failure:
         raise target.explain(failure, channel) from None
     return memory.view(dtype).view(like.shape)

@@ -10,12 +10,15 @@ import platform
 import socket
 import subprocess
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 __all__ = [
     "ProcessCard",
+    "free_bytes",
     "host_identity",
     "is_alive",
     "my_card",
@@ -72,6 +75,30 @@ def num_cores() -> int:
         return min(cores or 1, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
         return cores or 1
+
+
+_GROUP_MEMORY = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Where a control group's limit and use stand, of version 2 and 1."""
+
+
+def free_bytes() -> float:
+    """How much memory processes here may still take; infinite where the system does not tell.
+
+    That of the machine which is free or can be freed, and what the control group's limit leaves.
+    """
+    found = [float("inf")]
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
+        sizes = dict(line.split(":") for line in file)
+        if "MemAvailable" in sizes:
+            found.append(1024.0 * int(sizes["MemAvailable"].split()[0]))
+    for most, used in _GROUP_MEMORY:
+        with suppress(OSError, ValueError):
+            limit, usage = (Path(path).read_text(encoding="ascii") for path in (most, used))
+            found.append(float(int(limit) - int(usage)))
+    return max(0.0, min(found))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "torch/gloo / meshdist/gloo" in " ".join(done.stdout.split())
+    assert "torch/gloo / meshdist/shm" in " ".join(done.stdout.split())
     cells = json.loads(report.read_text())["cells"]
     assert [(cell["verb"], cell["bytes"]) for cell in cells] == [
         ("all_reduce", 8),
@@ -36,7 +36,7 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
     ]
     for cell in cells:
         assert {label: len(times) for label, times in cell["seconds"].items()} == {
-            "meshdist/gloo": 2,
+            "meshdist/shm": 2,
             "torch/gloo": 2,
         }
         assert min(min(times) for times in cell["seconds"].values()) > 0

@@ -6,10 +6,19 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from meshdist.runtime.hosts import ProcessCard, host_identity, is_alive, my_card, process_start
+from meshdist.runtime import hosts
+from meshdist.runtime.hosts import (
+    ProcessCard,
+    free_bytes,
+    host_identity,
+    is_alive,
+    my_card,
+    process_start,
+)
 
 
 def test_this_process_lives() -> None:
@@ -55,3 +64,17 @@ def test_a_host_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_identity() == "second"
     monkeypatch.delenv("MESHDIST_HOST_ID")
     assert host_identity() == usual
+
+
+def test_memory_that_is_free() -> None:
+    assert 0 < free_bytes() < 1 << 60
+
+
+def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, used = tmp_path / "most", tmp_path / "used"
+    monkeypatch.setattr(hosts, "_GROUP_MEMORY", ((str(most), str(used)),))
+    unlimited = free_bytes()
+    used.write_text("1000\n")
+    for limit, found in (("5096\n", 4096.0), ("10\n", 0.0), ("max\n", unlimited)):
+        most.write_text(limit)
+        assert free_bytes() == pytest.approx(found, rel=0.2)
