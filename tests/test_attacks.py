@@ -297,6 +297,6 @@ def test_a_disagreement_where_the_server_of_the_store_is_gone_hangs_nobody(pool:
     assert err == ""
     lines = sorted(out.splitlines())
     assert len(lines) == 2, lines
-    lost = "the process that serves the store has ended"
-    assert any(line.endswith(f"StoreError: {lost}") for line in lines), lines
-    assert all("StoreError" in line or "BackendError" in line for line in lines), lines
+    told = "the members of a group disagree about their call 2"
+    assert any(line.endswith(f"AgreementError: {told}") for line in lines), lines
+    assert all("AgreementError" in line or "BackendError" in line for line in lines), lines

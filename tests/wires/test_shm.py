@@ -520,14 +520,19 @@ def mapped_bytes() -> int:
 
 
 def test_shared_memory_that_there_is_not(pool: Pool) -> None:
-    def program() -> str:
-        group = md.new_group()
+    def refused(group: md.ProcessGroup) -> str:
         with patch.object(shm, "free_bytes", lambda: 1e6), pytest.raises(md.BackendError) as caught:
             md.shared_empty(1_000_000, dtype=torch.uint8, group=group)
+        return str(caught.value)
+
+    def program() -> str:
+        group = md.new_group()
+        told = refused(group)
         x = md.shared_empty(1000, group=group).fill_(1.0)
         md.all_reduce(x, group=group)
         assert x.sum() == 2000
-        return str(caught.value)
+        group.close()
+        return told
 
     for text in on(pool, program, 2):
         assert "2,007,040 bytes are asked for, and 1,000,000 are free" in text
