@@ -521,9 +521,12 @@ def mapped_bytes() -> int:
 
 def test_shared_memory_that_there_is_not(pool: Pool) -> None:
     def refused(group: md.ProcessGroup) -> str:
-        with patch.object(shm, "free_bytes", lambda: 1e6), pytest.raises(md.BackendError) as caught:
-            md.shared_empty(1_000_000, dtype=torch.uint8, group=group)
-        return str(caught.value)
+        with patch.object(shm, "free_bytes", lambda: 1e6):
+            try:
+                md.shared_empty(1_000_000, dtype=torch.uint8, group=group)
+            except md.BackendError as error:  # pytest would keep it, and the group with it
+                return str(error)
+        return ""
 
     def program() -> str:
         group = md.new_group()
