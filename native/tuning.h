@@ -12,10 +12,11 @@ struct Tuning {
   std::size_t chunk_bytes = 512 * 1024;
   // The same for a broadcast, and where two members reduce all of a chunk, with plain stores: what a
   // member has laid into its slot is in its cache when it is reduced, and the slots stay in the
-  // other's cache. Against 512 KiB, all-reduce took 96 % of the time at 1 MiB, 90 % at 2 MiB and 88 %
-  // at 256 MiB, reduce and broadcast 86 to 93 % at 1 and 2 MiB and as long from 4 MiB on; 64 KiB were
-  // a little slower. All-gathers and all-to-alls by slots took 100 to 107 %.
-  std::size_t near_chunk_bytes = 128 * 1024;
+  // other's cache. Against 512 KiB, all-reduce took 96 % of the time at 1 and 64 MiB and 92 % at 2 and
+  // 256 MiB, reduce and broadcast 92 to 97 % at 1 and 2 MiB and as long from 4 MiB on. 128 KiB were 2 to
+  // 4 % faster at 2 and 256 MiB, and 5 % slower at 64 MiB, in 16-bit floats 10 %; 64 KiB were slower.
+  // All-gathers and all-to-alls by slots took 100 to 105 %.
+  std::size_t near_chunk_bytes = 256 * 1024;
   // Rounds of at least `spread_bytes` lie at another place of their slot each time, over 2 MiB with
   // two members: a line that has left the reader's own cache is written anew much faster than one
   // that it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
