@@ -206,7 +206,11 @@ class Link:
             return
         # It has found a message, and gone on with nothing. To ask after something that is not done
         # lets it go on with all.
-        for link in tuple(_links):
+        try:
+            links = tuple(_links)
+        except RuntimeError:  # another thread opens a group just now; this is asked again
+            return
+        for link in links:
             with link._keeping:
                 started = next((one for one in link._in_flight if not one.is_done), None)
             if started is not None:
