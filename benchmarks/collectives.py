@@ -11,7 +11,7 @@ each verb and size. A cell is the median over rounds of the slowest rank's time 
 the median over rounds of the other's time divided by ours in the same round. MPI is called through
 mpi4py on NumPy arrays, which lie on pages of the size that torch's tensors lie on; it and JAX take
 part where they are installed, MPICH from an environment of its own (build/mpich), since its mpiexec
-bears the name of Open MPI's.
+has the name of Open MPI's.
 `meshdist bench collectives` measures whatever is named.
 """
 
@@ -146,8 +146,8 @@ def verdicts(part: str, cells: Sequence[Cell]) -> list[str]:
                 lines.append(f"ABSENT {what}: nothing of {', '.join((ours, *target.others))}")
                 continue
             is_met = min(ratios.values()) >= target.times
-            told = " and ".join(f"{ratio:.2f} times {other}" for other, ratio in ratios.items())
-            text = f"{what}: {told}, at least {target.times:.3g}"
+            reached = " and ".join(f"{ratio:.2f} times {other}" for other, ratio in ratios.items())
+            text = f"{what}: {reached}, at least {target.times:.3g}"
             if target.most_us is not None:
                 is_met = is_met and mine * 1e6 <= target.most_us
                 text += f"; {mine * 1e6:.2f} us, at most {target.most_us:g}"
@@ -185,21 +185,21 @@ def entrants_of(part: str) -> list[Entrant]:
 
 
 def run(name: str, verbs: Sequence[str], rounds: int, sizes: Sequence[int], folder: Path) -> None:
-    """Measure one part, tell, and write its report."""
+    """Measure one part, print its cells, and write its report."""
     part, entrants = PARTS[name], entrants_of(name)
     labels = [entrant.label for entrant in entrants]
     print("  ".join(f"{text:>14}" for text in table_text([], labels)[0]), flush=True)
 
-    def tell(cell: Cell) -> None:
+    def show(cell: Cell) -> None:
         row = table_text([cell], labels)[1]
         slow = name == "gloo" and is_slower(cell, *labels)
         print("  ".join(f"{text:>14}" for text in row), "slower" * slow, flush=True)
 
     with running(entrants, part.num_ranks) as ranks:
-        cells = measure(ranks, verbs, sizes or part.sizes, rounds, tell)
+        cells = measure(ranks, verbs, sizes or part.sizes, rounds, show)
         for verb, num_bytes, dtype in part.also if not sizes else ():
             if verb in verbs:
-                cells += measure(ranks, [verb], [num_bytes], rounds, tell, dtype)
+                cells += measure(ranks, [verb], [num_bytes], rounds, show, dtype)
     report = to_json(cells, part.num_ranks, rounds, __doc__)
     report["mpich"] = PACKAGES
     if name == "gloo":

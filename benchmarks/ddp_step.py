@@ -10,10 +10,10 @@ backward and SGD. "alone" is the same over a group of one rank: what the reducer
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
-from benchmarks._report import spread, write_report
+from benchmarks._report import (
+    interleaved,
+    ms_per_step,
+    parser_of,
+    some_of,
+    spread,
+    start_ranks,
+    write_report,
+)
 
 NUM_RANKS = 2
 
@@ -88,21 +96,30 @@ def variants(make: Callable[[], nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def seconds_per_step(model: nn.Module, x: torch.Tensor, num_steps: int, library: Any = md) -> float:
-    """The slowest rank's time per step; ``library`` is whose ranks they are, ours or torch's."""
+def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Return what trains ``model`` by one step on ``x``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    library.barrier()
-    start = time.perf_counter()
-    for _ in range(num_steps):
+
+    def step() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    taken = torch.tensor((time.perf_counter() - start) / num_steps, dtype=torch.float64)
-    library.all_reduce(taken, library.ReduceOp.MAX)
-    return taken.item()
+
+    return step
 
 
-def measure(rank: int, folder: str, names: list[str], rounds: int, report: str | None) -> None:
+def sample_sides(
+    models: dict[str, nn.Module], x: torch.Tensor, num_steps: int, rounds: int, library: Any = md
+) -> dict[str, list[float]]:
+    """Milliseconds per step of each model; the first round lets buckets be rebuilt."""
+    steps = {side: step_of(model, x) for side, model in models.items()}
+    samplers = {
+        side: partial(ms_per_step, step, num_steps, library) for side, step in steps.items()
+    }
+    return interleaved(samplers, rounds)
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -111,27 +128,19 @@ def measure(rank: int, folder: str, names: list[str], rounds: int, report: str |
         "gloo", f"file://{folder}/theirs", world_size=NUM_RANKS, rank=rank
     )
     rows = []
-    for name in names:
+    for name in options.models:
         make, make_input, num_steps = MODELS[name]
         models = variants(make)
-        x = make_input()
-        samples: dict[str, list[float]] = {side: [] for side in models}
-        for round_number in range(rounds + 1):
-            for side, model in models.items():
-                taken = seconds_per_step(model, x, num_steps)
-                if round_number > 0:  # the first warms up, and lets buckets be rebuilt
-                    samples[side].append(taken * 1e3)
         num_parameters = len(list(models["local"].parameters()))
-        medians = {side: spread(taken)["median"] for side, taken in samples.items()}
+        samples = sample_sides(models, make_input(), num_steps, options.rounds)
+        medians = {side: statistics.median(taken) for side, taken in samples.items()}
         for side, taken in samples.items():
             over_local = medians[side] - medians["local"]
             rows.append(
                 {
                     "model": name,
                     "side": side,
-                    "ms": medians[side],
-                    "min ms": min(taken),
-                    "max ms": max(taken),
+                    **spread(taken, "ms"),
                     "over local ms": over_local,
                     "us per parameter": over_local * 1e3 / num_parameters,
                     "torch / this": medians["torch"] / medians[side],
@@ -139,9 +148,8 @@ def measure(rank: int, folder: str, names: list[str], rounds: int, report: str |
             )
         del models
     if rank == 0:
-        notes = f"{NUM_RANKS} ranks over Gloo, one thread each, {rounds} interleaved rounds"
-        sys.argv[1:] = [report] if report else []  # where write_report looks for the path
-        write_report("ddp_step", rows, notes)
+        notes = f"{NUM_RANKS} ranks over Gloo, one thread each, {options.rounds} interleaved rounds"
+        write_report("ddp_step", rows, notes, options.report)
     torch_dist.barrier()
     torch_dist.destroy_process_group()
     md.destroy_process_group()
@@ -149,17 +157,9 @@ def measure(rank: int, folder: str, names: list[str], rounds: int, report: str |
 
 def main() -> None:
     """Read the command line and start both ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", nargs="?", help="where the JSON report goes")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--models", default=",".join(MODELS), help="some of " + ", ".join(MODELS))
-    options = parser.parse_args()
-    names = options.models.split(",")
-    if unknown := set(names) - set(MODELS):
-        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments: tuple[Any, ...] = (folder, names, options.rounds, options.report)
-        torch.multiprocessing.spawn(measure, arguments, NUM_RANKS)
+    parser = parser_of(__doc__, rounds=7)
+    parser.add_argument("--models", type=some_of(MODELS), default=[*MODELS])
+    start_ranks(measure, NUM_RANKS, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ rank's time a step, a row holds medians over rounds. Before that, the two losses
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import distributed as torch_dist, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,23 +26,28 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train_lm
-
 import meshdist as md
-from benchmarks._report import spread, write_report
-
-DP = TP = 2
-AXES = ("dp", "tp")
-
-
-def our_model(args: argparse.Namespace) -> nn.Module:
-    mesh = md.init_device_mesh("cpu", (DP, TP), mesh_dim_names=AXES)
-    torch.manual_seed(args.seed)
-    model = train_lm.GPT(args.layers, args.width, args.heads, mesh["tp"])
-    return md.DistributedDataParallel(model, device_mesh=mesh["dp"])
+from benchmarks._demo import (
+    AXES,
+    DP,
+    TP,
+    arguments_of,
+    make_mesh,
+    our_model,
+    share_of_batch,
+    step_of,
+    train_lm,
+)
+from benchmarks._report import (
+    interleaved,
+    ms_per_step,
+    parser_of,
+    spread,
+    start_ranks,
+    write_report,
+)
 
 
 def torch_model(args: argparse.Namespace, **options: bool) -> nn.Module:
@@ -68,73 +72,42 @@ def torch_model(args: argparse.Namespace, **options: bool) -> nn.Module:
     return TorchDDP(model, device_mesh=mesh["dp"], **options)
 
 
-class Side:
-    """One model and its optimizer; a step is the demo's."""
-
-    def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-
-    def step(self, batch: torch.Tensor) -> torch.Tensor:
-        logits = self.model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def seconds_per_step(self, batch: torch.Tensor, steps: int) -> float:
-        """The slowest rank's."""
-        md.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step(batch)
-        taken = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
-        md.all_reduce(taken, md.ReduceOp.MAX)
-        return taken.item()
-
-
 def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
     torch_dist.init_process_group("gloo", f"file://{folder}/store", world_size=DP * TP, rank=rank)
     md.init_process_group()
-    args = train_lm.parse(options.demo)
-    text = train_lm.read_text(None)[: args.batch * (args.context + 1)]
-    share = text.view(args.batch, -1).long().tensor_split(DP)[rank // TP]
-    sides = {
-        "torch": Side(torch_model(args), args),
-        "torch, views": Side(torch_model(args, gradient_as_bucket_view=True), args),
-        "meshdist": Side(our_model(args), args),
+    args = arguments_of(options.demo.split())
+    models = {
+        "torch": torch_model(args),
+        "torch, views": torch_model(args, gradient_as_bucket_view=True),
+        "meshdist": our_model(args, make_mesh()),
     }
-    with md.init_device_mesh("cpu", (DP, TP), mesh_dim_names=AXES):
-        losses = {name: [side.step(share) for _ in range(3)] for name, side in sides.items()}
-        for name in sides:
-            torch.testing.assert_close(losses[name], losses["torch"], rtol=1e-4, atol=0)
-        samples: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(options.rounds):
-            for name, side in sides.items():
-                samples[name].append(side.seconds_per_step(share, options.steps) * 1e3)
+    share = share_of_batch(args, rank)
+    steps = {side: step_of(model, share, args.lr) for side, model in models.items()}
+    with make_mesh():
+        losses = {side: [step() for _ in range(3)] for side, step in steps.items()}
+        for side in steps:
+            torch.testing.assert_close(losses[side], losses["torch"], rtol=1e-4, atol=0)
+        samplers = {side: partial(ms_per_step, step, options.steps) for side, step in steps.items()}
+        samples = interleaved(samplers, options.rounds, warm_up=0)
     if rank == 0:
-        medians = {name: spread(taken)["median"] for name, taken in samples.items()}
+        medians = {side: statistics.median(taken) for side, taken in samples.items()}
         rows = [
             {
-                "side": name,
-                "ms per step": medians[name],
-                "min ms": min(taken),
-                "max ms": max(taken),
-                "tokens/s": args.batch * args.context / medians[name] * 1e3,
-                "torch / this": medians["torch"] / medians[name],
+                "side": side,
+                **spread(taken, "ms per step"),
+                "tokens/s": args.batch * args.context / medians[side] * 1e3,
+                "torch / this": medians["torch"] / medians[side],
             }
-            for name, taken in samples.items()
+            for side, taken in samples.items()
         ]
         notes = (
             f"mesh dp={DP}, tp={TP} over Gloo, one thread a rank; {args.layers} layers of width "
             f"{args.width}, batch {args.batch} x {args.context}; {options.rounds} interleaved "
             f"rounds of {options.steps} steps; losses of the first 3 steps agreed to 1e-4"
         )
-        sys.argv[1:] = [options.report] if options.report else []  # where write_report looks
-        write_report("demo_step", rows, notes)
+        write_report("demo_step", rows, notes, options.report)
     md.destroy_process_group()
     torch_dist.barrier()
     torch_dist.destroy_process_group()
@@ -142,15 +115,10 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", nargs="?", help="where the JSON report goes")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--steps", type=int, default=4, help="steps of a side in a round")
     parser.add_argument("--demo", default="", help="options of train_lm.py, in one text")
-    options = parser.parse_args()
-    options.demo = options.demo.split()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (folder, options), DP * TP)
+    start_ranks(measure, DP * TP, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -28,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
-from benchmarks._report import spread, write_report
-from meshdist.runtime.world import World, world_here
+from benchmarks._report import parser_of, write_report
+from meshdist.bootstrap.world import World, world_here
 
 SHAPES = {
     4: [(4,), (2, 2), (2, 1, 2)],
@@ -120,7 +121,7 @@ def over_processes(size: int) -> list[dict[str, Any]]:
             slowest = [
                 max(times) for times in zip(*(r[f"{side} {shape}"] for r in per_rank), strict=True)
             ]
-            row[side] = spread(slowest)["median"]
+            row[side] = statistics.median(slowest)
         row["torch/ours"] = row["torch"] / row["ours"]
         rows.append(row)
     return rows
@@ -155,7 +156,7 @@ def planned(size: int) -> list[dict[str, Any]]:
             ("slice, us", ours_slice, theirs_slice),
         ):
             row = {"ranks": math.prod(shape), "shape": str(shape), "what": what}
-            row["torch"], row["ours"] = spread(other)["median"], spread(mine)["median"]
+            row["torch"], row["ours"] = statistics.median(other), statistics.median(mine)
             row["torch/ours"] = row["torch"] / row["ours"]
             rows.append(row)
     dist.destroy_process_group()
@@ -172,6 +173,7 @@ def slice_us(mesh: Any, count: int) -> float:
 
 
 def main() -> None:
+    options = parser_of(__doc__).parse_args()
     rows = [row for size in SHAPES for row in over_processes(size)]
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers it
 
@@ -181,6 +183,7 @@ def main() -> None:
         rows,
         "Medians over interleaved rounds. gloo: the slowest rank of processes that share the "
         "machine's cores. no wire: one process plans its groups, torch on its fake backend.",
+        options.report,
     )
 
 

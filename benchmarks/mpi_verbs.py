@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._mpi import environment, job_command
-from benchmarks._report import REPORTS, write_report
+from benchmarks._report import parser_of, write_report
 
 SIZES = "8,64,1024,16384,262144,1048576,16777216,67108864"
 BYTES_PER_TIMING = 1 << 26
@@ -138,17 +138,15 @@ def take_part(rounds: int, sizes: list[int], path: Path) -> None:
             is_met = row["ratio"] <= MOST_RATIO if is_large else row["above us"] <= MOST_ABOVE_US
             rows.append({**row, "target": "met" if is_met else "MISSED"})
     if world.Get_rank() == 0:
-        told = {"library": MPI.Get_library_version().strip("\0").splitlines()[0], "rows": rows}
-        path.write_text(json.dumps(told))
+        found = {"library": MPI.Get_library_version().strip("\0").splitlines()[0], "rows": rows}
+        path.write_text(json.dumps(found))
     md.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", nargs="?", type=Path)
+    parser = parser_of(__doc__, rounds=25)
     parser.add_argument("--mpich", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--take-part", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -163,10 +161,10 @@ def main() -> None:
         command = [*job_command(arguments.ranks, is_mpich=arguments.mpich), __file__, *words]
         command += ["--rounds", str(arguments.rounds)]
         subprocess.run(command, env=environment(), check=True)
-        told = json.loads(path.read_text())
-    notes = f"{told['library']}, {arguments.ranks} ranks, {arguments.rounds} rounds. "
+        found = json.loads(path.read_text())
+    notes = f"{found['library']}, {arguments.ranks} ranks, {arguments.rounds} rounds. "
     notes += f"Target: at most {MOST_ABOVE_US:g} us above, and {MOST_RATIO:g} times from 1 MiB."
-    write_report(name, told["rows"], notes, arguments.report or REPORTS / f"{name}.json")
+    write_report(name, found["rows"], notes, arguments.report)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ small as it can be. Both sides are timed in turn.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
-from benchmarks._report import spread, write_report
+from benchmarks._report import interleaved, parser_of, write_report
+from meshdist.wires.operations import DONE, Operation
 
 ROUNDS = 15
 OWN = {"dp": md.AxisOptions(private=True)}
@@ -32,11 +35,9 @@ CALLS = 2000
 class Nothing:
     """A communicator that does nothing, so that only the way to it is timed."""
 
-    def all_reduce(self, *_: Any) -> None:
+    def all_reduce(self, *_: Any) -> Operation:
         """Start nothing."""
-
-    def finish(self, *_: Any) -> None:
-        """Wait for nothing."""
+        return DONE
 
     def close(self) -> None:
         """Hold nothing."""
@@ -56,9 +57,9 @@ def call_rows() -> list[dict[str, Any]]:
     axis = mesh["dp"]
     idle = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), axis_options=OWN)
     mesh_of_nothing = idle["dp"]
-    idle.get_group("dp").channel("cpu").communicator = Nothing()
+    idle.get_group("dp").open_channel("cpu").communicator = Nothing()
     group = axis.get_group()
-    bare = group.communicator("cpu")._group
+    bare = group.open_channel("cpu").communicator._group
     options = AllreduceOptions()
     x = torch.ones(1)
     sides: dict[str, Callable[[], Any]] = {
@@ -71,33 +72,27 @@ def call_rows() -> list[dict[str, Any]]:
     own_python = [
         per_call_us(lambda: md.all_reduce(x, group=mesh_of_nothing)) for _ in range(ROUNDS)
     ]
-    samples: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(ROUNDS + 1):
-        for name, call in sides.items():
-            took = per_call_us(call)
-            if number:
-                samples[name].append(took)
+    samples = interleaved(
+        {name: partial(per_call_us, call) for name, call in sides.items()}, ROUNDS
+    )
     md.destroy_process_group()
     dist.destroy_process_group()
     least = min(samples["bare c10d"])
     rows = [
-        {
-            "what": f"all_reduce, {name}",
-            "unit": "us",
-            "best": min(values),
-            "median": spread(values)["median"],
-            "best above bare": min(values) - least,
-        }
+        {**row_of(f"all_reduce, {name}", "us", values), "best above bare": min(values) - least}
         for name, values in samples.items()
     ]
-    alone = {"what": "all_reduce, meshdist's Python alone", "unit": "us"}
-    return [*rows, {**alone, "best": min(own_python), "median": spread(own_python)["median"]}]
+    return [*rows, row_of("all_reduce, meshdist's Python alone", "us", own_python)]
 
 
-def process_s(code: list[str]) -> float:
+def row_of(what: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
+    return {"what": what, "unit": unit, "best": min(values), "median": statistics.median(values)}
+
+
+def process_ms(command: list[str]) -> float:
     start = time.perf_counter()
-    subprocess.run(code, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return (time.perf_counter() - start) * 1e3
 
 
 def process_rows() -> list[dict[str, Any]]:
@@ -110,24 +105,21 @@ def process_rows() -> list[dict[str, Any]]:
         ],
         "meshdist run --help": [sys.executable, "-m", "meshdist", "run", "--help"],
     }
-    samples: dict[str, list[float]] = {name: [] for name in commands}
-    for number in range(8):
-        for name, command in commands.items():
-            took = process_s(command)
-            if number:
-                samples[name].append(took * 1e3)
-    base = samples["import torch"]
+    samples = interleaved(
+        {name: partial(process_ms, command) for name, command in commands.items()}, 7
+    )
+    least = min(samples["import torch"])
     rows = []
     for name, values in samples.items():
-        row = {"what": name, "unit": "ms", "best": min(values)}
-        row["median"] = spread(values)["median"]
+        row = row_of(name, "ms", values)
         if name.startswith("import torch,"):
-            row["best above bare"] = min(values) - min(base)
+            row["best above bare"] = min(values) - least
         rows.append(row)
     return rows
 
 
 def main() -> None:
+    options = parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     write_report(
         "overheads",
@@ -136,6 +128,7 @@ def main() -> None:
         "Where the machine is slow to wake Gloo's thread (a bare call of 35 us instead of 11), any "
         "pause between calls costs more than itself, torch.distributed's too; Python alone is the "
         "same call over a communicator that does nothing.",
+        options.report,
     )
 
 

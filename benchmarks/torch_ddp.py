@@ -10,10 +10,9 @@ medians over rounds. A step is zero_grad, forward, backward and SGD; "local" has
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist, nn
@@ -22,41 +21,33 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist.torch_backends  # noqa: F401 (offers "shm" to torch)
-from benchmarks._report import spread, write_report
-from benchmarks.ddp_step import MODELS, seconds_per_step
+from benchmarks._report import parser_of, some_of, spread, start_ranks, write_report
+from benchmarks.ddp_step import MODELS, sample_sides
 
 BACKENDS = ("gloo", "shm")
 
 
-def measure(rank: int, folder: str, ranks: int, names: list[str], rounds: int, path: str) -> None:
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", f"file://{folder}/world", world_size=ranks, rank=rank)
+    dist.init_process_group("gloo", f"file://{folder}/world", world_size=options.ranks, rank=rank)
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     rows = []
-    for name in names:
+    for name in options.models:
         make, make_input, num_steps = MODELS[name]
         models: dict[str, nn.Module] = {"local": make()}
         for backend, group in groups.items():
             models[backend] = DistributedDataParallel(
                 make(), process_group=group, gradient_as_bucket_view=True
             )
-        x = make_input()
-        samples: dict[str, list[float]] = {side: [] for side in models}
-        for round_number in range(rounds + 1):
-            for side, model in models.items():
-                taken = seconds_per_step(model, x, num_steps, dist)
-                if round_number > 0:  # the first warms up, and lets buckets be rebuilt
-                    samples[side].append(taken * 1e3)
-        medians = {side: spread(taken)["median"] for side, taken in samples.items()}
+        samples = sample_sides(models, make_input(), num_steps, options.rounds, dist)
+        medians = {side: statistics.median(taken) for side, taken in samples.items()}
         rows += [
             {
                 "model": name,
                 "backend": side,
-                "ms": medians[side],
-                "min ms": min(taken),
-                "max ms": max(taken),
+                **spread(taken, "ms"),
                 "over local ms": medians[side] - medians["local"],
                 "gloo / this": medians["gloo"] / medians[side],
             }
@@ -64,27 +55,19 @@ def measure(rank: int, folder: str, ranks: int, names: list[str], rounds: int, p
         ]
         del models
     if rank == 0:
-        notes = f"{ranks} ranks, one thread each, {rounds} interleaved rounds"
-        sys.argv[1:] = [path] if path else []  # where write_report looks for the path
-        write_report("torch_ddp", rows, notes)
+        notes = f"{options.ranks} ranks, one thread each, {options.rounds} interleaved rounds"
+        write_report("torch_ddp", rows, notes, options.report)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Read the command line and start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", nargs="?", default="", help="where the JSON report goes")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--models", default="mlp,transformer", help="some of " + ", ".join(MODELS))
+    parser.add_argument("--models", type=some_of(MODELS), default=["mlp", "transformer"])
     options = parser.parse_args()
-    names = options.models.split(",")
-    if unknown := set(names) - set(MODELS):
-        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments: tuple[Any, ...] = (folder, options.ranks, names, options.rounds, options.report)
-        torch.multiprocessing.spawn(measure, arguments, options.ranks)
+    start_ranks(measure, options.ranks, options)
 
 
 if __name__ == "__main__":

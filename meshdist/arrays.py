@@ -21,16 +21,15 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import from_dlpack
 
+from .dtypes import DTYPES, QUANTIZED, dtype_name
 from .errors import ArgumentError, DtypeError, KindError
 
 __all__ = [
-    "QUANTIZED",
     "Array",
     "apart",
     "apart_from_all",
     "as_tensor",
     "describe",
-    "dtype_name",
     "finish_writes",
     "like",
     "shape_text",
@@ -39,24 +38,10 @@ __all__ = [
 Array: TypeAlias = Any
 """A torch tensor, a NumPy array or a CuPy array."""
 
-QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-"""Dtypes whose numbers mean something only by the scale of their tensor, which stays behind."""
-
 _Tensor = torch.Tensor
 _strided = torch.strided
 
-# NumPy's and CuPy's dtypes that torch has too, by name.
-_SHARED_DTYPES = frozenset(
-    f"{kind}{bits}"
-    for kind, widths in (
-        ("bool", ("",)),
-        ("uint", (8, 16, 32, 64)),
-        ("int", (8, 16, 32, 64)),
-        ("float", (16, 32, 64)),
-        ("complex", (64, 128)),
-    )
-    for bits in widths
-)
+_SHARED_DTYPES = frozenset(facts.name for facts in DTYPES.values() if facts.is_in_numpy)
 _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 
 
@@ -162,11 +147,6 @@ def apart_from_all(
     return found
 
 
-def dtype_name(dtype: Any) -> str:
-    """The name of a dtype of torch or NumPy, for messages: ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def shape_text(shape: Sequence[int]) -> str:
     """A shape, for messages: ``(4, 8)``."""
     return str(tuple(shape))
@@ -178,7 +158,7 @@ def describe(x: Array) -> str:
 
 
 def _is_of(library: str, x: Any, *names: str) -> bool:
-    """Whether ``x`` is of one of these classes; False while nobody has imported their library."""
+    """Whether ``x`` is of one of these classes; False until the program imports their library."""
     module = sys.modules.get(library)
     return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))
 

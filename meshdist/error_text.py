@@ -102,8 +102,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ("rank " if alone else "ranks ") + ", ".join(shown)
 
 
-def grouped_text(told: Iterable[tuple[int, str]], separator: str = "\n") -> str:
-    """Tell what each rank says, ranks that say the same together.
+def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str:
+    """The text of each rank, ranks with equal texts together.
 
     Example:
         >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))
@@ -111,6 +111,6 @@ def grouped_text(told: Iterable[tuple[int, str]], separator: str = "\n") -> str:
         rank 2: int64
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in told:
+    for rank, text in texts:
         ranks_of.setdefault(text, []).append(rank)
     return separator.join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items())

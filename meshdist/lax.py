@@ -22,9 +22,9 @@ import torch
 from .arrays import as_tensor, like
 from .collectives import functional
 from .errors import KindError, MeshError
+from .groups.process_group import ProcessGroup, resolve_group
 from .mesh.current_mesh import find_current_mesh
 from .mesh.device_mesh import DeviceMesh
-from .mesh.groups import ProcessGroup, resolve_group
 
 __all__ = ["axis_index", "axis_size", "pmean", "psum", "pvary"]
 

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp as TorchReduceOp, _make_nccl_premul_sum
 
+from .dtypes import SIGNED, dtype_name
 from .errors import ArgumentError, KindError
 
 __all__ = [
-    "SIGNED",
+    "ON_BOOL",
+    "PLAIN_OPS",
     "Factor",
     "ReduceKind",
     "ReduceOp",
     "find_factor_refusal",
     "find_refusal",
-    "get_reduce_op",
     "multiply",
     "op_name",
     "reduce_op",
@@ -90,23 +91,18 @@ _BY_NAME: dict[str, ReduceKind] = {
     name: getattr(ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
+PLAIN_OPS = tuple(_BY_NAME.values())
+"""All but PREMUL_SUM; SUM comes first."""
+
+_ANY, _ALL = ReduceOp.BOR, ReduceOp.BAND
+ON_BOOL: dict[ReduceKind, ReduceKind] = {
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, _ANY), _ANY),
+    **dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, _ALL), _ALL),
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+"""What each reduction does to the bits of bool."""
+
 _PREMUL_SUM: ReduceKind = ReduceOp.PREMUL_SUM
-
-
-def get_reduce_op(op: object) -> ReduceKind:
-    """Return ``op`` as the plain kind (``ReduceOp.SUM`` ...).
-
-    Raises:
-        KindError: anything else, PREMUL_SUM too: ``split_premul`` understands that.
-    """
-    kind, factor = split_premul(op)
-    if factor is not None:
-        raise KindError(
-            "PREMUL_SUM is no plain reduction",
-            expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME),
-            fix="multiply the tensor by the factor, and pass op=ReduceOp.SUM",
-        )
-    return kind
 
 
 def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
@@ -182,19 +178,11 @@ def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
         return f"PREMUL_SUM by a complex factor on complex dtypes; it is {shown}"
     if dtype.is_floating_point:
         return None
-    if is_tensor:  # on its device, where a look at its value would wait
+    if is_tensor:  # on its device: reading its value would wait
         is_whole = not factor.is_floating_point()  # type: ignore[union-attr]
     else:
         is_whole = isinstance(factor, int) or factor.is_integer()  # type: ignore[union-attr]
     return None if is_whole else f"PREMUL_SUM on integers with a whole factor, which {shown} is not"
-
-
-SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
-"""torch adds, orders and multiplies these only as signed numbers of the same width."""
 
 
 def multiply(tensor: torch.Tensor, factor: Factor) -> None:
@@ -270,7 +258,7 @@ def _one_element(tensor: torch.Tensor) -> torch.Tensor:
     raise ArgumentError(
         "the factor of PREMUL_SUM is one number",
         expected="a number, or a tensor or array of one element, not bool",
-        found=f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}",
+        found=f"shape {tuple(tensor.shape)}, {dtype_name(tensor.dtype)}",
         fix="multiply the tensor by the factors before, and use ReduceOp.SUM",
     )
 

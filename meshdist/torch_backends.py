@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from .torch_groups.offering import offer
+from .torch_process_groups.offering import offer
 
 __all__ = ["offer"]
 

@@ -1,4 +1,5 @@
-// The numbers by which Python and the core name verbs, dtypes, operations and outcomes.
+// The numbers by which Python and the core name dtypes, operations and outcomes, and the core's verbs.
+// Each list stands once: enum, names and tables are made from it.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,6 @@
 namespace meshdist {
 
 enum class Verb : std::uint8_t {
-  none,
   all_reduce,
   all_reduce_list,
   reduce,
@@ -15,102 +15,64 @@ enum class Verb : std::uint8_t {
   all_gather,
   all_gather_v,
   gather,
-  gather_v,
   scatter,
-  scatter_v,
   reduce_scatter,
   reduce_scatter_v,
   all_to_all,
-  all_to_all_v,
   barrier,
-  count_
 };
 
-inline const char* verb_name(std::uint8_t verb) {
-  static const char* const names[] = {
-      "none",    "all_reduce", "all_reduce_list", "reduce",         "broadcast",
-      "all_gather", "all_gather_v", "gather",     "gather_v",       "scatter",
-      "scatter_v", "reduce_scatter", "reduce_scatter_v", "all_to_all", "all_to_all_v",
-      "barrier"};
-  return verb < static_cast<std::uint8_t>(Verb::count_) ? names[verb] : "unknown";
-}
+// The dtypes: name in Python, bytes, and what puts their loops into the table of kernels (see
+// kernels_level.h).
+#define MESHDIST_DTYPES(X)               \
+  X(float64, 8, put_float<double>)       \
+  X(float32, 4, put_float<float>)        \
+  X(float16, 2, put_float<Float16>)      \
+  X(bfloat16, 2, put_float<BFloat16>)    \
+  X(int8, 1, put_whole<int8_t>)          \
+  X(int16, 2, put_whole<int16_t>)        \
+  X(int32, 4, put_whole<int32_t>)        \
+  X(int64, 8, put_whole<int64_t>)        \
+  X(uint8, 1, put_whole<uint8_t>)        \
+  X(uint16, 2, put_whole<uint16_t>)      \
+  X(uint32, 4, put_whole<uint32_t>)      \
+  X(uint64, 8, put_whole<uint64_t>)      \
+  X(bool, 1, put_bool)                   \
+  X(complex64, 8, put_complex<float>)    \
+  X(complex128, 16, put_complex<double>) \
+  X(complex32, 4, put_nothing)           \
+  X(float8_e4m3fn, 1, put_nothing)       \
+  X(float8_e4m3fnuz, 1, put_nothing)     \
+  X(float8_e5m2, 1, put_nothing)         \
+  X(float8_e5m2fnuz, 1, put_nothing)     \
+  X(float8_e8m0fnu, 1, put_nothing)
 
-enum class Dtype : std::uint8_t {
-  float64,
-  float32,
-  float16,
-  bfloat16,
-  int8,
-  int16,
-  int32,
-  int64,
-  uint8,
-  uint16,
-  uint32,
-  uint64,
-  boolean,
-  complex64,
-  complex128,
-  // Moved, never reduced:
-  complex32,
-  float8_e4m3fn,
-  float8_e4m3fnuz,
-  float8_e5m2,
-  float8_e5m2fnuz,
-  float8_e8m0fnu,
-  count_
-};
+#define MESHDIST_OPS(X) X(sum) X(avg) X(product) X(min) X(max) X(band) X(bor) X(bxor)
 
-constexpr std::size_t kNumDtypes = static_cast<std::size_t>(Dtype::count_);
+// timeout: this rank's time ran out; aborted: a member ended the communicator, and its cause is in
+// the segment; died: a member that was waited for has exited; mismatch: the members called different
+// things; unsupported: this operation cannot reduce this dtype; closed: this rank has closed the
+// communicator; cancelled: the peer of a transfer gave it up; interrupted: Ctrl-C
+// reached the program while it waited here; pending: not over yet.
+#define MESHDIST_STATUSES(X)                                                            \
+  X(ok) X(timeout) X(aborted) X(died) X(mismatch) X(unsupported) X(closed) X(cancelled) \
+  X(interrupted) X(pending)
 
-struct DtypeFacts {
-  const char* name;
-  std::size_t bytes;
-};
+#define MESHDIST_K_NAME(name, ...) k##name,
+#define MESHDIST_NAME(name) name,
+#define MESHDIST_BYTES(name, bytes, put_loops) bytes,
+#define MESHDIST_TEXT(name, ...) #name,
 
-inline DtypeFacts dtype_facts(Dtype dtype) {
-  static const DtypeFacts facts[] = {
-      {"float64", 8},       {"float32", 4},         {"float16", 2},     {"bfloat16", 2},
-      {"int8", 1},          {"int16", 2},           {"int32", 4},       {"int64", 8},
-      {"uint8", 1},         {"uint16", 2},          {"uint32", 4},      {"uint64", 8},
-      {"bool", 1},          {"complex64", 8},       {"complex128", 16}, {"complex32", 4},
-      {"float8_e4m3fn", 1}, {"float8_e4m3fnuz", 1}, {"float8_e5m2", 1}, {"float8_e5m2fnuz", 1},
-      {"float8_e8m0fnu", 1}};
-  return facts[static_cast<std::size_t>(dtype)];
-}
+enum class Dtype : std::uint8_t { MESHDIST_DTYPES(MESHDIST_K_NAME) };
+enum class Op : std::uint8_t { MESHDIST_OPS(MESHDIST_NAME) };
+enum class Status : int { MESHDIST_STATUSES(MESHDIST_NAME) };
 
-enum class Op : std::uint8_t {
-  sum,
-  avg,
-  product,
-  min,
-  max,
-  band,
-  bor,
-  bxor,
-  premul_sum,
-  count_
-};
+constexpr std::size_t kDtypeBytes[] = {MESHDIST_DTYPES(MESHDIST_BYTES)};
+constexpr const char* kDtypeNames[] = {MESHDIST_DTYPES(MESHDIST_TEXT)};
+constexpr const char* kOpNames[] = {MESHDIST_OPS(MESHDIST_TEXT)};
+constexpr const char* kStatusNames[] = {MESHDIST_STATUSES(MESHDIST_TEXT)};
 
-constexpr std::size_t kNumOps = static_cast<std::size_t>(Op::count_);
-
-inline const char* op_name(std::uint8_t op) {
-  static const char* const names[] = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
-                                      "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
-  return op < kNumOps ? names[op] : "unknown";
-}
-
-enum class Status : int {
-  ok,
-  timeout,      // this rank's time ran out
-  aborted,      // a member ended the communicator; its cause stands in the segment
-  died,         // a member that was waited for has exited
-  mismatch,     // the members called different things
-  unsupported,  // this operation cannot reduce this dtype
-  closed,       // this rank has closed the communicator
-  cancelled,    // the peer of a transfer gave it up
-  interrupted,  // the program was told to stop (Ctrl-C) while it waited here
-  pending       // not over yet
-};
+constexpr std::size_t kNumDtypes = sizeof kDtypeNames / sizeof *kDtypeNames;
+constexpr std::size_t kNumOps = sizeof kOpNames / sizeof *kOpNames;
 
 }  // namespace meshdist

@@ -20,7 +20,6 @@ Collectives::Collectives(const Endpoint& endpoint)
       kernels_(kernels()),
       rounds_(endpoint),
       probe_(endpoint, rounds_),
-      factors_(endpoint.size, 1.0),
       sources_(endpoint.size),
       theirs_(endpoint.size),
       is_afar_(endpoint.size),
@@ -30,10 +29,10 @@ Collectives::Collectives(const Endpoint& endpoint)
 
 Status Collectives::run(Job& job) {
   if (end_.is_over()) {
-    rounds_.describe(end_.over_status(), 0, job.call);
+    rounds_.describe(end_.over_status(), 0);
     return end_.over_status();
   }
-  item_ = dtype_facts(job.dtype()).bytes;
+  item_ = kDtypeBytes[job.call.header.dtype];
   mismatch_.clear();
   mismatch_culprit_ = -1;
   chunk_ = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
@@ -46,15 +45,11 @@ Status Collectives::run(Job& job) {
     probe_.consider(count * item_);
     status = dispatch(job);
   }
-  if (status == Status::ok) {
-    rounds_.finish(job.call);
-  } else {
-    rounds_.describe(status, bad_round_, job.call);
-    if (mismatch_culprit_ >= 0) {
-      rounds_.failure.culprit = mismatch_culprit_;
-      rounds_.failure.text = mismatch_;
-    }
-    if (status == Status::mismatch) rounds_.finish(job.call);
+  if (status == Status::ok) return status;
+  rounds_.describe(status, bad_round_);
+  if (mismatch_culprit_ >= 0) {
+    rounds_.failure.culprit = mismatch_culprit_;
+    rounds_.failure.text = mismatch_;
   }
   return status;
 }
@@ -81,7 +76,7 @@ Status Collectives::try_reading(const Call& call) {
   return Status::ok;
 }
 
-// Whether what a member lays into slots, `bytes` a round, goes past the cache.
+// Whether a member's stores into slots, `bytes` a round, go past the cache.
 bool Collectives::streams(std::size_t bytes) const {
   if (kept_stores_ >= 0) return kept_stores_ != 0;
   return (bytes < kLargeBytes ? end_.streams_little : end_.streams_much)
@@ -105,7 +100,6 @@ Status Collectives::dispatch(Job& job) {
   if (reduces) {
     loop_ = kernels_.reduce[job.call.header.dtype][job.call.header.op];
     if (loop_ == nullptr) return Status::unsupported;
-    end_.me().factors[rounds_.next() % kDepth] = job.call.factor;
   }
   streams_out_ = false;
   switch (job.verb()) {
@@ -123,16 +117,13 @@ Status Collectives::dispatch(Job& job) {
     case Verb::all_gather_v:
       return all_gather(job);
     case Verb::gather:
-    case Verb::gather_v:
       return gather(job);
     case Verb::scatter:
-    case Verb::scatter_v:
       return scatter(job);
     case Verb::reduce_scatter:
     case Verb::reduce_scatter_v:
       return reduce_scatter(job);
     case Verb::all_to_all:
-    case Verb::all_to_all_v:
       return all_to_all(job);
     case Verb::barrier:
       return barrier(job);
@@ -183,23 +174,23 @@ bool Collectives::is_fetched(std::size_t bytes) const {
          bytes <= tuning.fetch_most_bytes;
 }
 
-// Tell the others, with the announcement in `round`, where `input` lies, if they can read it there.
+// Publish, with the announcement in `round`, where `input` lies, if the others can read it there.
 bool Collectives::offer(const Input& input, std::uint64_t round) {
   if (end_.size < 2) return false;
   if (input.giver != kEveryone && input.giver != static_cast<int>(end_.rank)) return false;
-  const auto tell = [&](const Place& place, Hint hint) {
+  const auto publish = [&](const Place& place, Hint hint) {
     std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
     rounds_.call_hints_ = hint;
     return true;
   };
   for (const auto& [number, memory] : end_.memories) {
     if (input.bytes < tuning.shared_bytes || !memory->holds(input.data, input.bytes)) continue;
-    return tell({number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared);
+    return publish({number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared);
   }
-  return input.is_fetched && tell({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
+  return input.is_fetched && publish({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
 }
 
-// Who has offered in `round`; all members come to the same answer.
+// Which members have offered in `round`; all find the same.
 Collectives::Sharing Collectives::find_offers(const Input& input, std::uint64_t round) {
   unsigned offers = 0;
   for (unsigned j = 0; j < end_.size; ++j) {
@@ -225,13 +216,6 @@ bool Collectives::is_all_mapped(std::uint64_t round) const {
   return true;
 }
 
-// Take the members' factors, which they gave with their announcements in `round`.
-void Collectives::learn_factors(std::uint64_t round) {
-  for (unsigned j = 0; j < end_.size; ++j) {
-    factors_[j] = end_.segment.member(j).factors[round % kDepth];
-  }
-}
-
 // Copy what `member` has offered, from `offset` on; whether that could be done.
 bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const {
   const std::uint8_t* from = theirs_[member] + offset;
@@ -240,16 +224,16 @@ bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size
   return true;
 }
 
-// Tell the others that this member has read all it wants, or could not, and wait until all have
-// told: their inputs stay till then. Where a member could not nobody tries again, and the status is
-// `unsupported`: what can be done instead is the caller's.
+// Publish that this member has read all it wants, or could not, and wait until all have: their
+// inputs stay till then. Where a member could not, none tries again, and the status is `unsupported`:
+// the caller does it in another way.
 Status Collectives::finish_direct(const Job& job, bool is_done) {
   const std::uint64_t round = rounds_.next();
   rounds_.line(end_.rank, round).hints = is_done ? 0u : kHintMissed;
   rounds_.publish();
   const Status status = rounds_.wait(round, job.call);
   if (status != Status::ok) return status;
-  // A member that has told, and then gave up waiting for this one, may have written over its input
+  // A member that has published, and then gave up waiting, may have written over its input
   // while this one read it; it ended the communicator before.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (end_.is_over()) return end_.over_status();
@@ -264,22 +248,12 @@ Status Collectives::agree_on_sizes(Job& job) {
   std::uint64_t* given = end_.segment.table(end_.rank, round, kGiven);
   std::uint64_t* expected = end_.segment.table(end_.rank, round, kExpected);
   std::uint64_t* places = end_.segment.table(end_.rank, round, kPlaces);
-  const bool is_root = job.root() == static_cast<int>(end_.rank);
   for (unsigned j = 0; j < n; ++j) {
-    const bool to_root = job.root() == static_cast<int>(j);
     switch (job.verb()) {
       case Verb::all_gather_v:
         given[j] = job.ins[0].count;
         expected[j] = job.outs[j].count;
         places[j] = reinterpret_cast<std::uintptr_t>(job.ins[0].data);
-        break;
-      case Verb::gather_v:
-        given[j] = to_root ? job.ins[0].count : 0;
-        expected[j] = is_root ? job.outs[j].count : 0;
-        break;
-      case Verb::scatter_v:
-        given[j] = is_root ? job.ins[j].count : 0;
-        expected[j] = to_root ? job.outs[0].count : 0;
         break;
       case Verb::reduce_scatter_v:
         given[j] = job.ins[j].count;
@@ -291,7 +265,6 @@ Status Collectives::agree_on_sizes(Job& job) {
         places[j] = reinterpret_cast<std::uintptr_t>(job.ins[j].data);
     }
   }
-  if (loop_ != nullptr) end_.me().factors[round % kDepth] = job.call.factor;
   rounds_.announce(job.call);
   const Status status = agree(job, round);
   if (status != Status::ok) return status;
@@ -300,7 +273,6 @@ Status Collectives::agree_on_sizes(Job& job) {
     std::memcpy(&expected_[i * n], end_.segment.table(i, round, kExpected), n * sizeof(std::uint64_t));
     theirs_[i] = reinterpret_cast<Bytes>(end_.segment.table(i, round, kPlaces)[end_.rank]);
     is_afar_[i] = i != end_.rank;
-    factors_[i] = end_.segment.member(i).factors[round % kDepth];
   }
   for (unsigned i = 0; i < n; ++i) {
     for (unsigned j = 0; j < n; ++j) {
@@ -317,7 +289,6 @@ Status Collectives::agree_on_sizes(Job& job) {
 }
 
 Status Collectives::barrier(Job& job) {
-  loop_ = nullptr;
   const std::uint64_t round = rounds_.next();
   rounds_.announce(job.call);
   return agree(job, round);

@@ -28,7 +28,6 @@ struct Job {
   std::vector<Part> ins;
 
   Verb verb() const { return static_cast<Verb>(call.header.verb); }
-  Dtype dtype() const { return static_cast<Dtype>(call.header.dtype); }
   int root() const { return call.header.root; }
   std::uint64_t count() const { return call.header.count; }
 };
@@ -37,7 +36,7 @@ class Collectives {
  public:
   explicit Collectives(const Endpoint& endpoint);
 
-  // Run `job`; on failure `failure()` tells what was seen.
+  // Run `job`; on failure `failure()` has the cause.
   Status run(Job& job);
 
   const Failure& failure() const { return rounds_.failure; }
@@ -70,7 +69,6 @@ class Collectives {
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
   bool is_all_mapped(std::uint64_t round) const;
-  void learn_factors(std::uint64_t round);
   bool fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const;
   Status finish_direct(const Job& job, bool is_done);
   Input reduce_input(const Job& job) const;
@@ -95,11 +93,11 @@ class Collectives {
   Status all_to_all(Job& job);
   Status barrier(Job& job);
 
-  // One round after the other: `write(i, round)` lays out what this member gives in the i-th,
+  // One round after the other: `write(i, round)` writes what this member gives in the i-th,
   // `read(i, round)` takes what the others gave. Reading the i-th overlaps with the others'
   // writing of the next.
-  // Where all who give (`giver`, or everyone) have their `input` in memory that all members map, or
-  // can fetch it from, `direct()` does it all instead, and returns whether it could.
+  // Where each giving member (`giver`, or all) has its `input` in memory that the others map or can
+  // read, `direct()` does it all instead, and returns whether it could.
   template <class Write, class Read, class Direct>
   Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
                   Direct direct);
@@ -116,7 +114,7 @@ class Collectives {
   Bytes area(unsigned member, std::uint64_t round, bool is_inline) const {
     return is_inline ? rounds_.line(member, round).bytes : slot(member, round);
   }
-  // Where a member lays its part in `round`: every fourth round in the same slot, at another place.
+  // Where a member writes its part in `round`: every fourth round in the same slot, at another place.
   Bytes slot(unsigned member, std::uint64_t round) const {
     return end_.segment.slot(member, round) + round / kDepth % num_places_ * span_;
   }
@@ -131,7 +129,6 @@ class Collectives {
   std::size_t lay_out(std::size_t pieces, std::size_t longest) {
     return lay_out(pieces, longest, chunk_);
   }
-  bool takes_others_sizes(Verb verb) const;
 
   const Endpoint& end_;
   const Kernels& kernels_;
@@ -143,11 +140,10 @@ class Collectives {
   ReduceLoop loop_ = nullptr;
   std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
   std::size_t item_ = 1;         // bytes per element of the call that runs
-  std::size_t span_ = 0;         // bytes that it lays into a slot per round; equal on all members
+  std::size_t span_ = 0;         // bytes that it writes to a slot per round; equal on all members
   std::size_t num_places_ = 1;   // for them in a slot
   bool streams_in_ = false;      // its stores into slots
   bool streams_out_ = false;     // its stores into results
-  std::vector<double> factors_;  // one per member, for PREMUL_SUM
   std::vector<const void*> sources_;
   std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared or fetched
   std::vector<bool> is_afar_;          // those that lie in the member's own memory

@@ -21,7 +21,7 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
 
   // Free every thread, of every member, that waits in this communicator.
-  void abort() { end->end(Status::aborted, -1, end->me().report.begun.load()); }
+  void abort() { end->end(Status::aborted); }
 
   // End this member's part. What is in flight here ends as closed; native threads end by
   // themselves, and the memory goes with the last of them.

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstring>
 #include <random>
 #include <stdexcept>
 
@@ -42,7 +41,6 @@ Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Proc
   me().proof.place.store(reinterpret_cast<std::uintptr_t>(&proof_));
   me().proof.value.store(proof_);
   me().report.pid.store(static_cast<std::int32_t>(getpid()));
-  me().report.is_open.store(1);
 }
 
 void Endpoint::wake_everyone() const {
@@ -51,13 +49,11 @@ void Endpoint::wake_everyone() const {
   }
 }
 
-void Endpoint::end(Status cause, int culprit, std::uint64_t sequence) const {
+void Endpoint::end(Status cause, int culprit) const {
   Ending& ending = segment.control().ending;
   if (ending.claimed.exchange(1) == 0) {
     ending.cause = static_cast<std::int32_t>(cause);
-    ending.by = static_cast<std::int32_t>(rank);
     ending.culprit = culprit;
-    ending.sequence = sequence;
     ending.is_over.store(1, std::memory_order_seq_cst);
   }
   wake_everyone();
@@ -71,7 +67,6 @@ void Endpoint::close() {
   if (is_closing_.exchange(true)) return;
   if (!is_forked()) {
     me().report.was_closed.store(1, std::memory_order_seq_cst);
-    me().report.is_open.store(0, std::memory_order_seq_cst);
     wake_everyone();
   }
 }
@@ -93,38 +88,19 @@ bool Endpoint::has_died(unsigned peer) const {
          segment.member(peer).report.is_ending.load(std::memory_order_seq_cst) == 0;
 }
 
-std::vector<Failure::Seen> Endpoint::seen() const {
-  std::vector<Failure::Seen> all(size);
-  for (unsigned j = 0; j < size; ++j) {
-    const Report& report = segment.member(j).report;
-    Failure::Seen& one = all[j];
-    one.begun = report.begun.load();
-    one.ended = report.ended.load();
-    std::uint64_t words[3];
-    for (int i = 0; i < 3; ++i) words[i] = report.words[i].load();
-    std::memcpy(&one.header, words, sizeof one.header);
-    one.is_open = report.is_open.load() != 0;
-    one.was_closed = report.was_closed.load() != 0;
-    one.has_exited = processes_.has_exited(j);
-    one.pid = report.pid.load();
-  }
-  return all;
-}
-
-Failure Endpoint::failure(Status status, int culprit, std::string text) const {
+Failure Endpoint::failure(Status status, int culprit) const {
   Failure failure;
   failure.status = status;
   failure.culprit = culprit;
-  failure.text = std::move(text);
-  failure.sequence = me().report.begun.load();
   const Ending& ending = segment.control().ending;
   if (ending.is_over.load() != 0) {
-    failure.cause = ending.cause;
-    failure.by = ending.by;
+    if (status == Status::aborted) failure.status = static_cast<Status>(ending.cause);
     if (culprit < 0) failure.culprit = ending.culprit;
-    failure.sequence = ending.sequence;
   }
-  failure.members = seen();
+  for (unsigned j = 0; j < size; ++j) {
+    failure.was_closed.push_back(has_closed(j));
+    failure.has_exited.push_back(processes_.has_exited(j));
+  }
   return failure;
 }
 

@@ -13,24 +13,14 @@
 
 namespace meshdist {
 
-// What went wrong, as messages tell it: everyone's last header at that moment.
+// What went wrong, and which members had gone at that moment.
 struct Failure {
-  Status status = Status::ok;
-  std::int32_t cause = 0;     // the Status with which the communicator ended, if it did
-  std::int32_t by = -1;       // the member that ended it
-  std::int32_t culprit = -1;  // who died, or whose call differs
-  std::uint64_t sequence = 0;
-  std::string text;  // what exactly differs
-  struct Seen {
-    Header header;
-    std::uint64_t begun = 0;
-    std::uint64_t ended = 0;
-    bool is_open = false;
-    bool was_closed = false;
-    bool has_exited = false;
-    int pid = 0;
-  };
-  std::vector<Seen> members;
+  Status status = Status::ok;   // where a member ended the communicator, that member's
+  int culprit = -1;             // the member that died, or whose call differs
+  std::string text;             // what exactly differs
+  std::vector<bool> was_closed, has_exited;  // of each member
+  int source = -1;              // of a message
+  std::uint64_t other_note = 0; // of a message that did not fit: the other side's
 };
 
 // Handles to the members' processes. The descriptors become its own, also where what it is made for
@@ -70,7 +60,7 @@ class Endpoint {
 
   Member& me() const { return segment.member(rank); }
 
-  // Whether waiting has no sense any more: ended by a member, or closed here.
+  // Whether the communicator was ended by a member, or closed here: then waiting is useless.
   bool is_over() const {
     return segment.control().ending.is_over.load(std::memory_order_seq_cst) != 0 ||
            is_closing_.load(std::memory_order_seq_cst);
@@ -78,23 +68,22 @@ class Endpoint {
   bool is_closing() const { return is_closing_.load(std::memory_order_seq_cst); }
   Status over_status() const { return is_closing_.load() ? Status::closed : Status::aborted; }
 
-  // End the communicator for all members and wake whoever sleeps; the first cause stands.
-  void end(Status cause, int culprit, std::uint64_t sequence) const;
+  // End the communicator for all members and wake all sleepers; the first cause is kept.
+  void end(Status cause, int culprit = -1) const;
 
   // Whether this is a forked child's copy, which must not touch the parent's state.
   bool is_forked() const;
 
-  // No more waiting on this member; the others go on until they need it.
+  // End this member's part; the others go on until they need it.
   void close();
 
-  // Let the others know that this process comes to its end in good order.
+  // Announce to the others that this process exits normally.
   void announce_end() const;
 
   bool is_gone(unsigned peer) const;   // exited or closed: it will publish nothing more
-  bool has_died(unsigned peer) const;  // exited before it had closed, and not in good order
+  bool has_died(unsigned peer) const;  // exited before it had closed, and not normally
 
-  Failure failure(Status status, int culprit = -1, std::string text = "") const;
-  std::vector<Failure::Seen> seen() const;
+  Failure failure(Status status, int culprit = -1) const;
 
  private:
   void wake_everyone() const;

@@ -12,165 +12,193 @@ constexpr std::size_t kMostFingerprints = 4096;
 unsigned forks = 0;  // between this process and the one that loaded the module
 const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
-struct Names {
-  Name dtype{"dtype"}, shape{"shape"};
-};
-
-const Names& names() {
-  static const Names all;
-  return all;
-}
-
-// Of a list or tuple; not valid where it is none, or shorter.
-nb::handle item_of(nb::handle list, std::size_t place) {
-  const Py_ssize_t i = static_cast<Py_ssize_t>(place);
-  if (PyList_Check(list.ptr())) {
-    return i < PyList_Size(list.ptr()) ? PyList_GetItem(list.ptr(), i) : nullptr;
-  }
-  if (PyTuple_Check(list.ptr())) {
-    return i < PyTuple_Size(list.ptr()) ? PyTuple_GetItem(list.ptr(), i) : nullptr;
-  }
-  return nullptr;
+namespace names {
+const Name dtype{"dtype"}, shape{"shape"};
 }
 
 nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : whole(value); }
 
 }  // namespace
 
-Entry::Entry(nb::dict facts)
+Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
+             nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
+             std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
+             nb::object disagree)
     : num_forks_(forks),
-      reader_(facts),
-      aborts_(facts["aborts"]),
-      label_(facts["label"]),
-      is_told_(facts["is_told"]),
-      level_(facts["level"]),
-      known_levels_(facts["known_levels"]),
-      notes_(facts),
-      increment_version_(facts["increment_version"]),
-      size_(number(facts["size"])),
-      member_(number(facts["member"])) {
-  if (!facts.contains("ledger")) return;
-  ledger_ = facts["ledger"];
-  missing_ = facts["missing"];
-  views_ = facts["views"];
-  headers_ = facts["headers"];
-  disagreement_ = facts["disagreement"];
-  mine_ = Words(facts["words"]);
-  window_ = number(facts["window"]);
-  check_every_ = number(facts["check_every"]);
-  uneven_window_ = number(facts["uneven_window"]);
-}
+      notes_(notes),
+      headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
+      receives_(std::move(receives)),
+      aborts_(std::move(aborts)),
+      label_(std::move(label)),
+      is_logged_(log.attr("isEnabledFor")),
+      log_level_(std::move(log_level)),
+      // What the logger has answered before; Python empties it whenever the level of any changes. It
+      // is no documented part of a logger.
+      known_levels_(nb::getattr(log, "_cache", nb::dict())),
+      increment_version_(nb::module_::import_("torch").attr("_C").attr("_increment_version")),
+      ranks_(std::move(ranks)),
+      size_(nb::len(ranks_)),
+      member_(member),
+      fingerprint_of_(std::move(fingerprints)),
+      message_fingerprint_of_(std::move(message_fingerprints)),
+      disagree_(std::move(disagree)) {}
 
 bool Entry::is_open() const {
   if (num_forks_ != forks) return false;
   if (PyDict_Size(aborts_.ptr()) != 0 && PyDict_Contains(aborts_.ptr(), label_.ptr()) != 0) {
     return false;
   }
-  const bool is_silent = PyDict_GetItem(known_levels_.ptr(), level_.ptr()) == Py_False;
-  if (!is_silent && is_true(call_with(is_told_, level_))) return false;
-  return !ledger_.is_valid() || PyList_Size(missing_.ptr()) == 0;
+  const bool is_silent = PyDict_GetItem(known_levels_.ptr(), log_level_.ptr()) == Py_False;
+  if (!is_silent && is_true(call_with(is_logged_, log_level_))) return false;
+  return !headers_ || PyList_Size(headers_->missing.ptr()) == 0;
 }
 
 bool Entry::is_quiet(bool is_uneven) {
   if (!is_open()) return false;
-  if (!ledger_.is_valid()) return true;
-  if (static_cast<std::size_t>(PyList_Size(views_.ptr())) != others_.size()) {
+  if (!headers_) return true;
+  if (static_cast<std::size_t>(PyList_Size(headers_->views.ptr())) != others_.size()) {
     others_.clear();
-    for (nb::handle view : nb::borrow<nb::list>(views_)) {
-      others_.emplace_back(nb::object(view[1]));
-    }
+    for (nb::handle view : headers_->views) others_.emplace_back(nb::object(view[1]));
   }
   const std::uint64_t sequence = notes_.sequence() + 1;
-  if (sequence % check_every_ == 0) return false;
-  if (!is_uneven || sequence < uneven_window_) return true;
-  const std::uint64_t reached = sequence - (uneven_window_ - 1);
-  for (const Words& other : others_) {  // nobody may still look for what is about to be overwritten
-    const std::uint64_t ahead = ((other.get(reached % window_) >> 32) - reached) & kLow;
+  if (sequence % headers_->check_every == 0) return false;
+  if (!is_uneven || sequence < headers_->uneven_window) return true;
+  const std::uint64_t reached = sequence - (headers_->uneven_window - 1);
+  for (const Words& other : others_) {  // no member may still look for what is to be overwritten
+    const std::uint64_t ahead = ((other.get(reached % headers_->window) >> 32) - reached) & kLow;
     if (ahead >= std::uint64_t{1} << 31) return false;
   }
   return true;
 }
 
-bool Entry::read_first(nb::handle list, Plain& plain) {
-  const nb::handle first = item_of(list, 0);
-  return first.is_valid() && read(first, plain);
-}
-
-bool Entry::read_list(nb::handle list, const Plain& like, Addresses& addresses) {
-  addresses.clear();
-  for (nb::handle one; (one = item_of(list, addresses.size())).is_valid();) {
+bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept) {
+  if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) return false;
+  kept = tuple_from(list);
+  if (static_cast<std::uint64_t>(PyTuple_Size(kept.ptr())) != size_) return false;
+  for (nb::handle one : kept) {
     Plain plain;
-    if (addresses.size() == size_ || !read(one, plain) || !plain.is_like(like) ||
-        plain.count != like.count) {
-      return false;
-    }
+    if (!read(one, plain)) return false;
+    if (!like.dtype.is_valid()) like = plain;
+    if (!plain.is_like(like) || plain.count != like.count) return false;
     addresses.push_back(plain.address);
   }
-  return addresses.size() == size_;
-}
-
-void Entry::enter(const Call& call, const nb::object& data, nb::handle dtype,
-                  std::uint64_t count, const std::uint64_t* part) {
-  const nb::object sizes = part == nullptr ? nb::tuple() : sizes_of(*part);
-  const nb::object more = tuple_of(call.op, number_or_none(call.root), sizes);
-  const std::uint64_t sequence = notes_.keep_collective(call.verb, data, more);
-  if (ledger_.is_valid()) {
-    const Header header{call.verb.ptr(), dtype.ptr(), count, call.number, call.root, part != nullptr};
-    compare(sequence, fingerprint(header, data), part);
-  }
-}
-
-bool Entry::enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle op_number,
-                      nb::handle root) {
-  if (!is_quiet()) return false;
-  Call call{verb, op};
-  if (!op_number.is_none()) call.number = PyLong_AsLongLong(op_number.ptr());
-  if (!root.is_none()) call.root = PyLong_AsLongLong(root.ptr());
-  if (tensor.is_none()) {
-    enter(call, nullptr);
-    return true;
-  }
-  if (PyList_Check(tensor.ptr())) return false;
-  const nb::object shape = get(tensor, names().shape), dtype = get(tensor, names().dtype);
-  std::uint64_t count = 1;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(shape.ptr()); ++i) {
-    count *= number(PyTuple_GetItem(shape.ptr(), i));
-  }
-  enter(call, tuple_of(shape, dtype), dtype, count, nullptr);
   return true;
 }
 
-// As Python makes it, so that members on either way agree; kept, since programs repeat their calls.
-std::uint64_t Entry::fingerprint(const Header& header, const nb::object& data) {
+bool Entry::read(nb::handle x, Message& message) {
+  if (!is_open() || !PyLong_CheckExact(message.tag.ptr())) return false;
+  int overflow = 0;
+  message.number = PyLong_AsLongLongAndOverflow(message.tag.ptr(), &overflow);
+  if (overflow != 0 || message.number < 0) return false;
+  if (!message.peer.is_none()) message.member = nb::cast<int>(message.peer);
+  if (message.member == static_cast<int>(member_)) return false;
+  if (!message.is_send && PyList_Size(receives_.ptr()) != 0) return false;
+  if (headers_) {
+    PyObject* const log = PyDict_GetItem(headers_->logs.ptr(), message.peer.ptr());
+    if (log == nullptr) return false;
+    message.log_owner = nb::borrow(log);
+    message.log = nb::inst_ptr<MessageLog>(message.log_owner);
+    if (!message.log->is_plain(message.number)) return false;
+  }
+  return read(x, message.plain);
+}
+
+void Entry::enter(const Call& call, const Plain& plain, const std::uint64_t* part) {
+  const bool has_tensor = plain.dtype.is_valid();
+  const nb::object data = has_tensor ? plain.data : nb::none();
+  const nb::object sizes = part == nullptr ? nb::tuple() : sizes_of(*part);
+  const nb::object root = number_or_none(call.root);
+  const std::uint64_t sequence = notes_.keep_collective(call.verb, data, call.op, root, sizes);
+  if (!headers_) return;
+  PyObject* const dtype = has_tensor ? plain.dtype.ptr() : Py_None;
+  const std::uint64_t count = part == nullptr ? plain.count : 0;
+  const Header header{call.verb.ptr(), dtype, count, call.number, call.root, part != nullptr};
+  const auto key = [&] {
+    verbs_.push_back(nb::borrow(call.verb));
+    return tuple_of(call.verb, data, number_or_none(call.number), root, nb::bool_(part != nullptr));
+  };
+  compare(sequence, fingerprint(header, fingerprint_of_, key), part);
+}
+
+bool Entry::enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
+                      nb::handle root) {
+  if (!is_quiet()) return false;
+  Call call{verb, op};
+  if (!number.is_none()) call.number = nb::cast<std::int64_t>(number);
+  if (!root.is_none()) call.root = nb::cast<std::int64_t>(root);
+  Plain plain;
+  if (!tensor.is_none() && !read(tensor, plain)) {
+    if (PyList_Check(tensor.ptr())) return false;
+    const nb::object shape = get(tensor, names::shape);
+    plain.dtype = get(tensor, names::dtype);
+    plain.data = tuple_of(shape, plain.dtype);
+    plain.count = 1;
+    for (nb::handle size : shape) plain.count *= meshdist::number(size);
+  }
+  enter(call, plain);
+  return true;
+}
+
+std::uint64_t Entry::note(const Message& message) {
+  return notes_.keep_message(message.verb, message.plain.data, kind_of(message));
+}
+
+void Entry::compare(const Message& message) {
+  if (message.log == nullptr) return;
+  const Plain& plain = message.plain;
+  const Header header{nullptr, plain.dtype.ptr(), plain.count};
+  const auto key = [&] {
+    return tuple_of(plain.dtype, whole(plain.count), nb::bool_(false));
+  };
+  const std::uint64_t kind = static_cast<std::uint64_t>(message.number) << 1 | !message.is_send;
+  const std::uint64_t number =
+      message.log->note(kind, fingerprint(header, message_fingerprint_of_, key));
+  if (number == 0) return;
+  note(message);
+  const nb::object sides = tuple_of(nb::bool_(message.is_send), message.peer, message.tag);
+  raise_error(call_with(disagree_, whole(number), sides));
+}
+
+nb::handle Entry::kind_of(const Message& message) {
+  Lane& last = last_lanes_[message.is_send];
+  if (!last.kind.is_valid() || last.member != message.member || last.number != message.number) {
+    last = {message.member, message.number,
+            tuple_of(nb::bool_(message.is_send), message.peer, message.tag)};
+  }
+  return last.kind;
+}
+
+// Kept, since programs repeat their calls.
+template <class Key>
+std::uint64_t Entry::fingerprint(const Header& header, nb::handle by, Key key) {
   const auto found = fingerprints_.find(header);
   if (found != fingerprints_.end()) return found->second;
   if (fingerprints_.size() >= kMostFingerprints) {
     fingerprints_.clear();
     verbs_.clear();
   }
-  const nb::object key = tuple_of(nb::handle(header.verb), data, number_or_none(header.number),
-                                  number_or_none(header.root), nb::bool_(header.is_uneven));
-  const std::uint64_t made = number(checked(PyObject_GetItem(headers_.ptr(), key.ptr())));
-  verbs_.push_back(nb::borrow(header.verb));
+  const std::uint64_t made = number(checked(PyObject_GetItem(by.ptr(), nb::object(key()).ptr())));
   fingerprints_.emplace(header, made);
   return made;
 }
 
 void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {
+  const Words& mine = headers_->mine;
   if (part != nullptr) {
-    const std::uint64_t start = window_ + sequence % uneven_window_ * (1 + 2 * size_);
-    for (std::uint64_t i = 1; i <= 2 * size_; ++i) mine_.put(start + i, *part);
-    mine_.put(start, sequence);
+    const std::uint64_t start =
+        headers_->window + sequence % headers_->uneven_window * (1 + 2 * size_);
+    for (std::uint64_t i = 1; i <= 2 * size_; ++i) mine.put(start + i, *part);
+    mine.put(start, sequence);
   }
   const std::uint64_t word = (sequence & kLow) << 32 | header;
-  mine_.set(sequence % window_, word);
+  mine.set(sequence % headers_->window, word);
   for (std::size_t other = 0; other < others_.size(); ++other) {
     if (!differs(other, word, sequence, part)) continue;
-    // Whether it does in truth, and not by words of a group that has ended, Python finds out.
+    // It may be the words of a group that has ended, which Python finds out.
     nb::list sizes;
     for (std::uint64_t i = 0; part != nullptr && i < size_; ++i) sizes.append(*part);
-    if (nb::len(ledger_.attr("enter")(sequence, header, sizes, sizes)) != 0) {
-      raise_error(disagreement_(sequence));
+    if (nb::len(headers_->table.attr("enter")(sequence, header, sizes, sizes)) != 0) {
+      raise_error(call_with(disagree_, whole(sequence), nb::none()));
     }
     return;
   }
@@ -179,10 +207,11 @@ void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uin
 bool Entry::differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                     const std::uint64_t* part) const {
   const Words& theirs = others_[other];
-  const std::uint64_t found = theirs.get(sequence % window_);
+  const std::uint64_t found = theirs.get(sequence % headers_->window);
   if (found != word) return found >> 32 == word >> 32;
   if (part == nullptr) return false;
-  const std::uint64_t start = window_ + sequence % uneven_window_ * (1 + 2 * size_);
+  const std::uint64_t start =
+      headers_->window + sequence % headers_->uneven_window * (1 + 2 * size_);
   return theirs.get(start + 1 + member_) != *part ||
          theirs.get(start + 1 + size_ + member_) != *part;
 }

@@ -1,21 +1,49 @@
-// What stands before a collective: its tensors are looked at, it is noted, and it is compared.
+// What comes before a plain call: its tensors are checked, it is noted, and it is compared.
 //
-// `Channel.enter` and `collectives/checks.py` do in Python what this does for plain calls; every
-// other call is left to them. So nothing has happened yet where a function here says that a call is
-// not plain.
+// `Channel` and `collectives/checks.py` do in Python what this does for plain calls; every other call
+// is left to them. So a function here that says that a call is not plain has changed nothing.
 #pragma once
 
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "message_log.h"
 #include "notes.h"
 #include "plain.h"
 
-#include <vector>
-
 namespace meshdist {
+
+// The members' headers, as a `HeaderTable` in Python has them.
+struct Headers {
+  nb::object table;  // asked whether a header that seems to differ does
+  Words mine;
+  nb::list missing;  // members whose words are not known yet
+  nb::list views;    // of each other member its place and words
+  nb::dict logs;     // of the messages with each other member
+  std::uint64_t window, check_every, uneven_window;
+};
+
+struct Message {
+  nb::handle verb, peer, tag;  // peer: None for a receive from any member
+  bool is_send = false;
+  // As numbers, which `Entry::read` fills in; -1 is any member.
+  int member = -1;
+  std::int64_t number = 0;
+  MessageLog* log = nullptr;  // null where none is kept
+  nb::object log_owner{};     // another thread may close the group meanwhile
+  Plain plain{};
+};
 
 class Entry {
  public:
-  // `facts` has what Python knows: see `meshdist.mesh.channel`.
-  explicit Entry(nb::dict facts);
+  // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
+  // `fingerprints` and `message_fingerprints` make what is compared, as Python makes it.
+  // `disagree(number, message)` makes the error of members whose calls differ.
+  Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
+        nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
+        std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
+        nb::object disagree);
 
   // What must be equal on all members besides dtype and count; `number` is that of `op`.
   struct Call {
@@ -25,7 +53,7 @@ class Entry {
     std::int64_t root = -2;
   };
 
-  // Whether there is nothing to refuse or to tell, and nobody's words are missing.
+  // Whether there is nothing to refuse or to log, and every member's words are known.
   bool is_open() const;
 
   // Whether it is so, and there is nothing to wait for before the next collective.
@@ -33,40 +61,43 @@ class Entry {
 
   // Whether `x` is a plain tensor; fills `plain`.
   bool read(nb::handle x, Plain& plain) { return reader_.read(x, plain); }
+  bool find_code(nb::handle dtype, unsigned& code) const { return reader_.find_code(dtype, code); }
 
-  // Whether `list` is a list or tuple that begins with a plain tensor; fills `plain`.
-  bool read_first(nb::handle list, Plain& plain);
+  // Where the plain tensors of a list of one per member lie, all of the size and dtype of `like`, or
+  // of the first, which `like` is then; false where it is no such list. `kept` has them as a tuple.
+  bool read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept);
 
-  // Where the plain tensors of a list of one per member lie, all of the size and dtype of `like`;
-  // false where it is no such list.
-  bool read_list(nb::handle list, const Plain& like, Addresses& addresses);
+  // Whether a message of tensor `x` is plain and may start; fills the rest in.
+  bool read(nb::handle x, Message& message);
 
-  // Note a call and compare it with the others'; raises what `disagreement` makes where one
-  // differs. `part` is how many elements go to and come from each member, of an uneven call.
-  void enter(const Call& call, const Plain* plain, const std::uint64_t* part = nullptr) {
-    const std::uint64_t count = plain == nullptr ? 0 : plain->count;
-    enter(call, plain == nullptr ? nb::none() : plain->data,
-          plain == nullptr ? nb::none() : plain->dtype, part == nullptr ? count : 0, part);
-  }
+  // Note a call and compare it with the others'; raises where one differs. `part` is how many
+  // elements go to and come from each member, of an uneven call.
+  void enter(const Call& call, const Plain& plain, const std::uint64_t* part = nullptr);
 
   // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
   bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
                  nb::handle root);
 
-  Notes& notes() { return notes_; }
+  // Note a message; returns the number of the note.
+  std::uint64_t note(const Message& message);
+
+  // Compare it with its counterpart, if that is there; where they differ note it, and raise.
+  void compare(const Message& message);
 
   std::uint64_t size() const { return size_; }
   std::uint64_t member() const { return member_; }
+  nb::object rank_of(int member) const { return ranks_[member]; }  // in the world
 
-  // Tell autograd that tensors, a sequence, were written into.
+  // Notify autograd that tensors, a sequence, were written.
   void note_write(nb::handle tensors) { call_with(increment_version_, tensors); }
 
  private:
+  // What a fingerprint is of. A message has no verb.
   struct Header {
     PyObject *verb, *dtype;
     std::uint64_t count;
-    std::int64_t number, root;
-    bool is_uneven;
+    std::int64_t number = 0, root = 0;
+    bool is_uneven = false;
     bool operator==(const Header& o) const {
       return verb == o.verb && dtype == o.dtype && count == o.count && number == o.number &&
              root == o.root && is_uneven == o.is_uneven;
@@ -83,31 +114,37 @@ class Entry {
       return mixed;
     }
   };
+  struct Lane {
+    int member = -2;
+    std::int64_t number = 0;
+    nb::object kind;
+  };
 
-  void enter(const Call& call, const nb::object& data, nb::handle dtype, std::uint64_t count,
-             const std::uint64_t* part);
-  std::uint64_t fingerprint(const Header& header, const nb::object& data);
+  // Its fingerprint; `key` makes what Python makes it of.
+  template <class Key>
+  std::uint64_t fingerprint(const Header& header, nb::handle by, Key key);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;
   nb::object sizes_of(std::uint64_t part);
+  nb::handle kind_of(const Message& message);
 
   const unsigned num_forks_;
   PlainReader reader_;
-  nb::object aborts_, label_, is_told_, level_, known_levels_;
   Notes notes_;
-  nb::object increment_version_;
+  const std::optional<Headers> headers_;
+  const nb::list receives_;
+  const nb::dict aborts_;
+  const nb::object label_, is_logged_, log_level_, known_levels_, increment_version_;
+  const nb::tuple ranks_;
   const std::uint64_t size_, member_;
-
-  // The members' headers; none are compared where there is no `ledger_`.
-  nb::object ledger_, missing_, views_, headers_, disagreement_;
-  std::uint64_t window_ = 0, check_every_ = 0, uneven_window_ = 0;
-  Words mine_;
+  const nb::object fingerprint_of_, message_fingerprint_of_, disagree_;
   std::vector<Words> others_;
   std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;
   std::vector<nb::object> verbs_;  // whose addresses are keys there
   nb::object sizes_;
   std::uint64_t sizes_part_ = 0;
+  Lane last_lanes_[2];  // programs repeat their calls: of receives, of sends
 };
 
 }  // namespace meshdist

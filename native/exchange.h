@@ -19,13 +19,12 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& in
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
-  if (loop_ != nullptr) learn_factors(first);
   const Sharing sharing = find_offers(input, first);
   if (sharing == Sharing::all) {
     status = finish_direct(job, direct());
     if (status != Status::unsupported) return status;
   }
-  // Those who offered have written nothing for the first round: begin anew, all of them.
+  // Members that offered have written nothing for the first round: all members begin anew.
   if (sharing != Sharing::none) return exchange_agreed(job, num_rounds, write, read);
   for (std::uint64_t i = 1; i < num_rounds; ++i) {
     write(i, first + i);
@@ -53,7 +52,7 @@ Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write wr
   return Status::ok;
 }
 
-// The same for parts of up to `longest` bytes, whose sizes and places the members have told.
+// The same for parts of up to `longest` bytes, whose sizes and places the members have published.
 template <class Write, class Read, class Direct>
 Status Collectives::exchange_parts(Job& job, std::uint64_t num_rounds, std::size_t longest,
                                    Write write, Read read, Direct direct) {

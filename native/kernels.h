@@ -12,15 +12,14 @@
 namespace meshdist {
 
 // Reduce `num_sources` arrays of `count` elements, first to last, into `target`, which may be one
-// of them. `factors` has one number per source, for PREMUL_SUM alone.
+// of them.
 using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
-                            std::size_t count, const double* factors);
+                            std::size_t count);
 
 // Copy with stores that go past the cache; ends with the fence that orders them before a flag.
 using StreamLoop = void (*)(void* target, const void* source, std::size_t num_bytes);
 
 struct Kernels {
-  const char* name;
   ReduceLoop reduce[kNumDtypes][kNumOps];  // null where the operation cannot reduce the dtype
   StreamLoop stream;
 };

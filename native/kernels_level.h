@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -240,8 +242,7 @@ void fold(T* to, const T* const* from, size_t num, size_t n, T divisor) {
 
 // Elements that are reduced as they are.
 template <class T, class Combine, bool kAverage>
-void reduce_plain(void* target, const void* const* sources, size_t num_sources, size_t count,
-                  const double*) {
+void reduce_plain(void* target, const void* const* sources, size_t num_sources, size_t count) {
   T* to = static_cast<T*>(target);
   const T divisor = static_cast<T>(num_sources);
   const T* from[4];
@@ -269,14 +270,12 @@ void reduce_plain(void* target, const void* const* sources, size_t num_sources, 
 
 // Averages and sums of complex numbers are those of their parts.
 template <class T, class Combine, bool kAverage>
-void reduce_pairs(void* target, const void* const* sources, size_t num_sources, size_t count,
-                  const double* factors) {
-  reduce_plain<T, Combine, kAverage>(target, sources, num_sources, 2 * count, factors);
+void reduce_pairs(void* target, const void* const* sources, size_t num_sources, size_t count) {
+  reduce_plain<T, Combine, kAverage>(target, sources, num_sources, 2 * count);
 }
 
 template <class T>
-void multiply_complex(void* target, const void* const* sources, size_t num_sources, size_t count,
-                      const double*) {
+void multiply_complex(void* target, const void* const* sources, size_t num_sources, size_t count) {
   Complex<T>* to = static_cast<Complex<T>*>(target);
   for (size_t i = 0; i < count; ++i) {
     Complex<T> total = static_cast<const Complex<T>*>(sources[0])[i];
@@ -286,31 +285,6 @@ void multiply_complex(void* target, const void* const* sources, size_t num_sourc
     }
     to[i] = total;
   }
-}
-
-template <class T>
-void sum_scaled(void* target, const void* const* sources, size_t num_sources, size_t count,
-                const double* factors) {
-  T* to = static_cast<T*>(target);
-  T total[kBlock];
-  for (size_t at = 0; at < count; at += kBlock) {
-    const size_t n = count - at < kBlock ? count - at : kBlock;
-    for (size_t j = 0; j < num_sources; ++j) {
-      const T* from = static_cast<const T*>(sources[j]) + at;
-      const T factor = static_cast<T>(factors[j]);
-      for (size_t i = 0; i < n; ++i) {
-        const T scaled = from[i] * factor;
-        total[i] = j == 0 ? scaled : total[i] + scaled;
-      }
-    }
-    memcpy(to + at, total, n * sizeof(T));
-  }
-}
-
-template <class T>
-void sum_scaled_pairs(void* target, const void* const* sources, size_t num_sources, size_t count,
-                      const double* factors) {
-  sum_scaled<T>(target, sources, num_sources, 2 * count, factors);
 }
 
 // Two sources of 16-bit floats need no room in between: 3 times faster than by blocks. Each returns
@@ -408,31 +382,22 @@ size_t reduce_two(Float16* to, const Float16* a, const Float16* b, size_t count)
 }
 
 // 16-bit floats: in float32, rounded once.
-template <class T, class Combine, bool kAverage, bool kScaled>
-void reduce_widened(void* target, const void* const* sources, size_t num_sources, size_t count,
-                    const double* factors) {
+template <class T, class Combine, bool kAverage>
+void reduce_widened(void* target, const void* const* sources, size_t num_sources, size_t count) {
   T* to = static_cast<T*>(target);
   alignas(64) float total[kBlock];
   alignas(64) float next[kBlock];
   const float divisor = static_cast<float>(num_sources);
   size_t done = 0;
-  if (num_sources == 2 && !kScaled) {
+  if (num_sources == 2) {
     done = reduce_two<Combine, kAverage>(to, static_cast<const T*>(sources[0]),
                                          static_cast<const T*>(sources[1]), count);
   }
   for (size_t at = done; at < count; at += kBlock) {
     const size_t n = count - at < kBlock ? count - at : kBlock;
     widen(total, static_cast<const T*>(sources[0]) + at, n);
-    if (kScaled) {
-      const float factor = static_cast<float>(factors[0]);
-      for (size_t i = 0; i < n; ++i) total[i] *= factor;
-    }
     for (size_t j = 1; j < num_sources; ++j) {
       widen(next, static_cast<const T*>(sources[j]) + at, n);
-      if (kScaled) {
-        const float factor = static_cast<float>(factors[j]);
-        for (size_t i = 0; i < n; ++i) next[i] *= factor;
-      }
       for (size_t i = 0; i < n; ++i) total[i] = Combine::apply(total[i], next[i]);
     }
     if (kAverage) {
@@ -442,10 +407,18 @@ void reduce_widened(void* target, const void* const* sources, size_t num_sources
   }
 }
 
+template <class T, class Combine, bool kAverage>
+void reduce(void* target, const void* const* sources, size_t num_sources, size_t count) {
+  if constexpr (std::is_class_v<T>) {
+    reduce_widened<T, Combine, kAverage>(target, sources, num_sources, count);
+  } else {
+    reduce_plain<T, Combine, kAverage>(target, sources, num_sources, count);
+  }
+}
+
 // bool: any byte but 0 is true, and results are 0 or 1.
 template <class Combine>
-void reduce_bool(void* target, const void* const* sources, size_t num_sources, size_t count,
-                 const double*) {
+void reduce_bool(void* target, const void* const* sources, size_t num_sources, size_t count) {
   uint8_t* to = static_cast<uint8_t*>(target);
   uint8_t total[kBlock];
   for (size_t at = 0; at < count; at += kBlock) {
@@ -501,87 +474,63 @@ void stream(void* target, const void* source, size_t num_bytes) {
 #endif
 }
 
-// ---- the table
+// ---- the table: what each kind of dtypes, as `codes.h` lists them, puts into its row
 
-ReduceLoop (*row(Kernels& k, Dtype dtype))[kNumOps] {
-  return &k.reduce[static_cast<size_t>(dtype)];
-}
+using Row = ReduceLoop[kNumOps];
 
-void put(Kernels& k, Dtype dtype, Op op, ReduceLoop loop) {
-  (*row(k, dtype))[static_cast<size_t>(op)] = loop;
-}
+void put(Row& row, Op op, ReduceLoop loop) { row[static_cast<size_t>(op)] = loop; }
 
 template <class T>
-void put_float(Kernels& k, Dtype dtype) {
-  put(k, dtype, Op::sum, reduce_plain<T, Sum, false>);
-  put(k, dtype, Op::avg, reduce_plain<T, Sum, true>);
-  put(k, dtype, Op::product, reduce_plain<T, Product, false>);
-  put(k, dtype, Op::min, reduce_plain<T, Min, false>);
-  put(k, dtype, Op::max, reduce_plain<T, Max, false>);
-  put(k, dtype, Op::premul_sum, sum_scaled<T>);
-}
-
-template <class T>
-void put_widened(Kernels& k, Dtype dtype) {
-  put(k, dtype, Op::sum, reduce_widened<T, Sum, false, false>);
-  put(k, dtype, Op::avg, reduce_widened<T, Sum, true, false>);
-  put(k, dtype, Op::product, reduce_widened<T, Product, false, false>);
-  put(k, dtype, Op::min, reduce_widened<T, Min, false, false>);
-  put(k, dtype, Op::max, reduce_widened<T, Max, false, false>);
-  put(k, dtype, Op::premul_sum, reduce_widened<T, Sum, false, true>);
+void put_float(Row& row) {
+  put(row, Op::sum, reduce<T, Sum, false>);
+  put(row, Op::avg, reduce<T, Sum, true>);
+  put(row, Op::product, reduce<T, Product, false>);
+  put(row, Op::min, reduce<T, Min, false>);
+  put(row, Op::max, reduce<T, Max, false>);
 }
 
 // `T` orders, and `U`, its unsigned twin, wraps around without undefined behaviour.
-template <class T, class U>
-void put_whole(Kernels& k, Dtype dtype) {
-  put(k, dtype, Op::sum, reduce_plain<U, Sum, false>);
-  put(k, dtype, Op::product, reduce_plain<U, Product, false>);
-  put(k, dtype, Op::min, reduce_plain<T, Min, false>);
-  put(k, dtype, Op::max, reduce_plain<T, Max, false>);
-  put(k, dtype, Op::band, reduce_plain<U, And, false>);
-  put(k, dtype, Op::bor, reduce_plain<U, Or, false>);
-  put(k, dtype, Op::bxor, reduce_plain<U, Xor, false>);
+template <class T>
+void put_whole(Row& row) {
+  using U = std::make_unsigned_t<T>;
+  put(row, Op::sum, reduce_plain<U, Sum, false>);
+  put(row, Op::product, reduce_plain<U, Product, false>);
+  put(row, Op::min, reduce_plain<T, Min, false>);
+  put(row, Op::max, reduce_plain<T, Max, false>);
+  put(row, Op::band, reduce_plain<U, And, false>);
+  put(row, Op::bor, reduce_plain<U, Or, false>);
+  put(row, Op::bxor, reduce_plain<U, Xor, false>);
 }
 
 template <class T>
-void put_complex(Kernels& k, Dtype dtype) {
-  put(k, dtype, Op::sum, reduce_pairs<T, Sum, false>);
-  put(k, dtype, Op::avg, reduce_pairs<T, Sum, true>);
-  put(k, dtype, Op::product, multiply_complex<T>);
-  put(k, dtype, Op::premul_sum, sum_scaled_pairs<T>);
+void put_complex(Row& row) {
+  put(row, Op::sum, reduce_pairs<T, Sum, false>);
+  put(row, Op::avg, reduce_pairs<T, Sum, true>);
+  put(row, Op::product, multiply_complex<T>);
 }
 
-Kernels make(const char* name) {
-  Kernels k;
-  memset(&k, 0, sizeof k);
-  k.name = name;
-  k.stream = stream;
-  put_float<double>(k, Dtype::float64);
-  put_float<float>(k, Dtype::float32);
-  put_widened<Float16>(k, Dtype::float16);
-  put_widened<BFloat16>(k, Dtype::bfloat16);
-  put_whole<int8_t, uint8_t>(k, Dtype::int8);
-  put_whole<int16_t, uint16_t>(k, Dtype::int16);
-  put_whole<int32_t, uint32_t>(k, Dtype::int32);
-  put_whole<int64_t, uint64_t>(k, Dtype::int64);
-  put_whole<uint8_t, uint8_t>(k, Dtype::uint8);
-  put_whole<uint16_t, uint16_t>(k, Dtype::uint16);
-  put_whole<uint32_t, uint32_t>(k, Dtype::uint32);
-  put_whole<uint64_t, uint64_t>(k, Dtype::uint64);
-  put_complex<float>(k, Dtype::complex64);
-  put_complex<double>(k, Dtype::complex128);
-  // Over bool a sum is "any", a product "all".
+// Over bool a sum is "any", a product "all".
+void put_bool(Row& row) {
   const Op any[] = {Op::sum, Op::max, Op::bor};
   const Op all[] = {Op::product, Op::min, Op::band};
-  for (Op op : any) put(k, Dtype::boolean, op, reduce_bool<Or>);
-  for (Op op : all) put(k, Dtype::boolean, op, reduce_bool<And>);
-  put(k, Dtype::boolean, Op::bxor, reduce_bool<Xor>);
-  return k;
+  for (Op op : any) put(row, op, reduce_bool<Or>);
+  for (Op op : all) put(row, op, reduce_bool<And>);
+  put(row, Op::bxor, reduce_bool<Xor>);
 }
+
+void put_nothing(Row&) {}
 
 }  // namespace
 
-Kernels make_kernels() { return make(MESHDIST_LEVEL_NAME); }
+Kernels make_kernels() {
+  Kernels k;
+  memset(&k, 0, sizeof k);
+  k.stream = stream;
+#define MESHDIST_PUT(name, bytes, put_loops) put_loops(k.reduce[static_cast<size_t>(Dtype::k##name)]);
+  MESHDIST_DTYPES(MESHDIST_PUT)
+#undef MESHDIST_PUT
+  return k;
+}
 
 }  // namespace MESHDIST_LEVEL
 }  // namespace meshdist

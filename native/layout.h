@@ -21,7 +21,7 @@ constexpr std::size_t kPage = 4096;
 constexpr unsigned kDepth = 4;
 constexpr std::size_t kInlineBytes = 32;
 constexpr std::uint64_t kMagic = 0x6d6573686469'7374;
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
@@ -75,8 +75,8 @@ struct alignas(kCacheLine) Line {
 };
 static_assert(sizeof(Line) == kCacheLine, "one line");
 
-// Where the threads of a member sleep. Whoever changes something that a sleeper may wait for looks
-// here, and rings if it is the one awaited.
+// Where the threads of a member sleep. A member that changes what a sleeper may wait for looks here,
+// and rings if the sleeper waits for it.
 struct alignas(kCacheLine) Seat {
   std::atomic<std::uint32_t> doorbell;
   std::atomic<std::uint32_t> sleepers;
@@ -85,14 +85,10 @@ struct alignas(kCacheLine) Seat {
 constexpr std::int32_t kAnyone = -1;
 enum SeatUse { kForRounds = 0, kForTransfers = 1, kNumSeats = 2 };
 
-// The last call of a member, for messages; in atomics, since others read it at any time.
+// What the others know of a member's life.
 struct alignas(kCacheLine) Report {
-  std::atomic<std::uint64_t> begun;  // sequence number of the last call begun, from 1
-  std::atomic<std::uint64_t> ended;
-  std::atomic<std::uint64_t> words[3];  // its Header
-  std::atomic<std::uint32_t> is_open;   // 1 from attaching to closing
   std::atomic<std::uint32_t> was_closed;
-  std::atomic<std::uint32_t> is_ending;  // its process comes to its end in good order
+  std::atomic<std::uint32_t> is_ending;  // its process exits normally
   std::atomic<std::int32_t> pid;
 };
 
@@ -107,7 +103,6 @@ struct Member {
   Seat seats[kNumSeats];
   Report report;
   Proof proof;
-  alignas(kCacheLine) double factors[kDepth];       // PREMUL_SUM's, per round
   alignas(kCacheLine) std::atomic<std::uint64_t> token;  // of the latency probe
 };
 
@@ -116,16 +111,14 @@ struct alignas(kCacheLine) Ending {
   std::atomic<std::uint32_t> is_over;
   std::atomic<std::uint32_t> claimed;
   std::int32_t cause;    // a Status
-  std::int32_t by;       // who ended it
-  std::int32_t culprit;  // who died, or -1
-  std::uint64_t sequence;
+  std::int32_t culprit;  // the member that died, or -1
 };
 
 struct Geometry {
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t size;
-  std::uint64_t is_crowded;  // whether ranks outnumber cores: all members must think the same
+  std::uint64_t is_crowded;  // whether ranks outnumber cores: all members must agree
   std::uint64_t slot_bytes;
   std::uint64_t ring_bytes;
   std::uint64_t members_at;
@@ -144,7 +137,7 @@ struct Control {
 // A one-way stream of packets between two members: bytes written and bytes read since the opening.
 struct Channel {
   alignas(kCacheLine) std::atomic<std::uint64_t> written;
-  // Offers that the writer took back: what they tell to lie in its memory may be anything now.
+  // Offers that the writer took back: the memory that they name may hold anything now.
   std::atomic<std::uint32_t> revocations;
   alignas(kCacheLine) std::atomic<std::uint64_t> read;
 };

@@ -5,7 +5,7 @@
 namespace meshdist {
 namespace {
 
-constexpr std::uint64_t kWritten = 0, kRead = 1, kFirst = 2;  // as in `MessageLog`
+constexpr std::uint64_t kWritten = 0, kRead = 1, kFirst = 2;  // words, in this order
 
 std::uint64_t seal(std::uint64_t entry, std::uint64_t name) {
   return (((entry + 1) * 0x9e3779b97f4a7c15u ^ name) * 0xd6e8feb86659fd93u) >> 32;
@@ -36,7 +36,7 @@ std::uint64_t MessageLog::note(std::uint64_t kind, std::uint64_t header) {
     differs = ahead.front().header != header && !has_gaps_ && loose_.count(kind >> 1) == 0;
     ahead.pop_front();
   }
-  tell_publisher();
+  wake_publisher();
   return differs && is_true(call_with(is_current_)) ? number : 0;
 }
 
@@ -63,12 +63,12 @@ void MessageLog::note_any(std::uint64_t tag) {
   find_theirs();
   if (!loose_.insert(tag).second) return;
   write({tag << 1 | 1, 0, 0});
-  tell_publisher();
+  wake_publisher();
 }
 
 bool MessageLog::publish() {
-  const bool is_heard = backlog_.empty() || is_true(call_with(is_alive_));
-  if (!is_heard) backlog_.clear();  // nobody will read it
+  const bool is_read = backlog_.empty() || is_true(call_with(is_alive_));
+  if (!is_read) backlog_.clear();
   drain();
   return backlog_.empty();
 }
@@ -79,7 +79,7 @@ void MessageLog::find_theirs() {
   if (!found.is_none() && !theirs_.are_known()) theirs_ = Words(std::move(found));
 }
 
-// Who cannot be read may not read either.
+// A member whose words are not known here may not read this one's either.
 bool MessageLog::has_room() const {
   return num_mine_ < num_entries_ || !theirs_.are_known() ||
          num_mine_ < theirs_.get(kRead) + num_entries_;
@@ -137,11 +137,11 @@ void MessageLog::take(std::uint64_t kind, std::uint64_t number, std::uint64_t he
     return;
   }
   Lane& lane = lanes_[kind];
-  if ((kind & 1) == 0) lane.latest = number;  // which tells of all before it under its tag
+  if ((kind & 1) == 0) lane.latest = number;  // which implies all before it under its tag
   if (number > lanes_[kind ^ 1].count) lane.ahead.push_back({number, header});
 }
 
-void MessageLog::tell_publisher() const {
+void MessageLog::wake_publisher() const {
   if (!backlog_.empty()) call_with(publish_later_);
 }
 

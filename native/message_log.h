@@ -1,5 +1,12 @@
-// The messages between this member and one other, as both note them: see `MessageLog` in
-// `meshdist.runtime.message_log`, which this does faster.
+// The messages between this member and one other, as both note them in words that both can read.
+//
+// First come two words: how many entries were written, and how many of the other's were read. An entry
+// is two words: direction, tag and number; and the fingerprint under a seal that shows whether both
+// are of this entry. The number counts the messages of one direction and tag, so that the n-th send
+// meets the n-th receive; it is 0 for a receive whose sender is never known, after which messages of
+// that tag cannot be matched. What the other has not read is not overwritten: further entries wait
+// in this process. Those are not compared with what the other has started by the time that they are
+// written.
 //
 // Python is asked before anything changes, or after all has, so that no other thread comes between.
 #pragma once
@@ -14,7 +21,10 @@ namespace meshdist {
 
 class MessageLog {
  public:
-  // As the one in Python; `num_entries` of one member can be ahead of the other.
+  // `mine` are this member's words for the other. `find_theirs` finds the other's words for this
+  // member, or None as long as they are not there. `is_current`: whether they are still this group's;
+  // `is_alive`: whether the other may read or write more. `publish_later` lets a thread `publish` now
+  // and then until nothing waits. `num_entries` of one member can be ahead of the other.
   MessageLog(nb::object mine, nb::object find_theirs, nb::object is_current, nb::object is_alive,
              nb::object publish_later, std::uint64_t num_entries);
 
@@ -22,7 +32,7 @@ class MessageLog {
   // else 0.
   std::uint64_t note(std::uint64_t kind, std::uint64_t header);
 
-  // Whether `note` needs nobody but the two members for this tag.
+  // Whether `note` calls no Python for this tag.
   bool is_plain(std::uint64_t tag);
 
   bool has_sent(std::uint64_t tag);
@@ -51,7 +61,7 @@ class MessageLog {
   void put(const Entry& entry);
   void read();
   void take(std::uint64_t kind, std::uint64_t number, std::uint64_t header);
-  void tell_publisher() const;
+  void wake_publisher() const;
 
   const Words mine_;
   Words theirs_;

@@ -3,39 +3,39 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cctype>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 
-#include "mpi_calls.h"
+#include "fast_path.h"
+#include "mpi_runner.h"
 #include "python_communicator.h"
-#include "shm_calls.h"
+#include "shm_runner.h"
 
 using namespace nanobind::literals;
 
 namespace meshdist {
 namespace {
 
-// The short ways that every wire with any has; see `PlainCalls` in `meshdist.wires.base`.
-template <class Calls>
-void bind_plain_calls(nb::class_<Calls> to) {
-  to.def("all_reduce", &Calls::all_reduce, nb::arg().none())
-      .def("reduce", &Calls::reduce, nb::arg().none(), nb::arg().none(), nb::arg())
-      .def("broadcast", &Calls::broadcast, nb::arg().none(), nb::arg())
-      .def("all_gather", &Calls::all_gather, nb::arg(), nb::arg().none(), nb::arg().none())
-      .def("reduce_scatter", &Calls::reduce_scatter, nb::arg(), nb::arg().none(), nb::arg().none(),
-           nb::arg().none())
-      .def("gather", &Calls::gather, nb::arg().none(), nb::arg().none(), nb::arg())
-      .def("scatter", &Calls::scatter, nb::arg().none(), nb::arg().none(), nb::arg())
-      .def("all_to_all", &Calls::all_to_all, nb::arg().none(), nb::arg().none())
-      .def("all_gather_list", &Calls::all_gather_list, nb::arg().none(), nb::arg().none())
-      .def("all_to_all_list", &Calls::all_to_all_list, nb::arg().none(), nb::arg().none())
-      .def("barrier", &Calls::barrier)
-      .def("send", &Calls::send, nb::arg().none(), nb::arg(), nb::arg().none())
-      .def("recv", &Calls::recv, nb::arg().none(), nb::arg().none(), nb::arg().none());
+// A constructor that fills in the members of a struct, in their order.
+template <class Struct, class... Members>
+auto filled_in() {
+  return [](Struct* self, Members... members) { new (self) Struct{std::move(members)...}; };
+}
+
+// A method of the fast path as Python has it: None where the call is done, else False.
+template <class... Args>
+auto done(bool (FastPath::*method)(Args...)) {
+  return [method](FastPath& self, Args... args) -> nb::object {
+    if ((self.*method)(args...)) return nb::none();
+    return nb::bool_(false);
+  };
 }
 
 // `result` becomes the sum of both, numbers of a dtype. Called by MPI, which passes its own datatype.
@@ -50,9 +50,8 @@ void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
     throw nb::python_error();
   }
   const void* const sources[] = {to.buf, from.buf};
-  const double factors[] = {1.0, 1.0};
-  const std::size_t count = std::min(from.len, to.len) / dtype_facts(static_cast<Dtype>(dtype)).bytes;
-  add(to.buf, sources, 2, count, factors);
+  const std::size_t count = std::min(from.len, to.len) / kDtypeBytes[dtype];
+  add(to.buf, sources, 2, count);
   PyBuffer_Release(&to);
   PyBuffer_Release(&from);
 }
@@ -71,11 +70,35 @@ void bind_verb(nb::class_<PyCommunicator>& to, const char* name, const char* asy
   });
 }
 
-template <class Code>
-nb::dict codes_of(std::size_t count, Code name) {
+// Sends or receives in their two forms: the first waits and returns a status.
+template <bool kIsSend>
+void bind_transfers(nb::class_<PyCommunicator>& to, const char* name, const char* async_name) {
+  to.def(name, [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
+                  std::int64_t tag, double timeout, std::uint64_t note) {
+    return self.run_transfer(kIsSend, data, count, dtype, peer, tag, note, timeout);
+  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "timeout"_a, "note"_a = 0);
+  to.def(async_name, [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
+                        std::int64_t tag, std::uint64_t note) {
+    return self.start_transfer(kIsSend, data, count, dtype, peer, tag, note);
+  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
+}
+
+// The codes of names, as Python writes them.
+template <std::size_t kCount>
+nb::dict codes_of(const char* const (&names)[kCount], int (*letter)(int)) {
   nb::dict codes;
-  for (std::size_t i = 0; i < count; ++i) codes[name(i)] = i;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    std::string name = names[i];
+    std::transform(name.begin(), name.end(), name.begin(), letter);
+    codes[name.c_str()] = i;
+  }
   return codes;
+}
+
+nb::object flags(const std::vector<bool>& of) {
+  nb::list found;
+  for (bool one : of) found.append(one);
+  return found;
 }
 
 }  // namespace
@@ -87,16 +110,9 @@ NB_MODULE(native, m) {
   m.doc() = "Collectives between the processes of one host, through shared memory.";
 
   nb::exception<std::system_error>(m, "SystemError_", PyExc_OSError);
-  m.attr("DTYPES") =
-      codes_of(kNumDtypes, [](std::size_t i) { return dtype_facts(static_cast<Dtype>(i)).name; });
-  m.attr("OPS") = codes_of(kNumOps, [](std::size_t i) { return op_name(i); });
-  nb::dict statuses;
-  const char* const names[] = {"OK",       "TIMEOUT",     "ABORTED", "DIED",
-                               "MISMATCH", "UNSUPPORTED", "CLOSED",  "CANCELLED",
-                               "INTERRUPTED", "PENDING"};
-  for (std::size_t i = 0; i < std::size(names); ++i) statuses[names[i]] = i;
-  m.attr("STATUSES") = statuses;
-  m.attr("VECTORS") = kernels().name;
+  m.attr("DTYPES") = codes_of(kDtypeNames, [](int letter) { return letter; });
+  m.attr("OPS") = codes_of(kOpNames, std::toupper);
+  m.attr("STATUSES") = codes_of(kStatusNames, std::toupper);
 
   m.def("can_reduce", [](unsigned dtype, unsigned op) {
     return dtype < kNumDtypes && op < kNumOps && kernels().reduce[dtype][op] != nullptr;
@@ -114,10 +130,18 @@ NB_MODULE(native, m) {
       .def(nb::init<int>(), "fd"_a)
       .def_prop_ro("address", &PyMemory::address)
       .def("array", &PyMemory::array, nb::rv_policy::reference);
+  nb::class_<Failure>(m, "Failure")
+      .def_prop_ro("status", [](const Failure& self) { return static_cast<int>(self.status); })
+      .def_ro("culprit", &Failure::culprit)
+      .def_ro("text", &Failure::text)
+      .def_prop_ro("was_closed", [](const Failure& self) { return flags(self.was_closed); })
+      .def_prop_ro("has_exited", [](const Failure& self) { return flags(self.has_exited); })
+      .def_ro("source", &Failure::source)
+      .def_ro("other_note", &Failure::other_note);
   nb::class_<PyTicket>(m, "Ticket")
       .def("wait", &PyTicket::wait)
       .def("is_done", &PyTicket::is_done)
-      .def("failure", &PyTicket::failure);
+      .def("failure", &PyTicket::failure, nb::rv_policy::copy);
   nb::class_<PyTransfer>(m, "Transfer")
       .def("wait", &PyTransfer::wait)
       .def("is_done", &PyTransfer::is_done)
@@ -141,30 +165,13 @@ NB_MODULE(native, m) {
   bind_verb(c, "all_gather", "all_gather_async", &PyCommunicator::all_gather);
   bind_verb(c, "all_gather_v", "all_gather_v_async", &PyCommunicator::all_gather_v);
   bind_verb(c, "gather", "gather_async", &PyCommunicator::gather);
-  bind_verb(c, "gather_v", "gather_v_async", &PyCommunicator::gather_v);
   bind_verb(c, "scatter", "scatter_async", &PyCommunicator::scatter);
-  bind_verb(c, "scatter_v", "scatter_v_async", &PyCommunicator::scatter_v);
   bind_verb(c, "reduce_scatter", "reduce_scatter_async", &PyCommunicator::reduce_scatter);
   bind_verb(c, "reduce_scatter_v", "reduce_scatter_v_async", &PyCommunicator::reduce_scatter_v);
   bind_verb(c, "all_to_all", "all_to_all_async", &PyCommunicator::all_to_all);
-  bind_verb(c, "all_to_all_v", "all_to_all_v_async", &PyCommunicator::all_to_all_v);
   bind_verb(c, "barrier", "barrier_async", &PyCommunicator::barrier);
-  c.def("send", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                   std::int64_t tag, double timeout, std::uint64_t note) {
-    return self.run_transfer(true, data, count, dtype, peer, tag, note, timeout);
-  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "timeout"_a, "note"_a = 0);
-  c.def("recv", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                   std::int64_t tag, double timeout, std::uint64_t note) {
-    return self.run_transfer(false, data, count, dtype, peer, tag, note, timeout);
-  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "timeout"_a, "note"_a = 0);
-  c.def("send_async", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                         std::int64_t tag, std::uint64_t note) {
-    return self.start_transfer(true, data, count, dtype, peer, tag, note);
-  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
-  c.def("recv_async", [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                         std::int64_t tag, std::uint64_t note) {
-    return self.start_transfer(false, data, count, dtype, peer, tag, note);
-  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
+  bind_transfers<true>(c, "send", "send_async");
+  bind_transfers<false>(c, "recv", "recv_async");
   nb::class_<MessageLog>(m, "MessageLog")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, std::uint64_t>())
       .def_prop_ro("num_waiting", &MessageLog::num_waiting)
@@ -173,21 +180,68 @@ NB_MODULE(native, m) {
       .def("sees_sends", &MessageLog::sees_sends)
       .def("note_any", &MessageLog::note_any)
       .def("publish", &MessageLog::publish);
+  nb::class_<Words>(m, "Words").def(nb::init<nb::object>(), "memory"_a);
+  nb::class_<Notes>(m, "Notes")
+      .def(nb::init<nb::object, nb::list, nb::dict, nb::object, nb::object, nb::object, nb::object>(),
+           "counts"_a, "notes"_a, "num_messages"_a, "moments"_a, "is_between"_a, "no_stack"_a,
+           "group"_a);
+  nb::class_<Headers>(m, "Headers")
+      .def("__init__",
+           filled_in<Headers, nb::object, Words, nb::list, nb::list, nb::dict, std::uint64_t,
+                     std::uint64_t, std::uint64_t>(),
+           "table"_a, "words"_a, "missing"_a, "views"_a, "logs"_a, "window"_a, "check_every"_a,
+           "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
-      .def(nb::init<nb::dict>(), "facts"_a)
+      .def(nb::init<const Notes&, const Headers*, nb::list, nb::dict, nb::object, nb::object,
+                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::object>(),
+           "notes"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
+           "ranks"_a, "member"_a, "fingerprints"_a, "message_fingerprints"_a, "disagree"_a)
       .def("enter", &Entry::enter_one, nb::arg(), nb::arg().none(), nb::arg().none(),
            nb::arg().none(), nb::arg().none());
-  bind_plain_calls(nb::class_<MpiCalls>(m, "MpiCalls").def(nb::init<nb::dict>(), "facts"_a));
-  bind_plain_calls(nb::class_<ShmCalls>(m, "ShmCalls")
-                       .def(nb::init<nb::object, nb::dict, double>(), "communicator"_a, "facts"_a,
-                            "timeout"_a));
-  c.def_prop_ro("streams_into_slots", [](const PyCommunicator& self) {
-    return self.end->streams_much.load();
-  });
+  nb::class_<Runner>(m, "Runner");
+  nb::class_<ShmRunner, Runner>(m, "ShmRunner")
+      .def(nb::init<PyCommunicator&, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
+           "communicator"_a, "fail"_a, "largest_tag"_a, "timeout"_a);
+  m.attr("MPI_FUNCTIONS") = MpiFunctions::names();
+  nb::class_<MpiFunctions>(m, "MpiFunctions")
+      .def(nb::new_(&MpiFunctions::of), "addresses"_a, "comm"_a, "byte"_a, "in_place"_a,
+           "handle_bytes"_a, "status_bytes"_a);
+  nb::class_<ArrivalWords>(m, "ArrivalWords")
+      .def("__init__",
+           filled_in<ArrivalWords, Words, std::vector<Words>, std::uint64_t, std::uint64_t,
+                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>(),
+           "mine"_a, "others"_a, "window"_a, "check_every"_a, "waits"_a, "left"_a, "even"_a,
+           "number_shift"_a);
+  nb::class_<MpiRunner, Runner>(m, "MpiRunner")
+      .def(nb::init<const MpiFunctions&, const ArrivalWords&, nb::object, nb::object, nb::object,
+                    nb::object, nb::object, nb::object, nb::object, std::uint64_t, std::int64_t,
+                    std::uint64_t, double>(),
+           nb::keep_alive<1, 2>(), "functions"_a, "words"_a, "arrivals"_a, "timeout"_a, "link"_a,
+           "finish_collective"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a,
+           "largest_tag"_a, "most_bytes"_a, "spin_s"_a);
+  // See `FastPath` in `meshdist.wires.communicator`.
+  const auto any = nb::arg().none();
+  nb::class_<FastPath>(m, "FastPath")
+      .def(nb::init<Entry&, Runner&, nb::list>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           "entry"_a, "runner"_a, "reductions"_a)
+      .def("all_reduce", done(&FastPath::all_reduce), any)
+      .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
+      .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
+      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any)
+      .def("all_gather_single", done(&FastPath::all_gather_single), any, any)
+      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any)
+      .def("reduce_scatter_single", done(&FastPath::reduce_scatter_single), any, any, any)
+      .def("all_gather", done(&FastPath::all_gather), any, any)
+      .def("gather", done(&FastPath::gather), any, any, nb::arg())
+      .def("scatter", done(&FastPath::scatter), any, any, nb::arg())
+      .def("all_to_all", done(&FastPath::all_to_all), any, any)
+      .def("all_to_all_single", done(&FastPath::all_to_all_single), any, any)
+      .def("barrier", done(&FastPath::barrier))
+      .def("send", done(&FastPath::send), any, nb::arg(), any)
+      .def("recv", &FastPath::recv, any, any, any);
   c.def_ro("last_source", &PyCommunicator::last_source);
-  c.def("last_failure", &PyCommunicator::last_failure);
+  c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);
-  c.def("members", &PyCommunicator::members);
   c.def("add_memory", [](PyCommunicator& self, PyMemory& memory) {
     nb::gil_scoped_release release;
     memory.progress = self.progress;

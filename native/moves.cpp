@@ -21,7 +21,6 @@ Status Collectives::broadcast(Job& job) {
     if (is_root || bytes == 0) return;
     copy_out(job.out + i * chunk, area(root, round, is_inline), std::min(chunk, bytes - i * chunk));
   };
-  loop_ = nullptr;
   const bool reads = is_fetched(bytes) && bytes <= tuning.fetch_broadcast_most_bytes;
   return exchange(job, num_chunks(bytes, chunk), {job.out, bytes, job.root(), reads}, write, read,
                   [&] { return is_root || fetch(job.out, root, 0, bytes); });
@@ -31,7 +30,6 @@ Status Collectives::all_gather(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
   const bool varies = job.verb() == Verb::all_gather_v;
-  loop_ = nullptr;
   if (varies) {
     const Status status = agree_on_sizes(job);
     if (status != Status::ok) return status;
@@ -80,128 +78,85 @@ Status Collectives::all_gather(Job& job) {
 }
 
 Status Collectives::gather(Job& job) {
-  const unsigned n = end_.size;
   const unsigned me = end_.rank;
-  const auto root = static_cast<unsigned>(job.root());
-  const bool varies = job.verb() == Verb::gather_v;
-  loop_ = nullptr;
-  if (varies) {
-    const Status status = agree_on_sizes(job);
-    if (status != Status::ok) return status;
-  }
-  const auto bytes_of = [&](unsigned j) {
-    return (varies ? given_[j * n + root] : job.count()) * item_;
-  };
-  const Bytes own = varies ? job.ins[0].data : job.in;
-  std::size_t longest = 0, total = 0;
-  for (unsigned j = 0; j < n; ++j) {
-    longest = std::max(longest, bytes_of(j));
-    total += bytes_of(j);
-  }
-  const bool is_inline = !varies && longest <= kInlineBytes;
-  const std::size_t chunk = lay_out(1, longest);
-  streams_out_ = total > tuning.stream_out_bytes;
+  const bool is_root = job.root() == static_cast<int>(me);
+  const std::size_t bytes = job.count() * item_;
+  const bool is_inline = bytes <= kInlineBytes;
+  const std::size_t chunk = lay_out(1, bytes);
+  streams_out_ = end_.size * bytes > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * chunk;
-    if (me == root || start >= bytes_of(me)) return;
-    copy_in(area(me, round, is_inline), own + start, std::min(chunk, bytes_of(me) - start));
+    if (is_root || start >= bytes) return;
+    copy_in(area(me, round, is_inline), job.in + start, std::min(chunk, bytes - start));
   };
   const auto read = [&](std::uint64_t i, std::uint64_t round) {
-    if (me != root) return;
     const std::size_t start = i * chunk;
-    for (unsigned j = 0; j < n; ++j) {
-      if (start >= bytes_of(j)) continue;
-      const std::size_t bytes = std::min(chunk, bytes_of(j) - start);
+    if (!is_root || start >= bytes) return;
+    const std::size_t here = std::min(chunk, bytes - start);
+    for (unsigned j = 0; j < end_.size; ++j) {
       const Bytes to = job.outs[j].data;
       if (j != me) {
-        copy_out(to + start, area(j, round, is_inline), bytes);
-      } else if (to != own) {
-        copy_out(to + start, own + start, bytes);
+        copy_out(to + start, area(j, round, is_inline), here);
+      } else if (to != job.in) {
+        copy_out(to + start, job.in + start, here);
       }
     }
   };
-  const std::uint64_t rounds = num_chunks(longest, chunk);
-  return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {own, longest}, write, read, [&] {
-                    bool is_done = true;
-                    for (unsigned j = 0; j < n && me == root; ++j) {
-                      is_done &= fetch(job.outs[j].data, j, 0, longest);
-                    }
-                    return is_done;
-                  });
+  const auto direct = [&] {
+    bool is_done = true;
+    for (unsigned j = 0; j < end_.size && is_root; ++j) {
+      is_done &= fetch(job.outs[j].data, j, 0, bytes);
+    }
+    return is_done;
+  };
+  return exchange(job, num_chunks(bytes, chunk), {job.in, bytes}, write, read, direct);
 }
 
 Status Collectives::scatter(Job& job) {
-  const unsigned n = end_.size;
   const unsigned me = end_.rank;
   const auto root = static_cast<unsigned>(job.root());
-  const bool varies = job.verb() == Verb::scatter_v;
-  loop_ = nullptr;
-  if (varies) {
-    const Status status = agree_on_sizes(job);
-    if (status != Status::ok) return status;
-  }
-  const auto bytes_of = [&](unsigned j) {
-    return (varies ? given_[root * n + j] : job.count()) * item_;
-  };
-  const Bytes target = varies ? job.outs[0].data : job.out;
-  std::size_t longest = 0;
-  for (unsigned j = 0; j < n; ++j) longest = std::max(longest, bytes_of(j));
-  const std::size_t piece = lay_out(n - 1, longest);
-  streams_out_ = bytes_of(me) > tuning.stream_out_bytes;
+  const std::size_t bytes = job.count() * item_;
+  const std::size_t piece = lay_out(end_.size - 1, bytes);
+  streams_out_ = bytes > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
-    if (me != root) return;
     const std::size_t start = i * piece;
-    for (unsigned j = 0; j < n; ++j) {
-      if (j == me || start >= bytes_of(j)) continue;
+    if (me != root || start >= bytes) return;
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (j == me) continue;
       copy_in(slot(me, round) + place(me, j) * piece, job.ins[j].data + start,
-              std::min(piece, bytes_of(j) - start));
+              std::min(piece, bytes - start));
     }
   };
   const auto read = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * piece;
-    if (start >= bytes_of(me)) return;
-    const std::size_t bytes = std::min(piece, bytes_of(me) - start);
+    if (start >= bytes) return;
+    const std::size_t here = std::min(piece, bytes - start);
     if (me != root) {
-      copy_out(target + start, slot(root, round) + place(root, me) * piece, bytes);
-    } else if (target != job.ins[me].data) {
-      copy_out(target + start, job.ins[me].data + start, bytes);
+      copy_out(job.out + start, slot(root, round) + place(root, me) * piece, here);
+    } else if (job.out != job.ins[me].data) {
+      copy_out(job.out + start, job.ins[me].data + start, here);
     }
   };
-  const std::uint64_t rounds = num_chunks(longest, piece);
-  return varies ? exchange_agreed(job, longest == 0 ? 0 : rounds, write, read)
-                : exchange(job, rounds, {}, write, read, [] { return true; });
+  return exchange(job, num_chunks(bytes, piece), {}, write, read, [] { return true; });
 }
 
 Status Collectives::all_to_all(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
-  const bool varies = job.verb() == Verb::all_to_all_v;
-  loop_ = nullptr;
-  if (varies) {
-    const Status status = agree_on_sizes(job);
-    if (status != Status::ok) return status;
-  }
-  const std::size_t equal = job.count() * item_;
-  const auto bytes_to = [&](unsigned j) { return varies ? given_[me * n + j] * item_ : equal; };
-  const auto bytes_from = [&](unsigned j) { return varies ? given_[j * n + me] * item_ : equal; };
-  const auto source = [&](unsigned j) { return varies ? job.ins[j].data : job.in + j * equal; };
-  const auto target = [&](unsigned j) { return varies ? job.outs[j].data : job.out + j * equal; };
-  std::size_t longest = equal, total = equal * n;
-  if (varies) {
-    longest = *std::max_element(given_.begin(), given_.end()) * item_;
-    total = 0;
-    for (unsigned j = 0; j < n; ++j) total += bytes_from(j);
-  }
-  const bool is_inline = !varies && (n - 1) * equal <= kInlineBytes;
+  const Status status = agree_on_sizes(job);
+  if (status != Status::ok) return status;
+  const auto bytes_to = [&](unsigned j) { return given_[me * n + j] * item_; };
+  const auto bytes_from = [&](unsigned j) { return given_[j * n + me] * item_; };
+  const std::size_t longest = *std::max_element(given_.begin(), given_.end()) * item_;
+  std::size_t total = 0;
+  for (unsigned j = 0; j < n; ++j) total += bytes_from(j);
   const std::size_t piece = lay_out(n - 1, longest);
-  const std::size_t stride = is_inline ? equal : piece;
   streams_out_ = total > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * piece;
     for (unsigned j = 0; j < n; ++j) {
       if (j == me || start >= bytes_to(j)) continue;
-      copy_in(area(me, round, is_inline) + place(me, j) * stride, source(j) + start,
+      copy_in(slot(me, round) + place(me, j) * piece, job.ins[j].data + start,
               std::min(piece, bytes_to(j) - start));
     }
   };
@@ -210,24 +165,20 @@ Status Collectives::all_to_all(Job& job) {
     for (unsigned j = 0; j < n; ++j) {
       if (start >= bytes_from(j)) continue;
       const std::size_t bytes = std::min(piece, bytes_from(j) - start);
+      const Bytes to = job.outs[j].data + start;
       if (j != me) {
-        copy_out(target(j) + start, area(j, round, is_inline) + place(j, me) * stride, bytes);
-      } else if (target(me) != source(me)) {
-        copy_out(target(me) + start, source(me) + start, bytes);
+        copy_out(to, slot(j, round) + place(j, me) * piece, bytes);
+      } else if (to != job.ins[me].data + start) {
+        copy_out(to, job.ins[me].data + start, bytes);
       }
     }
   };
   const auto direct = [&] {
     bool is_done = true;
-    for (unsigned j = 0; j < n; ++j) {
-      is_done &= fetch(target(j), j, varies ? 0 : me * equal, bytes_from(j));
-    }
+    for (unsigned j = 0; j < n; ++j) is_done &= fetch(job.outs[j].data, j, 0, bytes_from(j));
     return is_done;
   };
-  const std::uint64_t rounds = num_chunks(longest, piece);
-  if (varies) return exchange_parts(job, rounds, longest, write, read, direct);
-  const Input input{job.in, n * equal, kEveryone, is_fetched(equal)};
-  return exchange(job, rounds, input, write, read, direct);
+  return exchange_parts(job, num_chunks(longest, piece), longest, write, read, direct);
 }
 
 }  // namespace meshdist

@@ -1,6 +1,6 @@
 #include "mpi_functions.h"
 
-#include <array>
+#include <cctype>
 #include <cstring>
 #include <stdexcept>
 #include <type_traits>
@@ -8,37 +8,52 @@
 namespace meshdist {
 namespace {
 
+#define MESHDIST_INDEX(name) k##name,
+#define MESHDIST_TEXT_OF(name) #name,
+
+enum Function : std::size_t {
+  MESHDIST_MPI_COLLECTIVES(MESHDIST_INDEX) kNumCollectives,
+  // After the blocking collectives come those that only start them, in the same order.
+  kFirstMessage = 2 * kNumCollectives - 1,
+  MESHDIST_MPI_MESSAGES(MESHDIST_INDEX) kNumFunctions
+};
+constexpr const char* kCollectives[] = {MESHDIST_MPI_COLLECTIVES(MESHDIST_TEXT_OF)};
+constexpr const char* kMessages[] = {MESHDIST_MPI_MESSAGES(MESHDIST_TEXT_OF)};
+
+void* memory(Address address) { return reinterpret_cast<void*>(address); }
+void* first(const Addresses& addresses) {
+  return addresses.empty() ? nullptr : memory(addresses.front());
+}
+
 template <class Handle>
 class Functions final : public MpiFunctions {
  public:
-  explicit Functions(nb::handle facts)
-      : MpiFunctions(reinterpret_cast<const void*>(number(facts["in_place"]))),
-        blocking_(table(facts["blocking"])),
-        starting_(table(facts["starting"])),
-        send_(function<Start>(facts, "isend")),
-        recv_(function<Start>(facts, "irecv")),
-        test_(function<Test>(facts, "test")),
-        count_(function<Count>(facts, "get_count")),
-        size_(number(facts["size"])),
-        comm_(handle_of(number(facts["comm"]))),
-        byte_(handle_of(number(facts["byte"]))) {}
+  Functions(Addresses addresses, std::uint64_t comm, std::uint64_t byte, std::uint64_t in_place)
+      : addresses_(std::move(addresses)),
+        comm_(handle_of(comm)),
+        byte_(handle_of(byte)),
+        in_place_(memory(in_place)) {}
 
-  int run(const Collective& call) const override { return go(blocking_, call); }
-  int start(const Collective& call, Flight& flight) const override {
-    return go(starting_, call, static_cast<void*>(flight.request));
+  int run(const Collective& call, const int* cuts, bool is_root) const override {
+    return go(0, call, cuts, is_root);
   }
-  int start(bool is_send, void* memory, int bytes, int member, int tag,
-            Flight& flight) const override {
-    return (is_send ? send_ : recv_)(memory, bytes, byte_, member, tag, comm_, flight.request);
+  int start(const Collective& call, const int* cuts, bool is_root, Flight& flight) const override {
+    return go(kNumCollectives, call, cuts, is_root, static_cast<void*>(flight.request));
+  }
+  int start(const Message& message, Flight& flight) const override {
+    const Plain& plain = message.plain;
+    return call<void*, int, Handle, int, int, Handle, void*>(
+        message.is_send ? kIsend : kIrecv, memory(plain.address), static_cast<int>(plain.bytes()),
+        byte_, message.member, static_cast<int>(message.number), comm_, flight.request);
   }
   int ask(Flight& flight, bool& is_done) const override {
     int found = 0;
-    const int error = test_(flight.request, &found, flight.status);
+    const int error = call<void*, int*, void*>(kTest, flight.request, &found, flight.status);
     is_done = found != 0;
     return error;
   }
   int count(const Flight& flight, int& bytes) const override {
-    return count_(flight.status, byte_, &bytes);
+    return call<const void*, Handle, int*>(kGet_count, flight.status, byte_, &bytes);
   }
   std::uint64_t request_of(const Flight& flight) const override {
     std::uint64_t found = 0;
@@ -47,55 +62,59 @@ class Functions final : public MpiFunctions {
   }
 
  private:
-  using Start = int (*)(void*, int, Handle, int, int, Handle, void*);
-  using Test = int (*)(void*, int*, void*);
-  using Count = int (*)(const void*, Handle, int*);
-  using Table = std::array<std::uint64_t, kNumVerbs>;  // where the functions are, by verb
+  template <class... Given>
+  int call(std::size_t function, Given... given) const {
+    return reinterpret_cast<int (*)(Given...)>(addresses_[function])(given...);
+  }
 
-  // `request` is what a function that only starts a collective takes besides.
+  // `form` leads from the blocking functions to those that only start, which take a `request` more.
   template <class... Request>
-  int go(const Table& functions, const Collective& c, Request... request) const {
-    const std::uint64_t where = functions[static_cast<std::size_t>(c.verb)];
-    const auto call = [&](auto... given) {
-      return reinterpret_cast<int (*)(decltype(given)..., Request...)>(where)(given..., request...);
+  int go(std::size_t form, const Collective& c, const int* cuts, bool is_root,
+         Request... request) const {
+    const auto call = [&](Function function, auto... given) {
+      return this->call(form + function, given..., request...);
     };
-    const Handle type = handle_of(c.type), op = handle_of(c.op);
+    const void* const in = memory(c.in);
+    void* const out = memory(c.out);
+    const Handle type = handle_of(c.way.type), op = handle_of(c.way.op);
+    const int count = static_cast<int>(c.count), bytes = static_cast<int>(c.bytes());
+    const int root = static_cast<int>(c.header.root);
+    const std::size_t size = c.outs.size();
     switch (c.verb) {
       case Verb::all_reduce:
-        return call(c.in, c.out, c.out_count, type, op, comm_);
+        return call(kAllreduce, in_place_, out, count, type, op, comm_);
       case Verb::reduce:
-        return call(c.in, c.out, c.in_count, type, op, c.root, comm_);
+        return call(kReduce, is_root ? in_place_ : in, is_root ? out : nullptr, count, type, op,
+                    root, comm_);
       case Verb::broadcast:
-        return call(c.out, c.out_count, byte_, c.root, comm_);
+        return call(kBcast, out, bytes, byte_, root, comm_);
       case Verb::all_gather:
-      case Verb::all_to_all_even:
-        return call(c.in, c.in_count, byte_, c.out, c.out_count, byte_, comm_);
+        return call(kAllgather, in, bytes, byte_, out, bytes, byte_, comm_);
       case Verb::reduce_scatter:
-        return call(c.in, c.out, c.out_count, type, op, comm_);
+        return call(kReduce_scatter_block, in, out, count, type, op, comm_);
       case Verb::gather:
+        return call(kGather, in, bytes, byte_, first(c.outs), bytes, byte_, root, comm_);
       case Verb::scatter:
-        return call(c.in, c.in_count, byte_, c.out, c.out_count, byte_, c.root, comm_);
-      case Verb::all_gather_list:
-        return call(c.in, c.in_count, byte_, c.out, c.cuts, c.cuts + size_, byte_, comm_);
-      case Verb::all_to_all:
-        return call(c.in, c.cuts, c.cuts + 2 * size_, byte_, c.out, c.cuts, c.cuts + size_, byte_,
-                    comm_);
+        return call(kScatter, static_cast<const void*>(first(c.ins)), bytes, byte_, out, bytes,
+                    byte_, root, comm_);
+      case Verb::all_gather_v:
+        return call(kAllgatherv, in, bytes, byte_, first(c.outs), cuts, cuts + size, byte_, comm_);
+      case Verb::all_to_all: {
+        const void* const given = first(c.ins);
+        void* const taken = first(c.outs);
+        if (cuts == nullptr) {
+          return call(kAlltoall, given, bytes, byte_, taken, bytes, byte_, comm_);
+        }
+        return call(kAlltoallv, given, cuts, cuts + 2 * size, byte_, taken, cuts, cuts + size,
+                    byte_, comm_);
+      }
       case Verb::barrier:
-        return call(comm_);
+        return call(kBarrier, comm_);
+      default:
+        throw std::logic_error("MPI has no such collective");
     }
-    throw std::logic_error("no such verb");
   }
 
-  static Table table(nb::handle addresses) {
-    Table found{};
-    for (std::size_t i = 0; i < kNumVerbs; ++i) found[i] = number(addresses[kNames[i]]);
-    return found;
-  }
-
-  template <class Function>
-  static Function function(nb::handle facts, const char* name) {
-    return reinterpret_cast<Function>(number(facts[name]));
-  }
   static Handle handle_of(std::uint64_t number) {
     if constexpr (std::is_pointer_v<Handle>) {
       return reinterpret_cast<Handle>(number);
@@ -104,22 +123,36 @@ class Functions final : public MpiFunctions {
     }
   }
 
-  const Table blocking_, starting_;
-  const Start send_, recv_;
-  const Test test_;
-  const Count count_;
-  const std::uint64_t size_;
+  const Addresses addresses_;
   const Handle comm_, byte_;
+  const void* const in_place_;
 };
 
 }  // namespace
 
-std::unique_ptr<MpiFunctions> MpiFunctions::of(nb::handle facts) {
-  if (number(facts["status_bytes"]) > sizeof(Flight::status)) {
+std::vector<std::string> MpiFunctions::names() {
+  std::vector<std::string> all;
+  for (const char* name : kCollectives) all.push_back(std::string("MPI_") + name);
+  for (std::string name : kCollectives) {
+    name[0] = static_cast<char>(std::tolower(name[0]));
+    all.push_back("MPI_I" + name);
+  }
+  for (const char* name : kMessages) all.push_back(std::string("MPI_") + name);
+  return all;
+}
+
+std::unique_ptr<MpiFunctions> MpiFunctions::of(const Addresses& addresses, std::uint64_t comm,
+                                               std::uint64_t byte, std::uint64_t in_place,
+                                               std::size_t handle_bytes,
+                                               std::size_t status_bytes) {
+  if (addresses.size() != kNumFunctions) throw std::invalid_argument("an address per function");
+  if (status_bytes > sizeof(Flight::status)) {
     throw std::invalid_argument("MPI's status is larger than was thought");
   }
-  if (number(facts["handle_bytes"]) == sizeof(int)) return std::make_unique<Functions<int>>(facts);
-  return std::make_unique<Functions<void*>>(facts);
+  if (handle_bytes == sizeof(int)) {
+    return std::make_unique<Functions<int>>(addresses, comm, byte, in_place);
+  }
+  return std::make_unique<Functions<void*>>(addresses, comm, byte, in_place);
 }
 
 }  // namespace meshdist

@@ -4,46 +4,23 @@
 // pointers, and the size of a status. mpi4py knows both.
 #pragma once
 
-#include <iterator>
 #include <memory>
+#include <string>
+#include <vector>
 
-#include "objects.h"
+#include "runner.h"
 
 namespace meshdist {
 
+#define MESHDIST_MPI_COLLECTIVES(X)                                                       \
+  X(Allreduce) X(Reduce) X(Bcast) X(Allgather) X(Allgatherv) X(Reduce_scatter_block)      \
+  X(Gather) X(Scatter) X(Alltoallv) X(Alltoall) X(Barrier)
+#define MESHDIST_MPI_MESSAGES(X) X(Isend) X(Irecv) X(Test) X(Get_count)
+
 class MpiFunctions {
  public:
-  enum class Verb {
-    all_reduce,
-    reduce,
-    broadcast,
-    all_gather,
-    all_gather_list,
-    reduce_scatter,
-    gather,
-    scatter,
-    all_to_all,
-    all_to_all_even,
-    barrier
-  };
-  static constexpr const char* kNames[] = {
-      "all_reduce", "reduce",     "broadcast",       "all_gather", "all_gather_list", "reduce_scatter",
-      "gather",     "scatter",    "all_to_all",      "all_to_all_even", "barrier"};
-  static constexpr std::size_t kNumVerbs = static_cast<std::size_t>(Verb::barrier) + 1;
-  static_assert(std::size(kNames) == kNumVerbs);
-
-  // A collective. Counts are of elements where it reduces, else of bytes, and for one member where
-  // one side has a part for each. `all_gather_list` and `all_to_all` have them in `cuts`, too: the
-  // count of each member's part, then where it starts in `out`, then in `in`.
-  struct Collective {
-    Verb verb;
-    const void* in = nullptr;
-    void* out = nullptr;
-    int in_count = 0, out_count = 0;
-    std::uint64_t type = 0, op = 0;  // handles
-    int root = 0;
-    const int* cuts = nullptr;  // to stay until it is done
-  };
+  // The functions' names: the blocking collectives, those that only start them, and the others.
+  static std::vector<std::string> names();
 
   // An operation under way.
   struct Flight {
@@ -51,29 +28,26 @@ class MpiFunctions {
     alignas(8) unsigned char request[8];
   };
 
-  // Of the group and functions that `facts` has: see `meshdist.wires.mpi`.
-  static std::unique_ptr<MpiFunctions> of(nb::handle facts);
+  // The functions lie at `addresses`, in the order of their names; `comm`, `byte` and `in_place` are
+  // MPI's handles for the group, for bytes and for the memory of a call that leaves its result where
+  // its input is.
+  static std::unique_ptr<MpiFunctions> of(const Addresses& addresses, std::uint64_t comm,
+                                          std::uint64_t byte, std::uint64_t in_place,
+                                          std::size_t handle_bytes, std::size_t status_bytes);
   virtual ~MpiFunctions() = default;
 
-  // Each returns MPI's error code, 0 for none. They are called without Python's lock.
-  virtual int run(const Collective& call) const = 0;
-  virtual int start(const Collective& call, Flight& flight) const = 0;
-  virtual int start(bool is_send, void* memory, int bytes, int member, int tag,
-                    Flight& flight) const = 0;
+  // Each returns MPI's error code, 0 for none. They are called without the GIL.
+  //
+  // `cuts`, of a call whose parts lie anywhere: the bytes of each member's part, then where it starts
+  // in `outs`, then in `ins`. They and the buffers stay until it is done.
+  virtual int run(const Collective& call, const int* cuts, bool is_root) const = 0;
+  virtual int start(const Collective& call, const int* cuts, bool is_root, Flight& flight) const = 0;
+  virtual int start(const Message& message, Flight& flight) const = 0;
   virtual int ask(Flight& flight, bool& is_done) const = 0;
   virtual int count(const Flight& flight, int& bytes) const = 0;
 
   // The request, as mpi4py takes it.
   virtual std::uint64_t request_of(const Flight& flight) const = 0;
-
-  // What stands for the memory of a call that leaves its result where its input is.
-  const void* in_place() const { return in_place_; }
-
- protected:
-  explicit MpiFunctions(const void* in_place) : in_place_(in_place) {}
-
- private:
-  const void* const in_place_;
 };
 
 }  // namespace meshdist

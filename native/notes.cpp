@@ -5,13 +5,8 @@ namespace {
 
 constexpr std::uint64_t kSequence = 0, kMoment = 1, kNumNotes = 2;  // as in `Recorder`
 
-struct Names {
-  Name back{"f_back"}, instruction{"f_lasti"}, file{"co_filename"};
-};
-
-const Names& names() {
-  static const Names all;
-  return all;
+namespace names {
+const Name back{"f_back"}, instruction{"f_lasti"}, file{"co_filename"};
 }
 
 nb::object code_of(nb::handle frame) {
@@ -21,25 +16,26 @@ nb::object code_of(nb::handle frame) {
 
 }  // namespace
 
-Notes::Notes(const nb::dict& facts)
-    : counts_(facts["counts"]),
-      notes_(facts["notes"]),
-      num_messages_(facts["num_messages"]),
-      moments_(facts["moments"]),
-      between_files_(facts["between_files"]),
-      group_(facts["group"]),
-      no_stack_(facts["no_stack"]),
+Notes::Notes(nb::object counts, nb::list notes, nb::dict num_messages, nb::object moments,
+             nb::object is_between, nb::object no_stack, nb::object group)
+    : counts_(std::move(counts)),
+      notes_(std::move(notes)),
+      num_messages_(std::move(num_messages)),
+      moments_(std::move(moments)),
+      is_between_(std::move(is_between)),
+      no_stack_(std::move(no_stack)),
+      group_(std::move(group)),
       get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
       depth_(whole(1)),
       num_kept_(PyList_Size(notes_.ptr())) {}
 
 std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
 
-std::uint64_t Notes::keep_collective(nb::handle verb, const nb::object& data,
-                                     const nb::object& more) {
+std::uint64_t Notes::keep_collective(nb::handle verb, const nb::object& data, nb::handle op,
+                                     nb::handle root, nb::handle sizes) {
   const std::uint64_t number = sequence() + 1;
   counts_.put(kSequence, number);
-  keep(verb, data, more);
+  keep(verb, data, op, root, sizes, nb::none());
   return number;
 }
 
@@ -49,25 +45,27 @@ std::uint64_t Notes::keep_message(nb::handle verb, const nb::object& data, nb::h
   if (PyDict_SetItem(num_messages_.ptr(), kind.ptr(), number.ptr()) != 0) throw nb::python_error();
   const nb::handle is_send = PyTuple_GetItem(kind.ptr(), 0), peer = PyTuple_GetItem(kind.ptr(), 1),
                    tag = PyTuple_GetItem(kind.ptr(), 2);
-  return keep(verb, data, tuple_of(is_send, peer, tag, number));
+  const nb::object message = tuple_of(is_send, peer, tag, number);
+  return keep(verb, data, nb::none(), nb::none(), nb::tuple(), message);
 }
 
-std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, const nb::object& more) {
-  const Names& n = names();
+std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, nb::handle op, nb::handle root,
+                          nb::handle sizes, nb::handle message) {
   nb::object frame = first_frame(), code = code_of(frame);
   while (!code.is(last_code_)) {  // programs repeat their calls
-    if (!is_true(checked(PyObject_GetItem(between_files_.ptr(), get(code, n.file).ptr())))) {
+    if (!is_true(checked(PyObject_GetItem(is_between_.ptr(), get(code, names::file).ptr())))) {
       last_code_ = code;
       break;
     }
-    nb::object back = get(frame, n.back);
+    nb::object back = get(frame, names::back);
     if (back.is_none()) break;
     frame = std::move(back);  // out to the program
     code = code_of(frame);
   }
-  const nb::object told = whole(static_cast<std::int64_t>(sequence()));
+  const nb::object sequence_number = whole(sequence());
   const nb::object note =
-      tuple_of(told, group_, verb, data, more, code, get(frame, n.instruction), no_stack_);
+      tuple_of(sequence_number, group_, verb, data, op, root, sizes, message, code,
+               get(frame, names::instruction), no_stack_);
   const std::uint64_t before = counts_.get(kNumNotes);
   const Py_ssize_t place = static_cast<Py_ssize_t>(before % num_kept_);
   if (PyList_SetItem(notes_.ptr(), place, note.inc_ref().ptr()) != 0) throw nb::python_error();
@@ -76,11 +74,11 @@ std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, const nb::obj
   return before + 1;
 }
 
-// The caller of what is surely this package's. Frames cost nothing while nobody asks for them.
+// The first frame that may be the program's: those within `depth_` are surely this package's.
 nb::object Notes::first_frame() const {
   try {
     return call_with(get_frame_, depth_);
-  } catch (nb::python_error& error) {  // there are not so many: no program calls, but Python itself
+  } catch (nb::python_error& error) {  // there are fewer: Python itself calls, no program
     if (!error.matches(PyExc_ValueError)) throw;
     return nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   }

@@ -1,4 +1,5 @@
-// What a recorder keeps of the calls of one member, as `Recorder` in Python does, in its own lists.
+// Notes of the calls of one member, as `Recorder` in Python makes them, in its own lists: tuples of
+// the fields of `Call` in `checking/calls.py`.
 #pragma once
 
 #include "words.h"
@@ -7,24 +8,31 @@ namespace meshdist {
 
 class Notes {
  public:
-  // `facts` has what `Recorder.insides` tells, and the group's name.
-  explicit Notes(const nb::dict& facts);
+  // `counts`, `notes`, `num_messages`: a recorder's own. `moments` counts the notes of all recorders,
+  // `is_between` has for each file whether it lies between the program and the verbs, and `no_stack`
+  // stands for the stack, in notes of `group`.
+  Notes(nb::object counts, nb::list notes, nb::dict num_messages, nb::object moments,
+        nb::object is_between, nb::object no_stack, nb::object group);
 
   // Of the last collective.
   std::uint64_t sequence() const;
 
   // Keep a collective; returns its number in the members' common sequence.
-  std::uint64_t keep_collective(nb::handle verb, const nb::object& data, const nb::object& more);
+  std::uint64_t keep_collective(nb::handle verb, const nb::object& data, nb::handle op,
+                                nb::handle root, nb::handle sizes);
 
   // Keep a send or receive of a kind, (is_send, peer, tag); returns the number of the note.
   std::uint64_t keep_message(nb::handle verb, const nb::object& data, nb::handle kind);
 
  private:
-  std::uint64_t keep(nb::handle verb, const nb::object& data, const nb::object& more);
+  std::uint64_t keep(nb::handle verb, const nb::object& data, nb::handle op, nb::handle root,
+                     nb::handle sizes, nb::handle message);
   nb::object first_frame() const;
 
   const Words counts_;
-  const nb::object notes_, num_messages_, moments_, between_files_, group_, no_stack_;
+  const nb::list notes_;
+  const nb::dict num_messages_;
+  const nb::object moments_, is_between_, no_stack_, group_;
   const nb::object get_frame_, depth_;
   nb::object last_code_;  // the program's that called last
   const Py_ssize_t num_kept_;

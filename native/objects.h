@@ -19,7 +19,7 @@ inline nb::object checked(PyObject* made) {
   return nb::steal(made);
 }
 
-// The name of an attribute, made once; it lives as long as the process.
+// The name of an attribute or verb, made when the module is loaded; it lives as long as the process.
 struct Name {
   explicit Name(const char* text) : object(PyUnicode_InternFromString(text)) {}
   PyObject* const object;
@@ -58,7 +58,10 @@ inline nb::object tuple_from(nb::handle sequence) {
 
 inline bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
 
-inline nb::object whole(std::int64_t value) { return checked(PyLong_FromLongLong(value)); }
+template <class Number>
+nb::object whole(Number value) {
+  return checked(PyLong_FromLongLong(static_cast<long long>(value)));
+}
 
 inline std::uint64_t number(nb::handle value) {
   const std::uint64_t found = PyLong_AsUnsignedLongLong(value.ptr());

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "codes.h"
+
 namespace meshdist {
 namespace {
 
@@ -35,13 +37,8 @@ bool is_contiguous(const DlTensor& x) {
   return true;
 }
 
-struct Names {
-  Name requires_grad{"requires_grad"}, is_neg{"is_neg"}, shape{"shape"}, dtype{"dtype"};
-};
-
-const Names& names() {
-  static const Names all;
-  return all;
+namespace names {
+const Name requires_grad{"requires_grad"}, is_neg{"is_neg"}, shape{"shape"}, dtype{"dtype"};
 }
 
 }  // namespace
@@ -77,14 +74,25 @@ bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size
   return one.count != 0 || (one.num_dims == 1 && other.num_dims == 1);  // else rows may differ
 }
 
-PlainReader::PlainReader(const nb::dict& facts)
-    : tensor_type_(facts["tensor_type"]), codes_(facts["codes"]) {
-  capsule_ = nb::getattr(tensor_type_, "__dlpack_c_exchange_api__", nb::none());
-  if (capsule_.is_none()) return;
+PlainReader::PlainReader() : tensor_type_(nb::module_::import_("torch").attr("Tensor")) {
+  const nb::object torch = nb::module_::import_("torch");
+  for (std::size_t code = 0; code < kNumDtypes; ++code) {
+    const nb::object dtype = nb::getattr(torch, kDtypeNames[code], nb::none());  // none in an older one
+    const bool is_plain = !dtype.is_none() && !nb::cast<bool>(dtype.attr("is_complex"));
+    if (is_plain) codes_[dtype] = code;  // complex tensors may hold conjugates
+  }
+  const nb::object capsule = nb::getattr(tensor_type_, "__dlpack_c_exchange_api__", nb::none());
+  if (capsule.is_none()) return;
   const auto* const exchange =
-      static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule_.ptr(), "dlpack_exchange_api"));
+      static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (exchange == nullptr) throw nb::python_error();
   if (exchange->major == 1) look_ = exchange->tensor_from_object;
+}
+
+bool PlainReader::find_code(nb::handle dtype, unsigned& code) const {
+  PyObject* const found = PyDict_GetItem(codes_.ptr(), dtype.ptr());
+  if (found != nullptr) code = static_cast<unsigned>(PyLong_AsLong(found));
+  return found != nullptr;
 }
 
 bool PlainReader::read(nb::handle x, Plain& plain) {
@@ -96,9 +104,8 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
     PyErr_Clear();
     return false;
   }
-  const Names& n = names();
-  if (tensor.device_type != kCpu || !is_contiguous(tensor) || is_true(get(x, n.requires_grad)) ||
-      is_true(call(x, n.is_neg))) {
+  if (tensor.device_type != kCpu || !is_contiguous(tensor) || is_true(get(x, names::requires_grad)) ||
+      is_true(call(x, names::is_neg))) {
     return false;
   }
   plain.count = 1;
@@ -131,12 +138,10 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
 
 PlainReader::Kind PlainReader::kind_of(nb::handle x) const {
   Kind kind;
-  nb::object dtype = get(x, names().dtype);
-  PyObject* const code = PyDict_GetItem(codes_.ptr(), dtype.ptr());
-  if (code == nullptr) return kind;
-  kind.data = tuple_of(get(x, names().shape), dtype);
+  nb::object dtype = get(x, names::dtype);
+  if (!find_code(dtype, kind.code)) return kind;
+  kind.data = tuple_of(get(x, names::shape), dtype);
   kind.dtype = std::move(dtype);
-  kind.code = static_cast<unsigned>(PyLong_AsLong(code));
   return kind;
 }
 

@@ -1,5 +1,5 @@
-// Tensors whose own memory travels, looked at by way of DLPack's exchange between libraries: one
-// call that tells memory, shape and dtype, and makes no object of Python's.
+// Tensors whose own memory travels, read by way of DLPack's exchange between libraries: one call
+// that gives memory, shape and dtype, and makes no Python object.
 #pragma once
 
 #include "objects.h"
@@ -13,7 +13,7 @@ struct Plain {
   nb::object data, dtype;  // data: shape and dtype, as notes keep them
   std::uintptr_t address = 0;
   std::uint64_t count = 0, item = 0;
-  unsigned code = 0;  // what `codes` has for the dtype
+  unsigned code = 0;  // the core's, of the dtype
   const std::int64_t* dims = nullptr;  // the tensor's own
   int num_dims = 0;
 
@@ -35,12 +35,14 @@ bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size
 
 class PlainReader {
  public:
-  // `facts` has the type of plain tensors, and `codes`, a number for each of their dtypes.
-  explicit PlainReader(const nb::dict& facts);
+  PlainReader();
 
   // Whether `x` is a plain tensor: dense, contiguous, of the CPU, without a gradient of its own;
   // fills `plain`.
   bool read(nb::handle x, Plain& plain);
+
+  // Whether plain tensors may have a dtype; `code` is the core's.
+  bool find_code(nb::handle dtype, unsigned& code) const;
 
  private:
   static constexpr int kMostDims = 5;  // of shapes that are kept
@@ -62,8 +64,8 @@ class PlainReader {
 
   Kind kind_of(nb::handle x) const;
 
-  const nb::object tensor_type_, codes_;
-  nb::object capsule_;
+  const nb::object tensor_type_;
+  nb::dict codes_;
   int (*look_)(void*, void*) = nullptr;  // null where torch does not offer it
   std::unordered_map<Key, Kind, Hash> kinds_;  // programs repeat their shapes
 };

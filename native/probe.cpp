@@ -17,7 +17,7 @@ constexpr std::size_t kWorthwhileBytes = 4 * 1024;
 constexpr Nanoseconds kMeasureInterval = 1'000'000'000;
 constexpr Nanoseconds kNewInterval = 100'000'000;
 constexpr double kForgetting = 1.1;
-// Ranks that share cores cannot tell one state from the other but by these measurements.
+// Ranks that share cores know of a change by these measurements alone.
 constexpr double kCrowdedForgetting = 1.5;
 constexpr int kLaps = 16;
 constexpr Nanoseconds kLapPatience = 20'000;  // then a member is not running now
@@ -75,7 +75,7 @@ double Probe::hop_ns() {
     for (unsigned spins = 1; (seen = theirs.load(std::memory_order_acquire)) < lap_; ++spins) {
       if (spins % 256 == 0 && now_ns() - start > kLapPatience) break;
     }
-    if (seen != lap_) lap_ = last;  // it, or one before it, is not running: give up, and let go
+    if (seen != lap_) lap_ = last;  // it, or one before it, is not running: give up
     if (end_.rank == 0 && seen == lap_) best = std::min(best, now_ns() - start);
     if (end_.rank != 0 || lap_ == last) mine.store(lap_, std::memory_order_release);
   }

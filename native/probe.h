@@ -26,10 +26,10 @@ class Probe {
  public:
   Probe(const Endpoint& endpoint, Rounds& rounds);
 
-  // Before each call: probe, if the first member asked for it with the last one (or there was none).
+  // Before each call: probe, if the first member requested it with the last one (or there was none).
   Status before(const Call& call);
 
-  // The first member's: ask for a probe with this call, of `bytes` bytes, if the last is old.
+  // On the first member: request a probe with this call, of `bytes` bytes, if the last is old.
   void consider(std::size_t bytes);
 
   // After the members agreed on a call: what the first member found.

@@ -74,7 +74,7 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
   while (!look(brief, done, never)) {
     const Nanoseconds left = left_until(deadline);
     if (left <= 0) {
-      end_->end(Status::timeout, -1, ticket->job.call.header.sequence);
+      end_->end(Status::timeout);
       is_late = true;
       deadline = kForever;  // the thread gives up within a moment; then the memory is free
       continue;

@@ -39,7 +39,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Let collectives read buffers in `memory` where they lie; all members add it, in the same order.
   void add_memory(std::shared_ptr<const Memory> memory);
 
-  // Let go of memory that no member uses any more, unless a collective runs: the next one does it.
+  // Unmap memory that no member uses any more; while a collective runs the next one does it.
   void sweep();
 
   Collectives& collectives() { return collectives_; }

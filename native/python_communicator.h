@@ -33,36 +33,6 @@ inline int outcome(Status status) {
   return static_cast<int>(status);
 }
 
-inline nb::dict describe(const Failure& failure) {
-  nb::list members;
-  for (const Failure::Seen& seen : failure.members) {
-    nb::dict one;
-    const bool is_known = seen.header.dtype < kNumDtypes;
-    one["verb"] = verb_name(seen.header.verb);
-    one["dtype"] = is_known ? dtype_facts(static_cast<Dtype>(seen.header.dtype)).name : "unknown";
-    one["op"] = op_name(seen.header.op);
-    one["root"] = seen.header.root;
-    one["count"] = seen.header.count;
-    one["sequence"] = seen.header.sequence;
-    one["begun"] = seen.begun;
-    one["ended"] = seen.ended;
-    one["is_open"] = seen.is_open;
-    one["was_closed"] = seen.was_closed;
-    one["has_exited"] = seen.has_exited;
-    one["pid"] = seen.pid;
-    members.append(one);
-  }
-  nb::dict all;
-  all["status"] = static_cast<int>(failure.status);
-  all["cause"] = failure.cause;
-  all["by"] = failure.by;
-  all["culprit"] = failure.culprit;
-  all["sequence"] = failure.sequence;
-  all["text"] = failure.text;
-  all["members"] = members;
-  return all;
-}
-
 struct PyTicket {
   std::shared_ptr<Progress> progress;
   TicketPtr ticket;
@@ -76,9 +46,9 @@ struct PyTicket {
     return outcome(status);
   }
   bool is_done() const { return ticket->is_done.load(std::memory_order_acquire) != 0; }
-  nb::dict failure() const {
+  const Failure& failure() const {
     if (!is_done()) throw std::runtime_error("the collective is still in flight");
-    return describe(ticket->failure);
+    return ticket->failure;
   }
 };
 
@@ -99,18 +69,11 @@ struct PyTransfer {
     nb::gil_scoped_release release;
     return transfers->test(transfer);
   }
-  nb::dict failure() const {
-    nb::dict all = describe(end->failure(transfer->status));
-    all["peer"] = transfer->peer;
-    all["tag"] = transfer->tag;
-    all["source"] = transfer->source;
-    all["other_dtype"] =
-        transfer->other_dtype < kNumDtypes
-            ? dtype_facts(static_cast<Dtype>(transfer->other_dtype)).name
-            : "unknown";
-    all["other_count"] = transfer->other_count;
-    all["other_note"] = transfer->other_note;
-    return all;
+  Failure failure() const {
+    Failure found = end->failure(transfer->status);
+    found.source = transfer->source;
+    found.other_note = transfer->other_note;
+    return found;
   }
 };
 
@@ -143,7 +106,8 @@ class PyCommunicator : public Communicator {
   PyCommunicator(int fd, unsigned rank, Processes processes)
       : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes)) {}
 
-  Job job(Verb verb, Count count, unsigned dtype, unsigned op, int root, double factor) const {
+  Job job(Verb verb, Count count, unsigned dtype, unsigned op = 0, int root = 0, Address out = 0,
+          Address in = 0) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
     if (op >= kNumOps) throw std::invalid_argument("no such operation code");
     if (verb != Verb::all_reduce_list && (root < 0 || root >= static_cast<int>(end->size))) {
@@ -155,7 +119,8 @@ class PyCommunicator : public Communicator {
     job.call.header.op = static_cast<std::uint8_t>(op);
     job.call.header.root = root;
     job.call.header.count = count;
-    job.call.factor = factor;
+    job.out = pointer(out);
+    job.in = pointer(in);
     return job;
   }
 
@@ -193,100 +158,65 @@ class PyCommunicator : public Communicator {
 
   // ---- each verb's job; `run` or `start` follows
 
-  Job all_reduce(Address data, Count count, unsigned dtype, unsigned op, double factor) const {
-    Job it = job(Verb::all_reduce, count, dtype, op, 0, factor);
-    it.out = pointer(data);
-    return it;
+  Job all_reduce(Address data, Count count, unsigned dtype, unsigned op) const {
+    return job(Verb::all_reduce, count, dtype, op, 0, data);
   }
-  Job all_reduce_list(const Addresses& data, const Counts& counts, unsigned dtype, unsigned op,
-                      double factor) const {
+  Job all_reduce_list(const Addresses& data, const Counts& counts, unsigned dtype,
+                      unsigned op) const {
     Count total = 0;
     std::uint32_t digest = 2166136261u;  // FNV-1a over the counts: lists of other cuts differ
     for (Count count : counts) {
       total += count;
       for (int i = 0; i < 8; ++i) digest = (digest ^ (count >> (8 * i) & 0xff)) * 16777619u;
     }
-    Job it = job(Verb::all_reduce_list, total, dtype, op, static_cast<std::int32_t>(digest), factor);
+    Job it = job(Verb::all_reduce_list, total, dtype, op, static_cast<std::int32_t>(digest));
     it.outs = parts(data, counts, false);
     return it;
   }
-  Job reduce(Address data, Count count, unsigned dtype, unsigned op, int root, double factor) const {
-    Job it = job(Verb::reduce, count, dtype, op, root, factor);
-    it.out = pointer(data);
-    return it;
+  Job reduce(Address data, Count count, unsigned dtype, unsigned op, int root) const {
+    return job(Verb::reduce, count, dtype, op, root, data);
   }
   Job broadcast(Address data, Count count, unsigned dtype, int root) const {
-    Job it = job(Verb::broadcast, count, dtype, 0, root, 1.0);
-    it.out = pointer(data);
-    return it;
+    return job(Verb::broadcast, count, dtype, 0, root, data);
   }
   Job all_gather(Address out, Address in, Count count, unsigned dtype) const {
-    Job it = job(Verb::all_gather, count, dtype, 0, 0, 1.0);
-    it.out = pointer(out);
-    it.in = pointer(in);
-    return it;
+    return job(Verb::all_gather, count, dtype, 0, 0, out, in);
   }
   Job all_gather_v(const Addresses& outs, const Counts& out_counts, Address in, Count count,
                    unsigned dtype) const {
-    Job it = job(Verb::all_gather_v, 0, dtype, 0, 0, 1.0);
+    Job it = job(Verb::all_gather_v, 0, dtype);
     it.outs = parts(outs, out_counts, true);
     it.ins = {Part{pointer(in), count}};
     return it;
   }
   Job gather(const Addresses& outs, Address in, Count count, unsigned dtype, int root) const {
-    Job it = job(Verb::gather, count, dtype, 0, root, 1.0);
+    Job it = job(Verb::gather, count, dtype, 0, root, 0, in);
     it.outs = equal_parts(outs, count, is_me(root));
-    it.in = pointer(in);
-    return it;
-  }
-  Job gather_v(const Addresses& outs, const Counts& out_counts, Address in, Count count,
-               unsigned dtype, int root) const {
-    Job it = job(Verb::gather_v, 0, dtype, 0, root, 1.0);
-    if (is_me(root)) it.outs = parts(outs, out_counts, true);
-    it.ins = {Part{pointer(in), count}};
     return it;
   }
   Job scatter(Address out, const Addresses& ins, Count count, unsigned dtype, int root) const {
-    Job it = job(Verb::scatter, count, dtype, 0, root, 1.0);
-    it.out = pointer(out);
+    Job it = job(Verb::scatter, count, dtype, 0, root, out);
     it.ins = equal_parts(ins, count, is_me(root));
     return it;
   }
-  Job scatter_v(Address out, Count count, const Addresses& ins, const Counts& in_counts,
-                unsigned dtype, int root) const {
-    Job it = job(Verb::scatter_v, 0, dtype, 0, root, 1.0);
-    it.outs = {Part{pointer(out), count}};
-    if (is_me(root)) it.ins = parts(ins, in_counts, true);
-    return it;
-  }
-  Job reduce_scatter(Address out, Address in, Count count, unsigned dtype, unsigned op,
-                     double factor) const {
-    Job it = job(Verb::reduce_scatter, count, dtype, op, 0, factor);
-    it.out = pointer(out);
-    it.in = pointer(in);
-    return it;
+  Job reduce_scatter(Address out, Address in, Count count, unsigned dtype, unsigned op) const {
+    return job(Verb::reduce_scatter, count, dtype, op, 0, out, in);
   }
   Job reduce_scatter_v(Address out, Count count, const Addresses& ins, const Counts& in_counts,
-                       unsigned dtype, unsigned op, double factor) const {
-    Job it = job(Verb::reduce_scatter_v, 0, dtype, op, 0, factor);
+                       unsigned dtype, unsigned op) const {
+    Job it = job(Verb::reduce_scatter_v, 0, dtype, op);
     it.outs = {Part{pointer(out), count}};
     it.ins = parts(ins, in_counts, true);
     return it;
   }
-  Job all_to_all(Address out, Address in, Count count, unsigned dtype) const {
-    Job it = job(Verb::all_to_all, count, dtype, 0, 0, 1.0);
-    it.out = pointer(out);
-    it.in = pointer(in);
-    return it;
-  }
-  Job all_to_all_v(const Addresses& outs, const Counts& out_counts, const Addresses& ins,
-                   const Counts& in_counts, unsigned dtype) const {
-    Job it = job(Verb::all_to_all_v, 0, dtype, 0, 0, 1.0);
+  Job all_to_all(const Addresses& outs, const Counts& out_counts, const Addresses& ins,
+                 const Counts& in_counts, unsigned dtype) const {
+    Job it = job(Verb::all_to_all, 0, dtype);
     it.outs = parts(outs, out_counts, true);
     it.ins = parts(ins, in_counts, true);
     return it;
   }
-  Job barrier() const { return job(Verb::barrier, 0, 0, 0, 0, 1.0); }
+  Job barrier() const { return job(Verb::barrier, 0, 0); }
 
   // ---- transfers
 
@@ -301,7 +231,7 @@ class PyCommunicator : public Communicator {
     it->data = pointer(data);
     it->count = count;
     it->dtype = static_cast<std::uint8_t>(dtype);
-    it->bytes = count * dtype_facts(static_cast<Dtype>(dtype)).bytes;
+    it->bytes = count * kDtypeBytes[dtype];
     it->peer = peer;
     it->tag = tag;
     it->note = note;
@@ -330,12 +260,11 @@ class PyCommunicator : public Communicator {
     return outcome(status);
   }
 
-  nb::dict last_failure() const { return describe(last_failure_); }
-  nb::dict last_transfer_failure() const {
+  const Failure& last_failure() const { return last_failure_; }
+  Failure last_transfer_failure() const {
     if (last_transfer_ == nullptr) throw std::runtime_error("no transfer has failed");
     return PyTransfer{end, transfers, last_transfer_}.failure();
   }
-  nb::list members() const { return nb::cast<nb::list>(describe(end->failure(Status::ok))["members"]); }
 
   int last_source = -1;
 

@@ -14,8 +14,8 @@
 
 namespace meshdist {
 
-// Whether `member`'s memory can be read here, and is its own: a stranger who bears the same number
-// in another namespace does not have its proof there.
+// Whether `member`'s memory can be read here, and is its own: another process of the same number,
+// in another namespace, does not have its proof there.
 bool can_read(const Endpoint& end, unsigned member);
 
 // Copy `bytes` bytes at `from` in `member`'s memory; false where they cannot be read.

@@ -44,7 +44,7 @@ Status Collectives::reduce_whole(Job& job) {
   const std::size_t bytes = count * item_;
   const std::uint64_t per_chunk = lay_out(1, bytes, near_chunk(bytes)) / item_;
 
-  const bool gives = job.verb() != Verb::reduce || !takes;  // nobody reads what the root has
+  const bool gives = job.verb() != Verb::reduce || !takes;  // no member reads the root's input
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * per_chunk;
     if (!gives || start >= count) return;
@@ -62,7 +62,7 @@ Status Collectives::reduce_whole(Job& job) {
                     for (unsigned j = 0; j < end_.size; ++j) {
                       sources_[j] = j == end_.rank ? data : area(j, round, is_inline) + at * item_;
                     }
-                    loop_(data, sources_.data(), end_.size, n, factors_.data());
+                    loop_(data, sources_.data(), end_.size, n);
                   });
   };
   return exchange(job, num_chunks(count, per_chunk), reduce_input(job), write, read,
@@ -94,7 +94,7 @@ void Collectives::reduce_shared(const Job& job) {
     const std::uint64_t b = std::min(block, to - at);
     for (unsigned j = 0; j < n; ++j) sources_[j] = theirs_[j] + at * item_;
     Bytes mine = job.out + at * item_;
-    loop_(mine, sources_.data(), n, b, factors_.data());
+    loop_(mine, sources_.data(), n, b);
     for (unsigned j = 0; j < n; ++j) {
       if (j != end_.rank) std::memcpy(theirs_[j] + at * item_, mine, b * item_);
     }
@@ -120,7 +120,6 @@ Status Collectives::reduce_by_halves(Job& job) {
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
-  learn_factors(first);
   find_offers(input, first);
   if (is_all_mapped(first)) {
     reduce_shared(job);
@@ -146,7 +145,7 @@ Collectives::Bytes Collectives::fetch_block(unsigned member, std::size_t offset,
   return fetch(here, member, offset, bytes) ? here : nullptr;
 }
 
-// Reduce this member's half, block by block as it is fetched. `ends` tells how far each has come;
+// Reduce this member's half, block by block as it is fetched. `ends` gets how far each has come;
 // where that is not to the end of its half the status is `unsupported`, on both.
 Status Collectives::reduce_half(const Job& job, Ends& ends) {
   const unsigned other = 1 - end_.rank;
@@ -159,7 +158,7 @@ Status Collectives::reduce_half(const Job& job, Ends& ends) {
     if (sources_[other] == nullptr) break;
     Bytes mine = job.out + at * item_;
     sources_[end_.rank] = mine;
-    loop_(mine, sources_.data(), end_.size, n, factors_.data());
+    loop_(mine, sources_.data(), end_.size, n);
     at += n;
   }
   const std::uint64_t round = rounds_.next();
@@ -175,8 +174,7 @@ Status Collectives::reduce_half(const Job& job, Ends& ends) {
   return rounds_.anyone_hints(round, kHintMissed) ? Status::unsupported : Status::ok;
 }
 
-// Finish by slots: of each member's half it has reduced what lies before its end, and nobody the
-// rest.
+// Finish by slots: each member has reduced what lies before its end in its half, and not the rest.
 Status Collectives::finish_halves(Job& job, const Ends& ends) {
   const std::uint64_t per_chunk = lay_out(1, job.count() * item_) / item_;
   const auto go_through = [&](Range range, auto take) {
@@ -202,7 +200,7 @@ Status Collectives::finish_halves(Job& job, const Ends& ends) {
       for (unsigned i = 0; i < end_.size; ++i) {
         sources_[i] = i == end_.rank ? there : slot(i, round);
       }
-      loop_(there, sources_.data(), end_.size, bytes / item_, factors_.data());
+      loop_(there, sources_.data(), end_.size, bytes / item_);
     };
     Status status = go_through({half.from, ends[j]}, copy);
     if (status != Status::ok) return status;
@@ -266,10 +264,10 @@ Status Collectives::reduce_by_parts(Job& job) {
         }
         Bytes there = result + (at + done) * item_;
         if (takes) {
-          loop_(data + done * item_, sources_.data(), n, b, factors_.data());
+          loop_(data + done * item_, sources_.data(), n, b);
           copy_in(there, data + done * item_, b * item_);
         } else {
-          loop_(there, sources_.data(), n, b, factors_.data());
+          loop_(there, sources_.data(), n, b);
         }
       }
     });
@@ -294,13 +292,12 @@ Status Collectives::reduce_by_parts(Job& job) {
   rounds_.announce(job.call);
   Status status = agree(job, first);
   if (status != Status::ok) return status;
-  learn_factors(first);
   const Sharing sharing = find_offers(input, first);
   if (sharing == Sharing::all) {
     reduce_shared(job);
     return finish_direct(job, true);
   }
-  if (sharing == Sharing::some) {  // those who offered have written nothing: begin anew
+  if (sharing == Sharing::some) {  // members that offered have written nothing: begin anew
     first = rounds_.next();
     write(0, first);
     rounds_.publish();
@@ -331,7 +328,7 @@ Status Collectives::reduce_by_parts(Job& job) {
 // Reduce `count` elements of each of `sources_` into a result.
 void Collectives::reduce_out(Bytes to, std::uint64_t count) {
   if (!streams_out_) {
-    loop_(to, sources_.data(), end_.size, count, factors_.data());
+    loop_(to, sources_.data(), end_.size, count);
     return;
   }
   alignas(kCacheLine) std::uint8_t reduced[kL1BlockBytes];
@@ -339,7 +336,7 @@ void Collectives::reduce_out(Bytes to, std::uint64_t count) {
   while (count > 0) {
     const std::uint64_t here = std::min(block, count);
     const std::size_t bytes = here * item_;
-    loop_(reduced, sources_.data(), end_.size, here, factors_.data());
+    loop_(reduced, sources_.data(), end_.size, here);
     copy_out(to, reduced, bytes);
     for (const void*& source : sources_) source = static_cast<const std::uint8_t*>(source) + bytes;
     to += bytes;
@@ -432,7 +429,7 @@ Status Collectives::reduce_scatter_apart(Job& job) {
           return false;
         }
       }
-      loop_(result + at * item_, sources_.data(), n, count, factors_.data());
+      loop_(result + at * item_, sources_.data(), n, count);
       at += count;
     }
     if (!beside.empty()) std::memcpy(target, result, part);

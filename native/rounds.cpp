@@ -1,7 +1,5 @@
 #include "rounds.h"
 
-#include <sstream>
-
 namespace meshdist {
 
 Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) {
@@ -13,16 +11,16 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) 
     if (end_.is_gone(member) && !ready()) {
       if (end_.is_over()) return end_.over_status();
       culprit_ = static_cast<int>(member);
-      end_.end(Status::died, culprit_, call.header.sequence);
+      end_.end(Status::died, culprit_);
       return Status::died;
     }
     const Nanoseconds left = left_until(call.deadline);
     if (left <= 0) {
-      end_.end(Status::timeout, -1, call.header.sequence);
+      end_.end(Status::timeout);
       return Status::timeout;
     }
     if (call.interruption != nullptr && call.interruption()) {
-      end_.end(Status::interrupted, -1, call.header.sequence);  // half done: nobody can go on
+      end_.end(Status::interrupted);  // half done: no member can go on
       return Status::interrupted;
     }
     doze(end_.me().seats[kForRounds], static_cast<std::int32_t>(member),
@@ -30,17 +28,11 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) 
   }
 }
 
-void Rounds::describe(Status status, std::uint64_t round, const Call& call) {
+void Rounds::describe(Status status, std::uint64_t round) {
   failure = end_.failure(status, status == Status::died ? culprit_ : -1);
-  failure.sequence = call.header.sequence;
-  if (status == Status::mismatch) {
-    // The headers of this very round, not the latest: some members may have gone on.
-    for (unsigned j = 0; j < end_.size; ++j) {
-      failure.members[j].header = line(j, round).header;
-      if (failure.culprit < 0 && line(j, round).header != line(0, round).header) {
-        failure.culprit = static_cast<int>(j);
-      }
-    }
+  if (status != Status::mismatch) return;
+  for (unsigned j = 0; j < end_.size && failure.culprit < 0; ++j) {
+    if (line(j, round).header != line(0, round).header) failure.culprit = static_cast<int>(j);
   }
 }
 

@@ -1,4 +1,4 @@
-// The rounds that all collectives are made of; layout.h tells why four of everything suffice.
+// The rounds that all collectives are made of; layout.h says why four of everything suffice.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,6 @@ struct Call {
   Header header;
   Nanoseconds deadline = kForever;
   Interruption interruption = nullptr;
-  double factor = 1.0;
 };
 
 class Rounds {
@@ -28,12 +27,7 @@ class Rounds {
 
   // Publish a call's first round, with what was written for it.
   void announce(Call& call) {
-    Member& me = end_.me();
     call.header.sequence = ++sequence_;
-    std::uint64_t words[3];
-    __builtin_memcpy(words, &call.header, sizeof words);
-    for (int i = 0; i < 3; ++i) me.report.words[i].store(words[i], std::memory_order_relaxed);
-    me.report.begun.store(sequence_, std::memory_order_release);
     Line& mine = line(end_.rank, next_);
     mine.header = call.header;
     mine.hints = hints_ | call_hints_;
@@ -83,15 +77,11 @@ class Rounds {
     return false;
   }
 
-  void finish(const Call& call) {
-    end_.me().report.ended.store(call.header.sequence, std::memory_order_release);
-  }
-
   // What the last failing call saw.
   Failure failure;
 
   // Make `failure` of a call that ended with `status` in `round`.
-  void describe(Status status, std::uint64_t round, const Call& call);
+  void describe(Status status, std::uint64_t round);
 
   // What this member announces beside its header; the first member's counts.
   std::uint32_t hints_ = 0;

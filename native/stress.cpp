@@ -50,7 +50,7 @@ std::uint8_t* bytes(Numbers& x) { return reinterpret_cast<std::uint8_t*>(x.data(
 Job job(Verb verb, std::uint64_t count, int root) {
   Job it;
   it.call.header.verb = static_cast<std::uint8_t>(verb);
-  it.call.header.dtype = static_cast<std::uint8_t>(Dtype::int32);
+  it.call.header.dtype = static_cast<std::uint8_t>(Dtype::kint32);
   it.call.header.op = static_cast<std::uint8_t>(Op::sum);
   it.call.header.count = count;
   it.call.header.root = root;
@@ -88,7 +88,7 @@ struct Rank {
   std::vector<std::unique_ptr<Communicator>> communicators;
   std::mt19937_64 own;  // each rank draws other numbers from it
 
-  // Sums and spreads where the numbers lie; some members let go of the memory while others use it.
+  // Sums and broadcasts in shared memory; some members drop the memory while others use it.
   void shared(std::uint64_t s, std::uint64_t count, int root, Communicator& c) {
     const unsigned n = c.end->size, me = c.end->rank;
     auto memory = meeting.map(s, n, 4 * n * count);
@@ -147,10 +147,13 @@ struct Rank {
       it.in = bytes(x), it.out = bytes(out);
     } else if (kind == 5) {
       x = made(s, me, n * count), out.resize(n * count);
-      it = job(Verb::all_to_all, count, 0);
-      it.in = bytes(x), it.out = bytes(out);
+      it = job(Verb::all_to_all, 0, 0);
+      for (unsigned j = 0; j < n; ++j) {
+        it.ins.push_back(Part{bytes(x) + 4 * j * count, count});
+        it.outs.push_back(Part{bytes(out) + 4 * j * count, count});
+      }
     } else if (kind == 6) {
-      // Member j gives everybody count + j numbers.
+      // Member j gives every member count + j numbers.
       x = made(s, me, count + me);
       it = job(Verb::all_gather_v, 0, 0);
       it.ins = {Part{bytes(x), count + me}};
@@ -197,7 +200,7 @@ struct Rank {
     check(good, "a result");
   }
 
-  // Everybody sends to everybody, receives first, and waits in an order of its own.
+  // Each member sends to all, receives first, and waits in an order of its own.
   void messages(std::uint64_t s, std::uint64_t count, Communicator& c) {
     const unsigned n = c.end->size, me = c.end->rank;
     std::vector<Numbers> got(n, Numbers(count));
@@ -212,7 +215,7 @@ struct Rank {
         it->data = half == 1 ? bytes(x) : bytes(got[j]);
         it->count = count;
         it->bytes = 4 * count;
-        it->dtype = static_cast<std::uint8_t>(Dtype::int32);
+        it->dtype = static_cast<std::uint8_t>(Dtype::kint32);
         all.push_back(c.transfers->start(std::move(it), true));
       }
     }

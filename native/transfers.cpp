@@ -53,11 +53,11 @@ TransferPtr Transfers::start(TransferPtr transfer, bool in_background) {
   return transfer;
 }
 
-// Let the helper go on with what is under way, when this thread does not look any more.
+// Let the helper advance what is under way, when this thread no longer does.
 void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
   if (!has_helper_) {
     has_helper_ = true;
-    // The thread owns what it works on, so that nobody ever has to wait for its end.
+    // The thread owns what it works on, so that no thread has to wait for its end.
     std::thread([self = shared_from_this()] { self->help(); }).detach();
   }
   lock.unlock();
@@ -87,8 +87,8 @@ Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
     }
     return done();
   };
-  // Before sleeping nobody else may be relied on to look: lock.
-  const auto settled = [&] {
+  // Before it sleeps a thread must look itself, whichever other one holds the lock.
+  const auto has_progress = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool moved = advance();
     return moved || done();
@@ -110,7 +110,7 @@ Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
       give_up(transfer, status);
       break;
     }
-    doze(end_->me().seats[kForTransfers], kAnyone, std::min(left, kSlice), settled, is_over);
+    doze(end_->me().seats[kForTransfers], kAnyone, std::min(left, kSlice), has_progress, is_over);
   }
   std::unique_lock<std::mutex> lock(mutex_);
   --foreground_;
@@ -131,7 +131,7 @@ void Transfers::help() {
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are the program's, not ours
   const auto is_over = [&] { return end_->is_over(); };
-  const auto settled = [&] {
+  const auto has_progress = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
     return advance() || !has_work() || foreground_ > 0;
   };
@@ -155,12 +155,12 @@ void Transfers::help() {
         peers_[j].replies.clear();
       }
     }
-    doze(end_->me().seats[kForTransfers], kAnyone, kSlice, settled, is_over);
+    doze(end_->me().seats[kForTransfers], kAnyone, kSlice, has_progress, is_over);
   }
 }
 
-// Whether nobody is left who could do the other half; or, for a receive from anyone, whether one
-// who might have has died.
+// Whether no member is left that could do the other half; or, for a receive from any member, whether
+// one that could has died.
 bool Transfers::is_hopeless(const Transfer& transfer) const {
   if (transfer.peer == static_cast<int>(end_->rank)) return false;
   if (transfer.peer >= 0) return end_->is_gone(transfer.peer);
@@ -218,7 +218,7 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
     peer.unannounced.erase(
         std::remove(peer.unannounced.begin(), peer.unannounced.end(), transfer),
         peer.unannounced.end());
-    // What the receiver knows of already is taken back at once: this member may not look again.
+    // Taken back now where the receiver knows of it: this member may not look again.
     const auto take_back = [&](auto& sends) {
       for (auto one = sends.begin(); one != sends.end();) {
         if (one->second != transfer) {
@@ -245,8 +245,6 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
 
 bool Transfers::fits(const TransferPtr& receive, unsigned from, const Packet& packet) {
   receive->source = static_cast<int>(from);
-  receive->other_dtype = packet.dtype;
-  receive->other_count = packet.count;
   receive->other_note = packet.note;
   return receive->dtype == packet.dtype && receive->count == packet.count &&
          receive->bytes == packet.bytes;
@@ -283,8 +281,6 @@ void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& 
     }
   } else {
     reply.kind = Kind::refuse;
-    reply.dtype = receive->dtype;
-    reply.count = receive->count;
     reply.note = receive->note;
     complete(receive, Status::mismatch);
   }
@@ -334,15 +330,7 @@ void Transfers::post(const TransferPtr& receive) {
   Early early = std::move(*found);
   best->early.erase(found);
   if (early.own != nullptr) {
-    const Status status = fits(receive, from, early.packet) ? Status::ok : Status::mismatch;
-    if (status == Status::ok && receive->bytes != 0) {
-      std::memcpy(receive->data, early.own->data, receive->bytes);
-    }
-    early.own->other_dtype = receive->dtype;
-    early.own->other_count = receive->count;
-    early.own->other_note = receive->note;
-    complete(early.own, status);
-    complete(receive, status);
+    pass_to_self(early.own, receive, early.packet);
   } else if (early.packet.kind == Kind::offer) {
     accept(receive, from, early.packet);
   } else if (early.packet.kind == Kind::cancel) {
@@ -355,24 +343,31 @@ void Transfers::post(const TransferPtr& receive) {
   }
 }
 
-void Transfers::send_to_self(const TransferPtr& send) {
+Transfers::Packet Transfers::packet_of(const Transfer& send) const {
   Packet packet{};
-  packet.tag = send->tag;
-  packet.bytes = send->bytes;
-  packet.count = send->count;
-  packet.dtype = send->dtype;
-  packet.note = send->note;
+  packet.tag = send.tag;
+  packet.id = next_id_;
+  packet.bytes = send.bytes;
+  packet.count = send.count;
+  packet.dtype = send.dtype;
+  packet.note = send.note;
+  return packet;
+}
+
+void Transfers::send_to_self(const TransferPtr& send) {
+  const Packet packet = packet_of(*send);
   const TransferPtr receive = match(end_->rank, send->tag);
   if (receive == nullptr) {
     peers_[end_->rank].early.push_back(Early{packet, next_order_++, {}, send});
-    return;
+  } else {
+    pass_to_self(send, receive, packet);
   }
+}
+
+void Transfers::pass_to_self(const TransferPtr& send, const TransferPtr& receive,
+                             const Packet& packet) {
   const Status status = fits(receive, end_->rank, packet) ? Status::ok : Status::mismatch;
-  if (status == Status::ok && send->bytes != 0) {
-    std::memcpy(receive->data, send->data, send->bytes);
-  }
-  send->other_dtype = receive->dtype;
-  send->other_count = receive->count;
+  if (status == Status::ok) copy(receive->data, send->data, send->bytes, false);
   send->other_note = receive->note;
   complete(receive, status);
   complete(send, status);
@@ -451,8 +446,6 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
     case Kind::refuse: {
       const auto offered = peer.offered.find(packet.id);
       if (offered == peer.offered.end()) break;
-      offered->second->other_dtype = packet.dtype;
-      offered->second->other_count = packet.count;
       offered->second->other_note = packet.note;
       complete(offered->second, Status::mismatch);
       peer.offered.erase(packet.id);
@@ -479,7 +472,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       if (arriving == peer.arriving.end()) {
         for (Early& early : peer.early) {
           if (early.packet.kind == Kind::offer && early.packet.id == packet.id) {
-            early.packet.kind = Kind::cancel;  // whoever asks for it learns so
+            early.packet.kind = Kind::cancel;  // a receive that matches it is cancelled, too
           }
         }
         break;
@@ -538,13 +531,7 @@ bool Transfers::push(unsigned to) {
   }
   while (!peer.unannounced.empty()) {
     const TransferPtr send = peer.unannounced.front();
-    Packet packet{};
-    packet.tag = send->tag;
-    packet.id = next_id_;
-    packet.bytes = send->bytes;
-    packet.count = send->count;
-    packet.dtype = send->dtype;
-    packet.note = send->note;
+    Packet packet = packet_of(*send);
     const bool at_once = send->bytes <= message_limit_;
     packet.kind = at_once ? Kind::message : Kind::offer;
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;

@@ -2,9 +2,9 @@
 //
 // Each ordered pair of members has a ring of packets. A small message is one packet; a large one
 // is offered, accepted by the receiver once it has a matching receive, and then follows in pieces.
-// So a ring never holds data that nobody has asked for, whoever drains it can always drain it to
-// the end, and no message waits behind another. Whichever thread waits advances all transfers of
-// its member; a helper thread does while transfers are in flight and nobody waits.
+// So a ring never holds large data without a matching receive, its reader can always drain it to the
+// end, and no message waits behind another. A thread that waits advances all transfers of its
+// member; a helper thread does while transfers are in flight and no thread waits.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ namespace meshdist {
 // One message under way, at one of its ends.
 struct Transfer {
   bool is_send = false;
-  int peer = -1;  // -1: a receive from anyone
+  int peer = -1;  // -1: a receive from any member
   std::int64_t tag = 0;
   std::uint8_t* data = nullptr;
   std::uint64_t bytes = 0;
@@ -35,11 +35,9 @@ struct Transfer {
   std::uint8_t dtype = 0;
   std::uint64_t moved = 0;
   int source = -1;  // where a receive came from
-  std::uint64_t note = 0;  // by which this member will know the call again
+  std::uint64_t note = 0;  // under which this member has noted the call
   Status status = Status::ok;
-  std::uint8_t other_dtype = 0;  // of the message that did not fit
-  std::uint64_t other_count = 0;
-  std::uint64_t other_note = 0;
+  std::uint64_t other_note = 0;  // the other side's, where the two do not fit
   std::atomic<bool> is_done{false};
 };
 using TransferPtr = std::shared_ptr<Transfer>;
@@ -48,7 +46,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
  public:
   explicit Transfers(std::shared_ptr<Endpoint> endpoint);
 
-  // Begin; what can be done at once is. Where `in_background`, the helper goes on with the rest.
+  // Begin, and do what can be done at once. Where `in_background`, the helper does the rest.
   TransferPtr start(TransferPtr transfer, bool in_background);
 
   // Wait until it is done; on timeout, interruption or death it is given up and its memory is not
@@ -58,7 +56,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   // Whether it is done, after a look at what has arrived.
   bool test(const TransferPtr& transfer);
 
-  // Give up all that is under way, and let the helper go.
+  // Give up all that is under way, and end the helper.
   void close();
 
   Tuning tuning;
@@ -118,7 +116,9 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   bool is_fetched(std::uint64_t bytes) const;
   void take(unsigned peer, const Packet& packet, const std::uint8_t* payload);
   bool put(unsigned peer, const Packet& packet, const std::uint8_t* payload);
+  Packet packet_of(const Transfer& send) const;
   void send_to_self(const TransferPtr& send);
+  void pass_to_self(const TransferPtr& send, const TransferPtr& receive, const Packet& packet);
   void post(const TransferPtr& receive);
   TransferPtr match(unsigned from, std::int64_t tag);
   bool fits(const TransferPtr& receive, unsigned from, const Packet& packet);

@@ -11,7 +11,7 @@ struct Tuning {
   // 5 to 25 % from 4 MiB on.
   std::size_t chunk_bytes = 512 * 1024;
   // The same for a broadcast, and where two members reduce all of a chunk, with plain stores: what a
-  // member has laid into its slot is in its cache when it is reduced, and the slots stay in the
+  // member has written to its slot is in its cache when it is reduced, and the slots stay in the
   // other's cache. Against 512 KiB, all-reduce took 96 % of the time at 1 and 64 MiB and 92 % at 2 and
   // 256 MiB, reduce and broadcast 92 to 97 % at 1 and 2 MiB and as long from 4 MiB on. 128 KiB were 2 to
   // 4 % faster at 2 and 256 MiB, and 5 % slower at 64 MiB, in 16-bit floats 10 %; 64 KiB were slower.
@@ -54,7 +54,7 @@ struct Tuning {
   std::size_t halves_least_bytes = 3 * 1024 * 1024;
   std::size_t far_halves_least_bytes = 128 * 1024;
   std::size_t halves_most_bytes = 32 * 1024 * 1024;
-  // Results larger than this leave the caches before anybody reads them, so they are written past
+  // Results larger than this leave the caches before they are read, so they are written past
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
   // all-gather, all-to-all, broadcast and send, 1.2 times in reduce-scatter; at 4 MiB no gain.
   std::size_t stream_out_bytes = 8 * 1024 * 1024;

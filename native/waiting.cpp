@@ -14,26 +14,26 @@ namespace meshdist {
 namespace {
 
 std::mutex changing;
-std::atomic<Nanoseconds> stands_since{0};  // 0: it goes
-std::atomic<Nanoseconds> stood{0};
+std::atomic<Nanoseconds> paused_since{0};  // 0: it runs
+std::atomic<Nanoseconds> paused_for{0};
 
 }  // namespace
 
-// Whoever reads while it changes may be a slice early or late, no more.
+// A thread that reads while it changes may be a slice early or late, no more.
 Nanoseconds timeout_now() {
-  const Nanoseconds since = stands_since.load(std::memory_order_acquire);
-  return (since != 0 ? since : now_ns()) - stood.load(std::memory_order_acquire);
+  const Nanoseconds since = paused_since.load(std::memory_order_acquire);
+  return (since != 0 ? since : now_ns()) - paused_for.load(std::memory_order_acquire);
 }
 
 void let_timeouts_stand(bool stand) {
   const std::lock_guard<std::mutex> lock(changing);
-  const Nanoseconds since = stands_since.load(std::memory_order_relaxed);
+  const Nanoseconds since = paused_since.load(std::memory_order_relaxed);
   if (stand == (since != 0)) return;
   if (stand) {
-    stands_since.store(now_ns(), std::memory_order_release);
+    paused_since.store(now_ns(), std::memory_order_release);
   } else {
-    stood.fetch_add(now_ns() - since, std::memory_order_release);
-    stands_since.store(0, std::memory_order_release);
+    paused_for.fetch_add(now_ns() - since, std::memory_order_release);
+    paused_since.store(0, std::memory_order_release);
   }
 }
 

@@ -1,5 +1,5 @@
-// How a thread waits for another process: a short spin, then a sleep on a futex, with an eye on
-// the clock, on the communicator's end, and on whether whoever it waits for still lives.
+// How a thread waits for another process: a short spin, then a sleep on a futex; now and then it
+// checks the clock, the communicator's end, and whether the members that it waits for still live.
 #pragma once
 
 #include <atomic>
@@ -19,12 +19,12 @@ inline Nanoseconds now_ns() {
   return t.tv_sec * Nanoseconds{1000000000} + t.tv_nsec;
 }
 
-// Asked now and then by a thread of the program that waits: whether it is told to stop (Ctrl-C).
+// Called now and then by a thread of the program that waits: whether Ctrl-C interrupts it.
 using Interruption = bool (*)();
 
 constexpr Nanoseconds kForever = INT64_MAX;
 
-// The clock of timeouts, one for the process: it stands while somebody debugs the job.
+// The clock of timeouts, one for the process: paused while a rank is debugged.
 Nanoseconds timeout_now();
 void let_timeouts_stand(bool stand);
 
@@ -58,17 +58,17 @@ inline void ring(Seat& seat) {
   futex_wake_all(seat.doorbell);
 }
 
-// Wake them if they wait for `who`. Call it after the change was stored sequentially consistent:
+// Wake them if they wait for `member`. Call it after the change was stored sequentially consistent:
 // a sleeper counts itself first and looks at the change then, so one of the two sees the other.
-inline void ring_if_awaited(Seat& seat, std::int32_t who) {
+inline void ring_if_awaited(Seat& seat, std::int32_t member) {
   if (seat.sleepers.load(std::memory_order_seq_cst) == 0) return;
   const std::int32_t awaited = seat.awaited.load(std::memory_order_seq_cst);
-  if (awaited == who || awaited == kAnyone) ring(seat);
+  if (awaited == member || awaited == kAnyone) ring(seat);
 }
 
 // How long to look before sleeping.
 struct Patience {
-  Nanoseconds spin;   // on the core: pays when whoever is awaited runs on another one
+  Nanoseconds spin;   // on the core: pays when the awaited member runs on another one
   Nanoseconds yield;  // giving the core away each time: pays when it shares this one
 
   // Measured on 2 cores: a sleep and its wake-up cost 5 to 30 us, so spinning for about that long
@@ -82,7 +82,7 @@ struct Patience {
   static Patience crowded() { return {0, 100'000}; }
 };
 
-// Wakes this often to look whether those awaited still live, and at the clock.
+// A sleeper wakes this often to check the clock, and whether the awaited members still live.
 constexpr Nanoseconds kSlice = 100'000'000;
 
 // Whether the process behind a pidfd has ended.
@@ -113,13 +113,13 @@ bool look(const Patience& patience, Ready ready, IsOver is_over) {
   return false;
 }
 
-// Sleep once on `seat` until `who` rings, or `limit` has passed, unless `ready()` or `is_over()`.
+// Sleep once on `seat` until `member` rings, or `limit` has passed, unless `ready()` or `is_over()`.
 template <class Ready, class IsOver>
-void doze(Seat& seat, std::int32_t who, Nanoseconds limit, Ready ready, IsOver is_over) {
-  const std::uint32_t heard = seat.doorbell.load(std::memory_order_seq_cst);
-  seat.awaited.store(who, std::memory_order_seq_cst);
+void doze(Seat& seat, std::int32_t member, Nanoseconds limit, Ready ready, IsOver is_over) {
+  const std::uint32_t rings = seat.doorbell.load(std::memory_order_seq_cst);
+  seat.awaited.store(member, std::memory_order_seq_cst);
   seat.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (!ready() && !is_over()) futex_wait(seat.doorbell, heard, limit);
+  if (!ready() && !is_over()) futex_wait(seat.doorbell, rings, limit);
   seat.sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 

@@ -1,4 +1,4 @@
-// Words of 64 bits in memory of Python's, which another process may read or write.
+// Words of 64 bits in a Python buffer, which another process may read or write.
 #pragma once
 
 #include <cstdint>

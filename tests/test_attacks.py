@@ -116,7 +116,7 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(pool: Po
     lost = "StoreError: the process that serves the store has ended\n  where:    rank {} of 3\n"
     for rank in (1, 2):
         assert out.count(lost.format(rank)) == 2
-    assert "fix:      look at what that rank (rank 0, as a rule) told last" in out
+    assert "fix:      look at what that rank (rank 0, as a rule) wrote last" in out
 
 
 def test_a_verb_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:

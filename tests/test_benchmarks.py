@@ -1,12 +1,17 @@
-"""The benchmarks start both ways: as scripts, and by ``python -m``."""
+"""The benchmarks start both ways: as scripts, and by ``python -m``; two checkouts are compared."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.before_after import AFTER, BEFORE, best, spread, verdict
+from meshdist.bench.measuring import Cell
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
@@ -28,3 +33,46 @@ def test_benchmarks_find_what_they_import(way: str) -> None:
         command, cwd=ROOT, env={}, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ([1.02, 2.04, 3.06, 4.08], ""),  # within 3 %
+        ([1.04, 2.08, 3.12, 4.16], "SLOWER"),  # in every round, while the machine became slower
+        ([0.9, 1.8, 2.7, 3.6], "faster"),
+        ([1.1, 1.8, 3.6, 4.0], ""),  # within what the rounds differ by
+    ],
+)
+def test_a_cell_is_slower_beyond_what_rounds_differ_by(after: list[float], expected: str) -> None:
+    cell = Cell("all_reduce", 8, samples={BEFORE: [1.0, 2.0, 3.0, 4.0], AFTER: after})
+    assert verdict(cell) == expected
+    assert best(cell) == after[0]
+
+
+def test_the_spread_is_the_distance_between_quartiles() -> None:
+    cell = Cell("x", 8, samples={BEFORE: [1.0] * 7, AFTER: [float(n) for n in range(1, 8)]})
+    assert spread(cell) == 6 - 2
+
+
+def test_two_checkouts_are_compared(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "benchmarks/before_after.py", sys.executable]
+    command += ["--rounds", "2", "--starts", "2", "--report", str(report)]
+    command += ["--parts", "import,mesh,shm", "--sizes", "8,64"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    told = json.loads(report.read_text())
+    assert told["before"] == told["after"] and told["before"]["torch"]
+    cells = {(one["part"], one["verb"], one["bytes"]): one for one in told["cells"]}
+    verbs = ("all_reduce", "all_gather_into_tensor", "send_recv")
+    assert {key for key in cells if key[0] == "shm"} == {
+        ("shm", v, n) for v in verbs for n in (8, 64)
+    }
+    assert len(cells) == 2 + 1 + 6
+    for cell in cells.values():
+        assert [len(samples) for samples in cell["seconds"].values()] == [4, 4]
+    text = report.with_suffix(".txt").read_text()
+    assert text in done.stdout and "make, close mesh (2, 2)" in text

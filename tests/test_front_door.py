@@ -8,6 +8,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from rlcompleter import Completer
 
 import pytest
 
@@ -16,30 +17,36 @@ import meshdist
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def eager_names() -> dict[str, str]:
-    """Return the room of each name that the front door imports for type checkers alone."""
-    tree = ast.parse((ROOT / "meshdist" / "__init__.py").read_text(encoding="utf-8"))
-    (block,) = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    found = {}
-    for node in block.body:
-        assert isinstance(node, ast.ImportFrom)
+def stub_names() -> dict[str, str]:
+    """Return the room of each name that the stub imports."""
+    tree = ast.parse((ROOT / "meshdist" / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    found: dict[str, str] = {}
+    for node in imports:
         for alias in node.names:
             assert alias.name == alias.asname  # else a strict checker holds it for private
+            assert alias.name not in found  # no name in two rooms
             found[alias.name] = node.module or ""
     return found
 
 
-def test_type_checkers_see_the_names_of_the_table() -> None:
-    table = {name: room for room, names in meshdist._ROOMS.items() for name in names}
-    assert len(table) == sum(map(len, meshdist._ROOMS.values()))  # no name in two rooms
-    assert eager_names() == table | dict.fromkeys(meshdist._MODULES, "")
-    handed_out = eager_names().keys() - set(dir(builtins))
+STUB = stub_names()
+ROOMS = {room: [name for name in STUB if STUB[name] == room] for room in {*STUB.values()} - {""}}
+
+
+def test_the_front_door_has_the_names_of_the_stub() -> None:
+    handed_out = STUB.keys() - set(dir(builtins))
     assert sorted(meshdist.__all__) == sorted(["__version__", *handed_out])
     assert dir(meshdist) == sorted(meshdist.__all__)
+    assert [name for name in STUB if not hasattr(meshdist, name)] == []
+
+
+def test_completion_offers_the_names_that_begin_so() -> None:
+    found = Completer({"meshdist": meshdist}).attr_matches("meshdist.init_")
+    assert {name.partition("(")[0] for name in found} == {
+        "meshdist.init_device_mesh",
+        "meshdist.init_process_group",
+    }
 
 
 @pytest.mark.parametrize("name", meshdist.__all__)
@@ -47,8 +54,8 @@ def test_every_name_resolves(name: str) -> None:
     assert getattr(meshdist, name) is not None
 
 
-@pytest.mark.parametrize(("room", "names"), meshdist._ROOMS.items())
-def test_every_name_is_public_in_its_room(room: str, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("room", "names"), sorted(ROOMS.items()))
+def test_every_name_is_public_in_its_room(room: str, names: list[str]) -> None:
     module = importlib.import_module(f"meshdist.{room}")
     assert set(names) - set(dir(builtins)) <= set(module.__all__)
     assert not set(dir(builtins)).intersection(module.__all__)

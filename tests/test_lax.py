@@ -80,7 +80,7 @@ def test_index_agrees_with_the_rank_in_the_group_on_a_permuted_mesh() -> None:
         names = ["dp", "tp", ("dp", "tp"), ("tp", "dp")]
         places = [lax.axis_index(name, mesh=mesh) for name in names]
         # A sum cannot tell order; the ranks of the very group that it uses can.
-        ranks = [mesh[name].communication_group().rank() for name in names]
+        ranks = [mesh[name].open_group().rank() for name in names]
         sums = [lax.psum(torch.tensor(10 ** md.get_rank()), name, mesh=mesh) for name in names]
         return places, ranks, [int(s) for s in sums]
 

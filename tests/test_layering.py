@@ -2,8 +2,8 @@
 
 Every file of the package has a place in ``FLOORS``. A module imports only from floors below its
 own; inside one folder, only from modules listed before it. Nothing imports in circles, and nothing
-touches another module's underscore names. Imports inside functions count; those under
-``if TYPE_CHECKING:`` do not run and do not count.
+touches another module's underscore names. Imports inside functions count, and so do those under
+``if TYPE_CHECKING:``, which tell as well who knows of whom.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,112 +22,120 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshdist"
 
 # From the ground up. A floor maps its rooms to their modules, bottom-up: a room is a folder, or one
-# file that lies directly in the package ("" where several do). A folder's __init__ is its top.
+# file that lies directly in the package ("" where several do); ``c10d.gloo`` lies in a folder of
+# its room. A folder's __init__ is its top.
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
-    {"": ("error_text", "errors", "reduce_ops", "arrays")},
+    {"": ("error_text", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
     {
-        "runtime": (
-            "timeouts",
-            "forks",
-            "clock",
-            "alarms",
-            "environments",
-            "hosts",
-            "lifelines",
-            "stores",
-            "joining",
-            "world",
-            "handles",
-            "boards",
-            "pages",
-            "message_log",
-            "ledger",
-            "debug_levels",
-            "recorder",
-            "roll_calls",
-            "file_records",
+        "runtime": ("timeouts", "forks", "deadlines", "timers", "hosts", "buffer_pool"),
+        "launching": (
             "mpiexec",
+            "guard",
+            "rank_environment",
+            "child_processes",
+            "root_cause",
+            "launcher",
+        ),
+        "bootstrap": (
+            "environments",
+            "server_watch",
+            "stores",
+            "generations",
+            "world",
+            "thread_stores",
+            "file_records",
             "mpi_library",
             "mpi_address",
-            "rendezvous",
-            "guard",
-            "placing",
-            "watching",
-            "causes",
-            "launcher",
-        )
+            "init_methods",
+        ),
+        "checking": (
+            "shared_words",
+            "header_table",
+            "debug_levels",
+            "call_sites",
+            "calls",
+            "recorder",
+            "barrier_arrivals",
+        ),
     },
     {
         "wires": (
-            "pending",
+            "failures",
+            "operations",
+            "packing",
             "scratch",
             "core",
             "reductions",
             "futures",
-            "turns",
+            "simulated.process_state",
+            "simulated.scheduler",
+            "communicator",
             "fallbacks",
-            "base",
+            "opening",
+            "registry",
             "work",
             "mailbox",
             "tag_numbers",
-            "stand_ins",
-            "transfers",
-            "c10d",
-            "nccl",
-            "gloo",
-            "simulated_store",
-            "headers",
-            "moving",
-            "exchange",
-            "simulated",
-            "handshake",
-            "shm",
-            "mpi_ops",
-            "mpi_buffers",
-            "mpi_link",
-            "mpi_opening",
-            "mpi_staging",
-            "mpi",
-            "background",
-            "host_places",
-            "two_level",
-            "hierarchical",
-            "registered",
+            "worker_queue",
+            "c10d.substitutes",
+            "c10d.communicator",
+            "c10d.nccl",
+            "c10d.gloo_devices",
+            "c10d.gloo",
+            "c10d.registered",
+            "simulated.store",
+            "simulated.data_moves",
+            "simulated.meeting",
+            "simulated.communicator",
+            "shm.handshake",
+            "shm.failures",
+            "shm.communicator",
+            "mpi.ops",
+            "mpi.buffers",
+            "mpi.link",
+            "mpi.arrivals",
+            "mpi.dead_ranks",
+            "mpi.opening",
+            "mpi.fast_path",
+            "mpi.staging",
+            "mpi.communicator",
+            "hierarchical.host_places",
+            "hierarchical.two_level",
+            "hierarchical.communicator",
             "names",
             "capabilities",
         )
     },
     {
+        "groups": (
+            "paused_clocks",
+            "signal_thread",
+            "agreement",
+            "matching",
+            "header_tables",
+            "registry",
+            "failures",
+            "other_members",
+            "channel",
+            "process_group",
+            "group_calls",
+        ),
+        "worlds": ("initialization", "simulation", "spawned", "spawning"),
         "mesh": (
             "strides",
             "inputs",
             "layout",
-            "spec",
-            "pattern",
             "view",
             "drawing",
             "svg",
             "axis_options",
-            "holds",
-            "signals",
-            "agreement",
-            "matching",
-            "registry",
-            "failures",
-            "channel",
-            "groups",
-            "group_calls",
-            "topology",
-            "session",
-            "torch_interop",
             "devices",
-            "current_mesh",
+            "definition",
+            "torch_interop",
             "device_mesh",
+            "current_mesh",
             "making",
-            "simulation",
-            "spawned",
-            "spawning",
-        )
+        ),
     },
     {
         "collectives": (
@@ -142,21 +150,20 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "batches",
             "parcels",
             "objects",
+            "object_messages",
             "monitored",
             "functional",
-            "axis_types",
             "shared_buffers",
         )
     },
     {
-        "sharding": ("plans", "resharding", "einsums", "shard_mapping", "sharded_array"),
         "lax": ("lax",),
-        "torch_groups": (
-            "calls",
+        "torch_process_groups": (
             "comparing",
-            "buffers",
+            "other_members",
+            "requests",
             "works",
-            "meeting",
+            "monitored",
             "other_devices",
             "group",
             "sparse",
@@ -170,34 +177,31 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "ddp": (
             "buckets",
             "replicas",
-            "flat_bucket",
             "reports",
+            "flat_bucket",
+            "endings",
             "reducer",
             "data_parallel",
-            "comm_hooks",
-            "joining",
-            "zero",
-            "averaging",
-            "grad_norm",
             "sampler",
         ),
-        "tensor_parallel": (),
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},
     {"cli": ("arguments", "run", "bench", "checkup", "doctor", "main")},
     {"launch": ("launch",), "__main__": ("__main__",)},
 )
+# On these floors a folder may also import from the folders listed above it there.
+STACKED_FLOORS = (1, 3)
 
 # Private attributes of torch's objects that share their name with one of ours.
 TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, and of a tensor
     ("meshdist.collectives.checks", "_base"),
-    ("meshdist.torch_groups.other_devices", "_set_sequence_number_for_group"),
-    ("meshdist.torch_groups.other_devices", "_timeout"),
-    ("meshdist.wires.c10d", "_source_rank"),
-    ("meshdist.wires.nccl", "_timeout"),
-    ("meshdist.wires.gloo", "_devices"),
-    ("meshdist.wires.gloo", "_timeout"),
+    ("meshdist.torch_process_groups.other_devices", "_set_sequence_number_for_group"),
+    ("meshdist.torch_process_groups.other_devices", "_timeout"),
+    ("meshdist.wires.c10d.communicator", "_source_rank"),
+    ("meshdist.wires.c10d.nccl", "_timeout"),
+    ("meshdist.wires.c10d.gloo", "_devices"),
+    ("meshdist.wires.c10d.gloo", "_timeout"),
 }
 
 
@@ -211,16 +215,21 @@ class Place:
 
 
 def places() -> dict[str, Place]:
-    """Return the place of every module that the plan knows, whether or not it is built yet."""
+    """Return the place of every module of the plan."""
     found = {PACKAGE: Place(len(FLOORS), "", 0)}
     for floor, rooms in enumerate(FLOORS):
+        height = 0
         for room, modules in rooms.items():
+            stack = ", ".join(rooms) if floor in STACKED_FLOORS else room
             is_folder = room not in ("", *modules)
             prefix = f"{PACKAGE}.{room}" if is_folder else PACKAGE
-            for height, module in enumerate(modules):
-                found[f"{prefix}.{module}"] = Place(floor, room, height)
+            for module in modules:
+                found[f"{prefix}.{module}"] = Place(floor, stack, height)
+                height += 1
             if is_folder:
-                found[prefix] = Place(floor, room, len(modules))
+                for folder in {f"{prefix}.{module}".rpartition(".")[0] for module in modules}:
+                    found[folder] = Place(floor, stack, height)
+                found[prefix] = Place(floor, stack, height)
     return found
 
 
@@ -241,21 +250,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
-def running_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node below ``node`` except what stands under ``if TYPE_CHECKING:``."""
-    yield node
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children: Iterator[ast.AST] = iter(node.orelse)
-    else:
-        children = ast.iter_child_nodes(node)
-    for child in children:
-        yield from running_nodes(child)
-
-
 def imports_of(module: str, tree: ast.AST, modules: set[str], is_package: bool) -> list[Import]:
-    """Return the imports of the package's own modules in ``tree``, also those inside functions."""
+    """Return the imports of the package's own modules in ``tree``, wherever they stand."""
     found = []
-    for node in running_nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == PACKAGE:
@@ -411,14 +409,19 @@ def test_the_package_keeps_to_the_plan() -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
+def test_the_plan_lists_what_exists() -> None:
+    assert sorted(places()) == sorted(set(package_sources()))
+
+
 def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> None:
     tree = ast.parse(package_sources()[PACKAGE])
-    eager = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    later = (ast.FunctionDef, ast.ClassDef)
+    eager = [node for node in tree.body if not isinstance(node, later)]
     module = ast.Module(body=eager, type_ignores=[])
     assert imports_of(PACKAGE, module, set(package_sources()), is_package=True) == []
 
 
-LIGHT = [PACKAGE, f"{PACKAGE}.error_text", f"{PACKAGE}.runtime.launcher", f"{PACKAGE}.cli.main"]
+LIGHT = [PACKAGE, f"{PACKAGE}.error_text", f"{PACKAGE}.launching.launcher", f"{PACKAGE}.cli.main"]
 LIGHT += [name for name in package_sources() if f"{PACKAGE}.cli." in name and name not in LIGHT]
 
 
@@ -460,7 +463,6 @@ def faults_of(**sources: str) -> list[str]:
         ("left__thing", "from meshdist.low.first import f\nimport meshdist.ground"),
         ("left__thing", "def f():\n    from ..low import second\n    return second"),
         ("low__second", "from .first import f"),
-        ("low__second", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import meshdist"),
         ("low__first", "import torch\ntorch._C._private()"),
         ("low__first", "class A:\n    def f(self, other):\n        return self._x + other._x"),
         ("low__first", "from meshdist import ground\nground.__doc__"),
@@ -477,6 +479,7 @@ def test_the_checker_accepts(where: str, text: str) -> None:
         ("low__first", "from ..left import thing", "floor 2 from floor 1"),
         ("low__first", "def f():\n    from meshdist.left.thing import g", ":2 imports"),
         ("low__first", "from meshdist import simulate", "imports meshdist, which is up"),
+        ("low__first", "if TYPE_CHECKING:\n    import meshdist", "imports meshdist, which is up"),
         ("low__first", "import importlib\nimportlib.import_module('meshdist')", "which is up"),
         ("low__first", "from . import second", "not listed below it in low"),
         ("low__first", "from .first import f", "not listed below it in low"),

@@ -15,7 +15,6 @@ import meshdist as md
 from meshdist.reduce_ops import (
     find_factor_refusal,
     find_refusal,
-    get_reduce_op,
     multiply,
     op_name,
     split_premul,
@@ -28,18 +27,15 @@ NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 def test_torchs_own_ops_are_ours(name: str) -> None:
     plain = getattr(md.ReduceOp, name)
     assert plain is getattr(dist.ReduceOp, name)
-    assert get_reduce_op(plain) is plain
-    assert get_reduce_op(dist.ReduceOp(plain)) == plain
     assert split_premul(plain) == (plain, None) == split_premul(dist.ReduceOp(plain))
     assert op_name(plain) == name
 
 
 @pytest.mark.parametrize("wrong", ["sum", None, 0, sum])
 def test_anything_else_is_refused_with_the_list(wrong: object) -> None:
-    for read in (get_reduce_op, split_premul):
-        with pytest.raises(md.KindError, match="is not a reduction") as caught:
-            read(wrong)
-        assert "ReduceOp.SUM, ReduceOp.AVG" in str(caught.value)
+    with pytest.raises(md.KindError, match="is not a reduction") as caught:
+        split_premul(wrong)
+    assert "ReduceOp.SUM, ReduceOp.AVG" in str(caught.value)
 
 
 def test_ops_behave_as_torchs() -> None:
@@ -116,16 +112,10 @@ def test_a_factor_fits_a_dtype(wrong: int) -> None:
 
 
 def test_premul_sum_needs_its_factor() -> None:
-    for use in (split_premul, get_reduce_op, md.ReduceOp):
+    for use in (split_premul, md.ReduceOp):
         with pytest.raises(md.KindError, match=r"ReduceOp\.PREMUL_SUM needs a factor") as caught:
             use(md.ReduceOp.PREMUL_SUM)
         assert caught.value.fix == "pass for example op=meshdist.ReduceOp.premul_sum(0.5)"
-
-
-def test_where_only_plain_reductions_serve_premul_sum_is_refused() -> None:
-    with pytest.raises(md.KindError, match="PREMUL_SUM is no plain reduction") as caught:
-        get_reduce_op(md.ReduceOp.premul_sum(2))
-    assert "op=ReduceOp.SUM" in caught.value.fix
 
 
 @pytest.mark.parametrize("name", [*NAMES, "PREMUL_SUM"])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.wires.capabilities import PUBLIC_VERBS, table_page
+from meshdist.verb_table import VERBS
+from meshdist.wires.capabilities import table_page
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "verbs.md"
 
@@ -23,7 +24,7 @@ def shown(default: object) -> str:
     return "SUM" if default is md.ReduceOp.SUM else repr(default)
 
 
-@pytest.mark.parametrize("name", [*PUBLIC_VERBS, "P2POp", "breakpoint"])
+@pytest.mark.parametrize("name", [*VERBS, "P2POp", "breakpoint"])
 def test_signatures_are_those_of_the_code(name: str) -> None:
     parameters = [
         parameter.name

@@ -1,4 +1,4 @@
-"""All sides measured in turn: each keeps its ranks, asleep while another is at work.
+"""All sides measured in turn: the ranks of each live throughout, asleep while another works.
 
 For each verb and size every round asks each side once, in an order that changes from round to
 round. A sample is the time per call of the slowest rank; a cell is the median over rounds.
@@ -14,13 +14,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..error_text import ExplainedError
+from ..runtime.deadlines import Grace
 from .worker import ADDRESS
 
 __all__ = ["Cell", "Entrant", "SideFailedError", "measure", "running"]
@@ -49,6 +49,7 @@ class Entrant:
             in; () starts one process a rank with the variables of ``env://``.
         python: the interpreter.
         environment: further variables.
+        program: what the interpreter runs as a rank: ``worker``, or what does as it does.
     """
 
     label: str
@@ -56,6 +57,7 @@ class Entrant:
     launch: tuple[str, ...] = ()
     python: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ("-m", "meshdist.bench.worker")
 
 
 @dataclass
@@ -158,7 +160,7 @@ def measure(
     verbs: Sequence[str],
     sizes: Sequence[int],
     rounds: int,
-    tell: Callable[[Cell], None],
+    show: Callable[[Cell], None],
     dtype: str = "float32",
 ) -> list[Cell]:
     """Measure every verb at every size, ``rounds`` times each, entrants in turn."""
@@ -175,13 +177,13 @@ def measure(
                     if sample is not None:
                         cell.samples.setdefault(label, []).append(sample)
             cells.append(cell)
-            tell(cell)
+            show(cell)
     return cells
 
 
 def _start(entrant: Entrant, num_ranks: int, path: str) -> list[subprocess.Popen[bytes]]:
     environment = {**os.environ, **_ALIKE, **entrant.environment, ADDRESS: path}
-    command = [entrant.python, "-m", "meshdist.bench.worker", entrant.side, entrant.label]
+    command = [entrant.python, *entrant.program, entrant.side, entrant.label]
     if entrant.launch:
         launch = [word.replace("{n}", str(num_ranks)) for word in entrant.launch]
         try:
@@ -211,7 +213,7 @@ def _started(
     try:
         yield processes
     except BaseException:
-        for process in processes:  # nobody has told them to end
+        for process in processes:  # they have not been asked to end
             process.terminate()
         raise
     finally:
@@ -227,7 +229,7 @@ def _accepted(
     listener: socket.socket, processes: list[subprocess.Popen[bytes]], label: str
 ) -> socket.socket:
     """The connection of the next rank that is ready."""
-    deadline = time.monotonic() + _START_S
+    grace = Grace(_START_S)
     while True:
         try:
             connection, _ = listener.accept()
@@ -239,7 +241,7 @@ def _accepted(
                     found=f"exit codes {[code for code in codes if code is not None]}",
                     fix="look at what it wrote to stderr",
                 ) from None
-            if time.monotonic() > deadline:
+            if grace.is_over:
                 raise SideFailedError(
                     f"the ranks of {label} were not ready within {_START_S:g} s",
                     fix="look at what keeps them, for example a machine that is busy",

@@ -13,7 +13,7 @@ from typing import Any
 
 from .measuring import Cell
 
-__all__ = ["machine", "plot", "size_text", "table_text", "to_json", "write"]
+__all__ = ["machine", "plot", "size_text", "table_text", "time_text", "to_json", "write"]
 
 
 def size_text(num_bytes: int) -> str:

@@ -13,6 +13,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from .. import verb_table
+
 __all__ = ["DTYPES", "SIDES", "VERBS", "Side", "open_side"]
 
 VERBS = (
@@ -35,10 +37,7 @@ VERBS = (
 DTYPES = ("float32", "bfloat16")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
-_SINGLE = {
-    "all_gather_into_tensor": "all_gather_single",
-    "reduce_scatter_tensor": "reduce_scatter_single",
-}
+_SINGLE = {verb.alias_of: verb.name for verb in verb_table.VERBS.values() if verb.alias_of}
 """The newer names, under which torch does not warn."""
 
 Call = Callable[[], Any]
@@ -69,6 +68,19 @@ class Side(ABC):
     def part(self, num_bytes: int, dtype: str) -> int:
         """How many of them belong to each rank; at least one."""
         return max(1, self.count(num_bytes, dtype) // self.size)
+
+    def ping_pong(self, send: Callable[..., Any], recv: Callable[..., Any], data: Any) -> Call:
+        """Return a function that sends ``data`` from rank 0 to rank 1 and back."""
+
+        def first() -> None:
+            send(data, 1)
+            recv(data, 1)
+
+        def second() -> None:
+            recv(data, 0)
+            send(data, 0)
+
+        return first if self.rank == 0 else second if self.rank == 1 else lambda: None
 
 
 class TorchSide(Side):
@@ -116,7 +128,7 @@ class TorchSide(Side):
             return [one() for _ in range(self.size)]
 
         if verb == "send_recv":
-            return self._ping_pong(whole())
+            return self.ping_pong(self._library.send, self._library.recv, whole())
         makers: dict[str, tuple[Callable[[], Any], ...]] = {
             "all_reduce": (whole,),
             "reduce": (whole, _zero),
@@ -136,19 +148,6 @@ class TorchSide(Side):
 
     def _ones(self, count: int, dtype: Any) -> Any:
         return self._torch.ones(count, dtype=dtype)
-
-    def _ping_pong(self, tensor: Any) -> Call:
-        send, recv = self._library.send, self._library.recv
-
-        def first() -> None:
-            send(tensor, 1)
-            recv(tensor, 1)
-
-        def second() -> None:
-            recv(tensor, 0)
-            send(tensor, 0)
-
-        return first if self.rank == 0 else second if self.rank == 1 else lambda: None
 
 
 class SharedSide(TorchSide):
@@ -213,7 +212,7 @@ class MpiSide(Side):
             return ones(part * self.size) if self.rank == 0 else None
 
         if verb == "send_recv":
-            return self._ping_pong(ones(count))
+            return self.ping_pong(world.Send, world.Recv, ones(count))
         if verb == "all_reduce":
             return partial(world.Allreduce, self._in_place, ones(count))
         if verb == "reduce":
@@ -232,19 +231,6 @@ class MpiSide(Side):
         if verb == "all_to_all_single":
             return partial(world.Alltoall, ones(part * self.size), ones(part * self.size))
         return world.Barrier if verb == "barrier" else None
-
-    def _ping_pong(self, array: Any) -> Call:
-        world = self._world
-
-        def first() -> None:
-            world.Send(array, 1)
-            world.Recv(array, 1)
-
-        def second() -> None:
-            world.Recv(array, 0)
-            world.Send(array, 0)
-
-        return first if self.rank == 0 else second if self.rank == 1 else lambda: None
 
 
 class JaxSide(Side):

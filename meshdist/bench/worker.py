@@ -7,30 +7,40 @@ import os
 import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .sides import Side, open_side
+if TYPE_CHECKING:
+    from .sides import Side
 
-__all__ = ["ADDRESS", "main"]
+__all__ = ["ADDRESS", "main", "serve"]
 
 ADDRESS = "MESHDIST_BENCH_SOCKET"
 """The environment variable that names the measuring process's socket."""
 
 
 def main(argv: list[str]) -> int:
-    """Open the side that is named, report its rank, and measure until told to end."""
-    side = open_side(argv[0])
+    """Open the side that is named, and measure on it."""
+    from .sides import open_side
+
+    serve(open_side(argv[0]), argv[1])
+    return 0
+
+
+def serve(side: Side, label: str) -> None:
+    """Report the side's rank, and measure until the measuring process ends it.
+
+    This needs no other module of meshdist: benchmarks run it beside another checkout's.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS])
         talk = connection.makefile("rw")
-        _say(talk, {"side": argv[1], "rank": side.rank, "size": side.size})
+        _say(talk, {"side": label, "rank": side.rank, "size": side.size})
         for line in talk:
             order = json.loads(line)
             if order["verb"] == "end":
                 break
             _say(talk, {"seconds": _measure(side, order)})
     side.close()
-    return 0
 
 
 def _measure(side: Side, order: dict[str, Any]) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..error_text import ExplainedError, explain
-from ..runtime.launcher import LaunchError, run_processes
+from ..launching.launcher import LaunchError, run_processes
 
 __all__ = [
     "Parser",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -63,16 +63,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     try:
-        _measure(
-            arguments.nproc,
-            arguments.verbs,
-            arguments.sizes,
-            arguments.dtype,
-            arguments.rounds,
-            arguments.sides,
-            arguments.output,
-            arguments.plot,
-        )
+        _measure(arguments)
     except SideFailedError as error:
         print(f"meshdist bench: {error}", file=sys.stderr)
         return 1
@@ -104,38 +95,31 @@ def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
     return listed
 
 
-def _measure(
-    num_ranks: int,
-    verbs: Sequence[str],
-    sizes: list[int],
-    dtype: str,
-    rounds: int,
-    sides: list[str],
-    output: Path | None,
-    plot_path: Path | None,
-) -> None:
+def _measure(arguments: Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    num_ranks, rounds, sides = arguments.nproc, arguments.rounds, arguments.sides
     entrants = [
         Entrant(side, side, ("mpiexec", "--oversubscribe", "-n", "{n}") if side == "mpi" else ())
         for side in sides
     ]
     console = Console()
 
-    def tell(cell: Cell) -> None:
+    def show(cell: Cell) -> None:
         console.print(f"  {cell.verb} {size_text(cell.num_bytes)}", style="dim", end="\r")
 
     with running(entrants, num_ranks) as ranks:
-        cells = measure(ranks, verbs, sizes, rounds, tell, dtype)
+        cells = measure(ranks, arguments.verbs, arguments.sizes, rounds, show, arguments.dtype)
     head, *rows = table_text(cells, sides)
-    table = Table(title=f"{num_ranks} ranks, {dtype}, median of {rounds} rounds")
+    table = Table(title=f"{num_ranks} ranks, {arguments.dtype}, median of {rounds} rounds")
     for column in head:
         table.add_column(column, justify="left" if column == "verb" else "right")
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    if output is not None:
-        write(output, to_json(cells, num_ranks, rounds, "meshdist bench collectives"))
-    if plot_path is not None:
-        plot(plot_path, cells, sides)
+    if arguments.output is not None:
+        report = to_json(cells, num_ranks, rounds, "meshdist bench collectives")
+        write(arguments.output, report)
+    if arguments.plot is not None:
+        plot(arguments.plot, cells, sides)

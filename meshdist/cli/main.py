@@ -1,4 +1,4 @@
-"""The command ``meshdist``: hands over to the file of the sub-command."""
+"""The command ``meshdist``: runs the sub-command in its file."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ..runtime.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from ..launching.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
 from .arguments import (
     Parser,
     UsageError,

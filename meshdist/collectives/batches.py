@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..arrays import as_tensor, dtype_name, shape_text
+from ..arrays import as_tensor, shape_text
+from ..dtypes import dtype_name
 from ..errors import ArgumentError
-from ..mesh.groups import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup, resolve_group
 from ..wires.work import Work
 from .checks import get_peer
 from .instruments import verb
@@ -23,7 +24,7 @@ class P2POp:
         op: ``isend`` or ``irecv``, of this package.
         tensor: what is sent, or written.
         peer: the other side's global rank; or
-        group: who may be named.
+        group: whose members may be named.
         tag: matches sends to receives; NCCL has none.
         group_peer: the other side's rank in the group. One of the two is required.
 
@@ -111,17 +112,10 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         [[2.0, 3.0], [0.0, 1.0]]
     """
     target = _group_of(p2p_op_list)
-    messages = [
-        Message(
-            one.op.__name__,
-            target,
-            one.group_peer,
-            one.tensor,
-            one.tag,
-            is_send=one.op is isend,
-        )
-        for one in p2p_op_list
-    ]
+    messages = []
+    for one in p2p_op_list:
+        name, is_send = one.op.__name__, one.op is isend
+        messages.append(Message(name, target, one.group_peer, one.tensor, one.tag, is_send=is_send))
     wires = {target.wire_name(message.device_type): message for message in messages}
     if len(wires) > 1:
         raise ArgumentError(
@@ -134,14 +128,13 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     return [message.work() for message in messages]
 
 
-def _group_of(operations: object) -> ProcessGroup:
+def _group_of(operations: Any) -> ProcessGroup:
     """The one group of a list of operations."""
-    if not isinstance(operations, (list, tuple)) or not operations:
+    is_list = isinstance(operations, (list, tuple))
+    if not is_list or not operations:
         raise ArgumentError(
             "batch_isend_irecv takes a list of at least one P2POp",
-            found="an empty list"
-            if isinstance(operations, (list, tuple))
-            else type(operations).__name__,
+            found="an empty list" if is_list else type(operations).__name__,
         )
     for place, one in enumerate(operations):
         if not isinstance(one, P2POp):

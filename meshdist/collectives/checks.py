@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch._C import _increment_version as increment_version
 
-from ..arrays import QUANTIZED, as_tensor, describe, dtype_name, shape_text
+from ..arrays import as_tensor, describe, shape_text
+from ..dtypes import QUANTIZED, dtype_name
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,
@@ -20,7 +21,7 @@ from ..errors import (
     NotInGroupError,
     ShapeError,
 )
-from ..mesh.groups import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..reduce_ops import (
     Factor,
     ReduceKind,
@@ -41,17 +42,17 @@ __all__ = [
     "check_reducible",
     "check_same_size",
     "check_stored",
-    "dense",
+    "as_wire_tensor",
+    "as_wire_tensors",
     "find_peer",
     "first_cuda_device",
     "forbid_gradient",
     "get_peer",
     "get_root",
     "is_overwriting_history",
-    "member_of",
     "note_write",
     "premultiplied",
-    "stated",
+    "declared_op",
 ]
 
 SUM: ReduceKind = ReduceOp.SUM
@@ -59,7 +60,7 @@ SUM: ReduceKind = ReduceOp.SUM
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 
 
-def stated(kind: ReduceKind, factor: Factor | None) -> ReduceKind:
+def declared_op(kind: ReduceKind, factor: Factor | None) -> ReduceKind:
     """The reduction as the caller has named it."""
     return kind if factor is None else ReduceOp.PREMUL_SUM
 
@@ -81,7 +82,7 @@ def check_reducible(
     refusal = find_refusal(op, dtype) if factor is None else find_factor_refusal(factor, dtype)
     if refusal is not None:
         raise DtypeError(
-            f"{verb} cannot reduce {dtype_name(dtype)} with {op_name(stated(op, factor))}",
+            f"{verb} cannot reduce {dtype_name(dtype)} with {op_name(declared_op(op, factor))}",
             where=f"argument of shape {shape_text(tensor.shape)}",
             expected=refusal,
             fix="use SUM and divide, or convert the tensor"
@@ -138,7 +139,9 @@ def check_blocks(
         )
 
 
-def dense(x: Any, argument: str, verb: str, *, writable: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def as_wire_tensor(
+    x: Any, argument: str, verb: str, *, writable: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` as a tensor on its own memory, and the contiguous one to communicate with.
 
     They are one where ``x`` is contiguous; else the verb copies back what it wrote.
@@ -252,6 +255,20 @@ def check_list(
     return given
 
 
+def as_wire_tensors(
+    given: Any,
+    argument: str,
+    group: ProcessGroup,
+    verb: str,
+    length: int | None = None,
+    *,
+    writable: bool,
+) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Return the entries of a list that ``check_list`` passes, each with its ``as_wire_tensor``."""
+    entries = check_list(given, argument, group, verb, length)
+    return [(one, *as_wire_tensor(one, argument, verb, writable=writable)) for one in entries]
+
+
 def check_no_list(
     given: Any, argument: str, verb: str, role: str, group: ProcessGroup, root: int
 ) -> None:
@@ -289,17 +306,6 @@ def _here(group: ProcessGroup) -> str:
     return f"rank {group.world.rank}, {group.name}"
 
 
-def member_of(group: ProcessGroup, place: int, role: str) -> int:
-    """Return ``place`` if the group has it; raises otherwise."""
-    if not 0 <= place < group.size():
-        raise NotInGroupError(
-            f"{role}={place} is outside the group",
-            where=f"rank {group.world.rank}, {group.name}",
-            expected=f"a group rank from 0 to {group.size() - 1}",
-        )
-    return place
-
-
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
@@ -315,7 +321,14 @@ def find_peer(
                 found=f"{role}={global_rank}, group_{role}={group_rank}",
                 fix=f"give {role} (a global rank) or group_{role} (a rank in the group)",
             )
-        return member_of(group, _whole(group_rank, f"group_{role}", verb), f"group_{role}")
+        group_rank = _whole(group_rank, f"group_{role}", verb)
+        if not 0 <= group_rank < group.size():
+            raise NotInGroupError(
+                f"group_{role}={group_rank} is outside the group",
+                where=_here(group),
+                expected=f"a group rank from 0 to {group.size() - 1}",
+            )
+        return group_rank
     if global_rank is None:
         return None
     global_rank = _whole(global_rank, role, verb)
@@ -330,7 +343,7 @@ def find_peer(
 
 
 def _whole(rank: Any, argument: str, verb: str) -> int:
-    """Return a rank as a plain int: others are equal to ints, and are told apart by messages."""
+    """Return a rank as a plain int, since messages would show an equal number of another type."""
     if type(rank) is int:
         return rank
     if not isinstance(rank, bool):

@@ -1,26 +1,34 @@
 """torch's collectives on several tensors at once.
 
-Arguments, errors and results follow the rules told in ``verbs``.
+Arguments, errors and results follow the rules of ``verbs``.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
-from ..mesh.groups import resolve_group
+from ..groups.process_group import resolve_group
 from ..reduce_ops import ReduceOp, multiply, split_premul
-from ..wires.base import Communicator, Pending
-from ..wires.pending import Chain
-from ..wires.stand_ins import read_as
+from ..wires.c10d.substitutes import read_as
+from ..wires.communicator import Communicator
+from ..wires.operations import Chain, Operation, Terms
 from ..wires.work import Work
-from .checks import check_alike, check_list, check_reducible, check_same_size, dense, stated
+from .checks import (
+    as_wire_tensors,
+    check_alike,
+    check_list,
+    check_reducible,
+    check_same_size,
+    declared_op,
+)
 from .instruments import verb
 from .running import Written, run
 
-__all__ = ["all_gather_coalesced", "all_reduce_coalesced"]
+__all__ = ["all_gather_coalesced", "all_reduce_coalesced", "gather_packed"]
 
 
 @verb
@@ -51,23 +59,20 @@ def all_reduce_coalesced(
     target = resolve_group(group)
     name = "all_reduce_coalesced"
     kind, factor = split_premul(op)
-    written: list[Written] = [
-        (one, *dense(one, "tensors", name, writable=True))
-        for one in check_list(tensors, "tensors", target, name)
-    ]
+    written = as_wire_tensors(tensors, "tensors", target, name, writable=True)
     buffers = [buffer for _, _, buffer in written]
     for buffer in buffers:
         check_reducible(kind, buffer, name, factor)
         _check_device(buffer, buffers[0], name, "tensors")
-    channel = target.channel(buffers[0].device.type)
-    channel.enter(name, buffers, stated(kind, factor))
+    channel = target.open_channel(buffers[0].device.type)
+    channel.enter(name, buffers, declared_op(kind, factor))
     if factor is not None:
         for buffer in buffers:
             multiply(buffer, factor)
     return run(
         channel,
         name,
-        lambda wire, timeout: wire.all_reduce_list(buffers, kind, timeout),
+        lambda wire, terms: wire.all_reduce_list(buffers, kind, terms),
         written,
         async_op,
     )
@@ -105,50 +110,53 @@ def all_gather_coalesced(
     """
     target = resolve_group(group)
     name = "all_gather_coalesced"
-    inputs = [
-        dense(one, "input_tensor_list", name, writable=False)[1]
-        for one in check_list(input_tensor_list, "input_tensor_list", target, name)
-    ]
-    written: list[Written] = []
     names = ("output_tensor_lists", "input_tensor_list")
+    sources = as_wire_tensors(input_tensor_list, names[1], target, name, writable=False)
+    inputs = [source for _, _, source in sources]
+    written: list[Written] = []
     for outputs in check_list(output_tensor_lists, names[0], target, name, target.size()):
-        for one, source in zip(
-            check_list(outputs, "an entry of output_tensor_lists", target, name, len(inputs)),
-            inputs,
-            strict=True,
-        ):
-            data, buffer = dense(one, names[0], name, writable=True)
+        check_list(outputs, "an entry of output_tensor_lists", target, name, len(inputs))
+        row = as_wire_tensors(outputs, names[0], target, name, writable=True)
+        for (_, _, buffer), source in zip(row, inputs, strict=True):
             check_alike(buffer, source, target, name, names)
             check_same_size(buffer, source, target, name, names)
-            written.append((one, data, buffer))
+        written += row
     for source in inputs:
-        _check_device(source, inputs[0], name, "input_tensor_list")
-    channel = target.channel(inputs[0].device.type)
+        _check_device(source, inputs[0], name, names[1])
+    channel = target.open_channel(inputs[0].device.type)
     channel.enter(name, inputs)
     buffers = [buffer for _, _, buffer in written]
     return run(
         channel,
         name,
-        lambda wire, timeout: _gather_packed(wire, buffers, inputs, timeout),
+        lambda wire, terms: gather_packed(wire, buffers, inputs, terms),
         written,
         async_op,
     )
 
 
-def _gather_packed(
-    wire: Communicator, outputs: list[torch.Tensor], inputs: list[torch.Tensor], timeout: Any
-) -> Pending:
-    """Gather all inputs, as bytes one after the other, in one go."""
-    packed = torch.cat([read_as(part, torch.uint8) for part in inputs])
-    whole = packed.new_empty(wire.size * packed.numel())
-    sizes = [part.numel() * part.element_size() for part in inputs] * wire.size
+def gather_packed(
+    wire: Communicator, outputs: list[torch.Tensor], inputs: list[torch.Tensor], terms: Terms
+) -> Operation:
+    """Gather all inputs, as bytes one after the other, in one operation.
 
-    def settle() -> None:
-        with torch.inference_mode():
-            for output, part in zip(outputs, whole.split(sizes), strict=True):
+    Args:
+        wire: the communicator that gathers.
+        outputs: for each input of each member a tensor like it, on any device; or several such
+            lists, one after the other, which all get the same.
+        inputs: this rank's tensors; they travel from the first one's device.
+        terms: of the call.
+    """
+    packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
+    whole = packed.new_empty(wire.size * packed.numel())
+    parts = whole.split([part.nbytes for part in inputs] * wire.size)
+
+    def unpack() -> None:
+        with torch.inference_mode():  # they may be parameters, or inference tensors
+            for output, part in zip(outputs, itertools.cycle(parts)):
                 read_as(output, torch.uint8).copy_(part)
 
-    return Chain([wire.all_gather(whole, packed, timeout)], settle)
+    return Chain([wire.all_gather(whole, packed, terms)], unpack)
 
 
 def _check_device(tensor: torch.Tensor, first: torch.Tensor, name: str, argument: str) -> None:

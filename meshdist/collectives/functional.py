@@ -26,11 +26,11 @@ import torch
 from torch.autograd import Function
 
 from ..arrays import describe
+from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..error_text import ranks_text
 from ..errors import GradientError
-from ..mesh.groups import ProcessGroup, resolve_group
-from ..runtime.debug_levels import DebugLevel, get_debug_level
-from ..runtime.pages import new_like
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..runtime.buffer_pool import new_like
 from .verbs import all_gather_into_tensor, all_reduce, broadcast
 
 __all__ = ["pmean", "psum", "pvary"]

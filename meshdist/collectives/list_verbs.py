@@ -1,6 +1,6 @@
 """torch's collectives on lists of tensors, one per member, whose sizes may differ.
 
-Arguments, errors and results follow the rules told in ``verbs``. Lists are lists or tuples of
+Arguments, errors and results follow the rules of ``verbs``. Lists are lists or tuples of
 torch tensors, NumPy or CuPy arrays, of one dtype and one device type; what one member takes must
 be what the other sends, which is compared before any data moves.
 """
@@ -14,25 +14,24 @@ from operator import index
 from typing import Any
 
 import torch
-import torch.autograd.profiler as profiler
 
 from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
-from ..mesh.groups import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, split_premul
 from ..wires.work import Work
 from .checks import (
+    as_wire_tensor,
     check_alike,
     check_list,
     check_no_list,
     check_reducible,
     check_same_size,
-    dense,
+    declared_op,
     get_root,
     premultiplied,
-    stated,
 )
-from .instruments import bare_verb, verb
+from .instruments import verb
 from .running import Written, run
 
 __all__ = [
@@ -45,7 +44,7 @@ __all__ = [
 ]
 
 
-@bare_verb
+@verb(fast=["tensor_list", "tensor"])
 def all_gather(
     tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -73,34 +72,23 @@ def all_gather(
         >>> md.simulate(program, 2)
         [[[0], [1, 1]], [[0], [1, 1]]]
     """
-    target = resolve_group(group)
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.all_gather_list(tensor_list, tensor):
-        return None
-    return _all_gather(tensor_list, tensor, target, async_op)
-
-
-@verb
-def _all_gather(
-    tensor_list: list[Any], tensor: Any, group: ProcessGroup, async_op: bool
-) -> Work | None:
-    _, block = dense(tensor, "tensor", "all_gather", writable=False)
+    _, block = as_wire_tensor(tensor, "tensor", "all_gather", writable=False)
     written = _written(tensor_list, "tensor_list", "all_gather", group, block, "tensor")
     outputs = [buffer for _, _, buffer in written]
     check_same_size(outputs[group.rank()], block, group, "all_gather", ("my tensor_list", "tensor"))
-    channel = group.channel(block.device.type)
+    channel = group.open_channel(block.device.type)
     sent = [block.numel()] * group.size()
     channel.enter("all_gather", block, sent=sent, taken=[output.numel() for output in outputs])
     return run(
         channel,
         "all_gather",
-        lambda wire, timeout: wire.all_gather_list(outputs, block, timeout),
+        lambda wire, terms: wire.all_gather_list(outputs, block, terms),
         written,
         async_op,
     )
 
 
-@bare_verb
+@verb(fast=["tensor", "gather_list", "peer"], peer=get_root)
 def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
@@ -135,19 +123,8 @@ def gather(
         >>> md.simulate(program, 2)
         [[[1.0, 1.0], [2.0, 2.0]], []]
     """
-    target = resolve_group(group)
-    root = get_root(target, dst, group_dst, "gather", "dst")
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.gather(tensor, gather_list, root):
-        return None
-    return _gather(tensor, gather_list, root, target, async_op)
-
-
-@verb
-def _gather(
-    tensor: Any, gather_list: list[Any] | None, root: int, group: ProcessGroup, async_op: bool
-) -> Work | None:
-    _, block = dense(tensor, "tensor", "gather", writable=False)
+    root = get_root(group, dst, group_dst, "gather", "dst")
+    _, block = as_wire_tensor(tensor, "tensor", "gather", writable=False)
     written: list[Written] = []
     if root == group.rank():
         written = _written(
@@ -157,19 +134,19 @@ def _gather(
             check_same_size(output, block, group, "gather", ("gather_list", "tensor"))
     else:
         check_no_list(gather_list, "gather_list", "gather", "destination", group, root)
-    channel = group.channel(block.device.type)
+    channel = group.open_channel(block.device.type)
     channel.enter("gather", block, None, root)
     outputs = [buffer for _, _, buffer in written]
     return run(
         channel,
         "gather",
-        lambda wire, timeout: wire.gather(outputs, block, root, timeout),
+        lambda wire, terms: wire.gather(outputs, block, root, terms),
         written,
         async_op,
     )
 
 
-@bare_verb
+@verb(fast=["tensor", "scatter_list", "peer"], peer=get_root)
 def scatter(
     tensor: Any,
     scatter_list: list[Any] | None = None,
@@ -203,19 +180,8 @@ def scatter(
         >>> md.simulate(program, 2)
         [[1.0, 1.0], [5.0, 5.0]]
     """
-    target = resolve_group(group)
-    root = get_root(target, src, group_src, "scatter", "src")
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.scatter(tensor, scatter_list, root):
-        return None
-    return _scatter(tensor, scatter_list, root, target, async_op)
-
-
-@verb
-def _scatter(
-    tensor: Any, scatter_list: list[Any] | None, root: int, group: ProcessGroup, async_op: bool
-) -> Work | None:
-    data, buffer = dense(tensor, "tensor", "scatter", writable=True)
+    root = get_root(group, src, group_src, "scatter", "src")
+    data, buffer = as_wire_tensor(tensor, "tensor", "scatter", writable=True)
     inputs: list[torch.Tensor] = []
     if root == group.rank():
         inputs = _read(scatter_list, "scatter_list", "scatter", group, buffer, "tensor", "source")
@@ -224,12 +190,12 @@ def _scatter(
         inputs = [apart(part, buffer) for part in inputs]
     else:
         check_no_list(scatter_list, "scatter_list", "scatter", "source", group, root)
-    channel = group.channel(buffer.device.type)
+    channel = group.open_channel(buffer.device.type)
     channel.enter("scatter", buffer, None, root)
     return run(
         channel,
         "scatter",
-        lambda wire, timeout: wire.scatter(buffer, inputs, root, timeout),
+        lambda wire, terms: wire.scatter(buffer, inputs, root, terms),
         [(tensor, data, buffer)],
         async_op,
     )
@@ -267,27 +233,27 @@ def reduce_scatter(
         [[2.0], [4.0, 4.0]]
     """
     target = resolve_group(group)
-    data, buffer = dense(output, "output", "reduce_scatter", writable=True)
+    data, buffer = as_wire_tensor(output, "output", "reduce_scatter", writable=True)
     kind, factor = split_premul(op)
     check_reducible(kind, buffer, "reduce_scatter", factor)
     inputs = _read(input_list, "input_list", "reduce_scatter", target, buffer, "output")
     check_same_size(
         inputs[target.rank()], buffer, target, "reduce_scatter", ("my input_list", "output")
     )
-    channel = target.channel(buffer.device.type)
-    channel.enter("reduce_scatter", inputs, stated(kind, factor))
+    channel = target.open_channel(buffer.device.type)
+    channel.enter("reduce_scatter", inputs, declared_op(kind, factor))
     if factor is not None:
         inputs = [premultiplied(part, factor) for part in inputs]
     return run(
         channel,
         "reduce_scatter",
-        lambda wire, timeout: wire.reduce_scatter_list(buffer, inputs, kind, timeout),
+        lambda wire, terms: wire.reduce_scatter_list(buffer, inputs, kind, terms),
         [(output, data, buffer)],
         async_op,
     )
 
 
-@bare_verb
+@verb(fast=["output_tensor_list", "input_tensor_list"])
 def all_to_all(
     output_tensor_list: list[Any],
     input_tensor_list: list[Any],
@@ -318,23 +284,9 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]
     """
-    target = resolve_group(group)
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.all_to_all_list(output_tensor_list, input_tensor_list):
-        return None
-    return _all_to_all(output_tensor_list, input_tensor_list, target, async_op)
-
-
-@verb
-def _all_to_all(
-    output_tensor_list: list[Any],
-    input_tensor_list: list[Any],
-    group: ProcessGroup,
-    async_op: bool,
-) -> Work | None:
     name = "all_to_all"
     first = check_list(input_tensor_list, "input_tensor_list", group, name, group.size())[0]
-    _, like = dense(first, "input_tensor_list", name, writable=False)
+    _, like = as_wire_tensor(first, "input_tensor_list", name, writable=False)
     inputs = _read(input_tensor_list, "input_tensor_list", name, group, like, "input_tensor_list")
     written = _written(
         output_tensor_list, "output_tensor_list", name, group, like, "input_tensor_list"
@@ -343,19 +295,19 @@ def _all_to_all(
     me = group.rank()
     check_same_size(outputs[me], inputs[me], group, name, ("my output", "my input for myself"))
     inputs = apart_from_all(inputs, outputs)
-    channel = group.channel(like.device.type)
+    channel = group.open_channel(like.device.type)
     sent = [part.numel() for part in inputs]
     channel.enter(name, like, sent=sent, taken=[output.numel() for output in outputs])
     return run(
         channel,
         name,
-        lambda wire, timeout: wire.all_to_all(outputs, inputs, timeout),
+        lambda wire, terms: wire.all_to_all(outputs, inputs, terms),
         written,
         async_op,
     )
 
 
-@bare_verb
+@verb(fast=["output", "input"])
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -390,29 +342,9 @@ def all_to_all_single(
         >>> md.simulate(program, 2)
         [[0, 10], [1, 11, 12]]
     """
-    target = resolve_group(group)
-    is_plain = not (async_op or profiler._is_profiler_enabled)
-    is_even = output_split_sizes is None and input_split_sizes is None
-    plain = target.plain_calls if is_plain and is_even else None
-    if plain is not None and plain.all_to_all(output, input):
-        return None
-    return _all_to_all_single(
-        output, input, output_split_sizes, input_split_sizes, target, async_op
-    )
-
-
-@verb
-def _all_to_all_single(
-    output: Any,
-    input: Any,
-    output_split_sizes: list[int] | None,
-    input_split_sizes: list[int] | None,
-    group: ProcessGroup,
-    async_op: bool,
-) -> Work | None:
     name = "all_to_all_single"
-    data, buffer = dense(output, "output", name, writable=True)
-    _, source = dense(input, "input", name, writable=False)
+    data, buffer = as_wire_tensor(output, "output", name, writable=True)
+    _, source = as_wire_tensor(input, "input", name, writable=False)
     check_alike(buffer, source, group, name, ("output", "input"))
     taken = _sizes(buffer, output_split_sizes, "output", name, group)
     sent = _sizes(source, input_split_sizes, "input", name, group)
@@ -432,13 +364,13 @@ def _all_to_all_single(
             found=f"{taken[me]} elements taken, {sent[me]} sent",
             fix=f"make entry {me} of both split sizes equal",
         )
-    channel = group.channel(buffer.device.type)
+    channel = group.open_channel(buffer.device.type)
     channel.enter(name, source, sent=sent, taken=taken)
     source = apart(source, buffer)
     return run(
         channel,
         name,
-        lambda wire, timeout: wire.all_to_all_single(buffer, source, taken, sent, timeout),
+        lambda wire, terms: wire.all_to_all_single(buffer, source, taken, sent, terms),
         [(output, data, buffer)],
         async_op,
     )
@@ -459,7 +391,7 @@ def _written(
         check_list(given, argument, target, name, target.size(), role=role)
     ):
         entry = f"{argument}[{place}]"
-        data, buffer = dense(one, entry, name, writable=True)
+        data, buffer = as_wire_tensor(one, entry, name, writable=True)
         check_alike(buffer, like, target, name, (entry, likes_name))
         written.append((one, data, buffer))
     return written
@@ -480,7 +412,7 @@ def _read(
         check_list(given, argument, target, name, target.size(), role=role)
     ):
         entry = f"{argument}[{place}]"
-        _, part = dense(one, entry, name, writable=False)
+        _, part = as_wire_tensor(one, entry, name, writable=False)
         check_alike(part, like, target, name, (entry, likes_name))
         parts.append(part)
     return parts

@@ -1,4 +1,4 @@
-"""A barrier that names who does not come.
+"""A barrier that names the members that do not come.
 
 It goes through the store of the world instead of a wire, so that a rank that does not come breaks
 nothing: the group can be used afterwards. It is not one of the collectives that the members count
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
+from ..checking.call_sites import Site, call_site, show_site
+from ..checking.calls import GroupFacts
 from ..errors import AbortedError, CollectiveTimeoutError, MeshdistError, StoreError, WorldError
-from ..mesh.agreement import digest_of_ranks
-from ..mesh.failures import last_call_text
-from ..mesh.groups import ProcessGroup, resolve_group
-from ..mesh.registry import get_registry
-from ..mesh.signals import ask
-from ..runtime.handles import check_store_served, store_of_thread
-from ..runtime.recorder import call_text
-from ..runtime.roll_calls import RollCall, Verdict, failed_text
+from ..groups.agreement import digest_of_ranks
+from ..groups.other_members import last_call_text
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.registry import get_registry
+from ..groups.signal_thread import ask
 from ..runtime.timeouts import check_timeout
-from ..wires.turns import Site, call_site, find_rank_here, show_site
+from ..wires.simulated.scheduler import find_rank_here
 from .instruments import verb
 
 __all__ = ["monitored_barrier"]
@@ -36,16 +37,16 @@ def monitored_barrier(
     """Return when every member has called it; raise on every member where one does not come.
 
     Rank 0 of the group collects, the others wait for it: each of them at most ``timeout`` until it
-    comes, and as long again for its verdict.
+    comes, and as long again for its outcome.
 
     Args:
-        group: who takes part.
+        group: whose members take part.
         timeout: how long to wait; None takes the group's.
         wait_all_ranks: let rank 0 name every absent member, not the first alone.
 
     Raises:
         CollectiveTimeoutError: a member did not come. Rank 0 names it, with what it called last;
-            the others point to rank 0. A member that comes too late is told so.
+            the others point to rank 0. A member that comes too late raises, too.
         DeadlockError: on simulated ranks, which have no clock, where a member cannot come any
             more.
         KindError, ArgumentError: a wrong timeout.
@@ -74,34 +75,23 @@ monitoredBarrier
     if target.world.is_simulated:
         _meet_simulated(target)
         return
-    meeting = _Meeting(target, timeout or target.timeout, wait_all_ranks)
-    try:
-        meeting.hold()
-    except RuntimeError as error:
-        if isinstance(error, MeshdistError):
-            raise
-        raise StoreError(
-            f"the store was lost during {_NAME}",
-            where=meeting.where,
-            found=str(error).splitlines()[0],
-            fix="look at the rank that ended first: its error is the cause",
-        ) from error
+    _Call(target, timeout or target.timeout, wait_all_ranks).wait()
 
 
 def _keys_of(group: ProcessGroup) -> str:
     """What the keys of a group's barriers begin with; equal on its members, and theirs alone."""
     if group.is_private:
-        return f"monitored/{group.channel(group.first_device_type()).opened.label}"
+        return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
-class _Meeting:
+class _Call:
     """One call of one member.
 
     Args:
-        group: who meets.
+        group: whose members wait for each other.
         timeout: how long to wait.
-        names_all: whether rank 0 names all who are absent.
+        names_all: whether rank 0 names every absent member.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
@@ -109,9 +99,8 @@ class _Meeting:
         self._group = group
         self._names_all = names_all
         prefix = _keys_of(group)
-        counts: dict[str, int] = world.rooms.setdefault("monitored barriers", {})
-        number = counts[prefix] = counts.get(prefix, 0) + 1
-        self._roll_call = RollCall(
+        number = world.next_number(prefix)
+        self._barrier = MonitoredBarrier(
             store_of_thread(world),
             prefix,
             group.ranks,
@@ -124,15 +113,26 @@ class _Meeting:
         self._aborts = get_registry(world).aborts
         self._known_aborts = set(self._aborts)
         recorder = get_registry(world).beside_wires
-        recorder.note(group.name, _NAME, None)
-        call = {**recorder.describe(), "sequence": number}
-        self.where = f"rank {world.rank}, {call_text(call)}"
+        recorder.note(GroupFacts(group.name, group.ranks, group.rank()), _NAME, None)
+        call = recorder.find_note()
+        assert call is not None  # it was just noted
+        self._where = f"rank {world.rank}, {call._replace(sequence=number).title}"
 
-    def hold(self) -> None:
-        """Wait for the verdict; raise where it is bad."""
-        verdict = self._roll_call.hold()
-        if verdict.failure:
-            raise self._error(verdict)
+    def wait(self) -> None:
+        """Wait for the outcome; raise where a member did not arrive, or the store is lost."""
+        try:
+            outcome = self._barrier.wait()
+        except MeshdistError:
+            raise
+        except RuntimeError as error:  # as torch's stores raise it
+            raise StoreError(
+                f"the store was lost during {_NAME}",
+                where=self._where,
+                found=str(error).splitlines()[0],
+                fix="look at the rank that ended first: its error is the cause",
+            ) from error
+        if outcome.failure:
+            raise self._error(outcome)
 
     def _check(self) -> None:
         """Raise where waiting is in vain: the store is lost, or the group was aborted."""
@@ -142,42 +142,35 @@ class _Meeting:
             if message.get("group") == self._group.name:
                 raise AbortedError(
                     f"{_NAME} on {self._group.name} was aborted",
-                    where=self.where,
+                    where=self._where,
                     found=f"rank {message['rank']}: {message['reason']}",
                     fix="make a new mesh on the ranks that are left",
                 )
 
-    def _error(self, verdict: Verdict) -> CollectiveTimeoutError:
-        me, leader = self._world.rank, self._group.ranks[0]
-        told = f"rank {verdict.by}: {verdict.failure}"
-        if me in verdict.absent:
-            return self._late(
-                f"rank {me} came to monitoredBarrier when rank {verdict.by} had given up",
-                told,
-                f"look at what kept rank {me}, or raise the timeout",
+    def _error(self, outcome: Outcome) -> CollectiveTimeoutError:
+        """What a member raises: rank 0 its findings, the others a pointer to rank 0's error."""
+        ranks = self._group.ranks
+        me, leader = self._world.rank, ranks[0]
+        found = f"rank {outcome.by}: {outcome.failure}"
+        if me in outcome.absent:
+            summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
+            fix = f"look at what kept rank {me}, or raise the timeout"
+        elif me == leader:
+            summary = outcome.failure
+            found = self._last_calls(outcome.absent if self._names_all else outcome.absent[:1])
+            fix = "look at what these ranks do instead, or raise the timeout"
+        else:
+            summary = (
+                f"rank {me} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank {leader}"
             )
-        if me == leader:
-            named = verdict.absent if self._names_all else verdict.absent[:1]
-            return self._late(
-                verdict.failure,
-                self._last_calls(named),
-                "look at what these ranks do instead, or raise the timeout",
-            )
-        found, fix = told, f"look at the error of rank {leader}, which tells more"
-        if leader in verdict.absent:
-            found = f"{told}\n{self._last_calls([leader])}"
-            fix = f"look at what rank {leader} does instead, or raise the timeout"
-        return self._late(
-            f"rank {me} successfully reached monitoredBarrier, but received errors while waiting "
-            f"for send/recv from rank {leader}",
-            found,
-            fix,
-        )
-
-    def _late(self, summary: str, found: str, fix: str) -> CollectiveTimeoutError:
-        expected = f"the same call on ranks {', '.join(map(str, self._group.ranks))}"
+            fix = f"look at the error of rank {leader}, which tells more"
+            if leader in outcome.absent:
+                found = f"{found}\n{self._last_calls([leader])}"
+                fix = f"look at what rank {leader} does instead, or raise the timeout"
+        expected = f"the same call on ranks {', '.join(map(str, ranks))}"
         return CollectiveTimeoutError(
-            summary, where=self.where, expected=expected, found=found, fix=fix
+            summary, where=self._where, expected=expected, found=found, fix=fix
         )
 
     def _last_calls(self, ranks: list[int]) -> str:
@@ -209,7 +202,7 @@ class _Wait:
 
 
 def _meet_simulated(group: ProcessGroup) -> None:
-    """Wait for the other simulated ranks; where they cannot come, the simulator tells so."""
+    """Wait for the other simulated ranks; where they cannot come, the scheduler raises."""
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
@@ -224,5 +217,5 @@ def _meet_simulated(group: ProcessGroup) -> None:
     try:
         rank.wait(_Wait(group, counts, counts[me], call_site()))
     except BaseException:
-        counts[me] -= 1  # this rank waits no more, and passed nothing
+        counts[me] -= 1  # this rank waits no more, and did not pass
         raise

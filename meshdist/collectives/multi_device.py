@@ -8,22 +8,30 @@ equally long. CPU tensors will do as well as several CUDA devices, and NumPy and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from ..arrays import dtype_name, shape_text
+from ..arrays import shape_text
+from ..dtypes import dtype_name
 from ..error_text import grouped_text
 from ..errors import AgreementError, ArgumentError, DtypeError, KindError, ShapeError
-from ..mesh.channel import Channel
-from ..mesh.groups import ProcessGroup, resolve_group
+from ..groups.channel import Channel
+from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceKind, ReduceOp, split_premul
-from ..wires.base import Communicator, Pending
-from ..wires.pending import Chain
+from ..wires.communicator import Communicator
+from ..wires.operations import Chain, Operation, Terms
 from ..wires.reductions import reduced
 from ..wires.work import Work
-from .checks import check_list, check_reducible, dense, get_peer, premultiplied, stated
+from .checks import (
+    as_wire_tensors,
+    check_list,
+    check_reducible,
+    declared_op,
+    get_peer,
+    premultiplied,
+)
+from .coalesced import gather_packed
 from .instruments import verb
 from .running import Written, run
 
@@ -73,11 +81,10 @@ def broadcast_multigpu(
     buffers = [buffer for _, _, buffer in written]
     channel = _enter(name, target, buffers, None, root)
     is_root = root == target.rank()
-    travelling = buffers[place if is_root else 0]
+    sent = buffers[place if is_root else 0]
 
-    def start(wire: Communicator, timeout: timedelta) -> Pending:
-        pending = wire.broadcast(travelling, root, timeout)
-        return Chain([pending], lambda: _spread(travelling, buffers))
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
 
     if is_root:  # what is sent stays as it is
         del written[place]
@@ -116,9 +123,8 @@ def all_reduce_multigpu(
     buffers = [buffer for _, _, buffer in written]
     channel, kind, total = _enter_reducing(name, target, buffers, op)
 
-    def start(wire: Communicator, timeout: timedelta) -> Pending:
-        pending = wire.all_reduce(total, kind, timeout)
-        return Chain([pending], lambda: _spread(total, buffers))
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
 
     return run(channel, name, start, written, async_op)
 
@@ -164,12 +170,13 @@ def reduce_multigpu(
         (written[place],) = _written([tensor_list[place]], "tensor_list", target, name)
     buffers = [buffer for _, _, buffer in written]
     channel, kind, total = _enter_reducing(name, target, buffers, op, root)
+    written = [written[place]] if is_root else []
 
-    def start(wire: Communicator, timeout: timedelta) -> Pending:
-        pending = wire.reduce(total, kind, root, timeout)
-        return Chain([pending], (lambda: _spread(total, [buffers[place]])) if is_root else None)
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        operation = wire.reduce(total, kind, root, terms)
+        return Chain([operation], lambda: _spread(total, [buffer for _, _, buffer in written]))
 
-    return run(channel, name, start, [written[place]] if is_root else [], async_op)
+    return run(channel, name, start, written, async_op)
 
 
 @verb
@@ -214,19 +221,14 @@ def all_gather_multigpu(
         check_list(outputs, "an entry of output_tensor_lists", target, name, count)
         written += _written(outputs, "output_tensor_lists", target, name, like=buffers[0])
     channel = _enter(name, target, buffers)
-    first = buffers[0]
-    packed = torch.cat([buffer.view(-1).to(first.device) for buffer in buffers])
-    whole = packed.new_empty(target.size() * packed.numel())
-
-    def spread() -> None:
-        parts = whole.view(count, first.numel()).unbind()
-        for place, (_, _, output) in enumerate(written):
-            _spread(parts[place % count], [output])
-
-    def start(wire: Communicator, timeout: timedelta) -> Pending:
-        return Chain([wire.all_gather(whole, packed, timeout)], spread)
-
-    return run(channel, name, start, written, async_op)
+    outputs = [buffer for _, _, buffer in written]
+    return run(
+        channel,
+        name,
+        lambda wire, terms: gather_packed(wire, outputs, buffers, terms),
+        written,
+        async_op,
+    )
 
 
 def _enter(
@@ -237,7 +239,7 @@ def _enter(
     root: int | None = None,
 ) -> Channel:
     """Return the channel, once the members' lists are known to be alike, as far as can be seen."""
-    channel = target.channel(buffers[0].device.type)
+    channel = target.open_channel(buffers[0].device.type)
     channel.enter(name, buffers, op, root)
     if target.world.is_simulated or channel.spans_hosts:
         _check_lengths(name, target, channel, buffers)
@@ -254,10 +256,8 @@ def _enter_reducing(
     """As ``_enter``; returns the wire's reduction too, and this rank's tensors reduced by it."""
     kind, factor = split_premul(op)
     check_reducible(kind, buffers[0], name, factor)
-    channel = _enter(name, target, buffers, stated(kind, factor), root)
-    parts: Sequence[torch.Tensor] = buffers
-    if factor is not None:
-        parts = [premultiplied(buffer, factor) for buffer in buffers]
+    channel = _enter(name, target, buffers, declared_op(kind, factor), root)
+    parts = buffers if factor is None else [premultiplied(part, factor) for part in buffers]
     return channel, kind, reduced([part.view(-1) for part in parts], kind)
 
 
@@ -266,23 +266,19 @@ def _check_lengths(
 ) -> None:
     """Compare the lengths of the members' lists in a round of their own.
 
-    One tensor of each member travels, so that nothing else would tell where no headers do.
+    One tensor of each member travels, so nothing else shows a difference where no headers do.
     """
     mine = torch.tensor([len(buffers)], device=buffers[0].device)
-    everyones = mine.new_empty(target.size())
-
-    def start(wire: Communicator, timeout: timedelta) -> Pending:
-        return wire.all_gather(everyones, mine, timeout)
-
-    run(channel, name, start, [], False)
-    lengths = everyones.tolist()
+    gathered = mine.new_empty(target.size())
+    run(channel, name, lambda wire, terms: wire.all_gather(gathered, mine, terms), [], False)
+    lengths = gathered.tolist()
     if len(set(lengths)) > 1:
-        told = [(rank, f"{n} tensors") for rank, n in zip(target.ranks, lengths, strict=True)]
+        found = [(rank, f"{n} tensors") for rank, n in zip(target.ranks, lengths, strict=True)]
         raise AgreementError(
             f"{name}: the members' lists have different lengths",
             where=f"{target.name}; no data was moved",
             expected="as many tensors on every member",
-            found=grouped_text(told),
+            found=grouped_text(found),
         )
 
 
@@ -296,10 +292,7 @@ def _written(
     like: torch.Tensor | None = None,
 ) -> list[Written]:
     """The arrays of a list, once they are known to be alike, and like ``like``."""
-    written: list[Written] = [
-        (one, *dense(one, argument, name, writable=not is_read))
-        for one in check_list(given, argument, target, name)
-    ]
+    written = as_wire_tensors(given, argument, target, name, writable=not is_read)
     first = written[0][2] if like is None else like
     for _, _, buffer in written:
         if buffer.dtype is not first.dtype:

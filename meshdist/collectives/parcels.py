@@ -1,4 +1,4 @@
-"""Python objects as bytes, and back."""
+"""Python objects as bytes, and back; what verbs on objects check alike."""
 
 from __future__ import annotations
 
@@ -6,40 +6,47 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from ..error_text import grouped_text, ranks_text
-from ..errors import BackendError, KindError
-from ..mesh.groups import ProcessGroup
+from ..errors import AgreementError, BackendError, KindError
+from ..groups.process_group import ProcessGroup
 
-__all__ = ["Parcel", "raise_unpicklable", "unpack"]
+__all__ = [
+    "Parcel",
+    "check_is_list",
+    "entries",
+    "find_device",
+    "other_length",
+    "raise_unpicklable",
+    "unpack",
+]
 
 
 class Parcel:
     """Objects as bytes; or, where one cannot be pickled, why.
 
     Args:
-        objects: what to pickle, one after the other.
-        names: what messages call each of them.
+        objects: what to pickle, one after the other, by what messages call each.
     """
 
-    def __init__(self, objects: Sequence[Any], names: Sequence[str]) -> None:
+    def __init__(self, objects: Mapping[str, Any]) -> None:
         self.error: Exception | None = None
         buffer = io.BytesIO()
         head = struct.Struct(f"<{1 + len(objects)}q")
         buffer.write(bytes(head.size))
         sizes = []
-        for x, name in zip(objects, names, strict=True):
+        for name, x in objects.items():
             start = buffer.tell()
             try:
                 pickle.dump(x, buffer)
             except Exception as error:  # whatever the object's own code raises
                 self.error = error
-                told = f"{name} of type {type(x).__qualname__}: {_error_text(error)}"
-                buffer = io.BytesIO(json.dumps(told).encode())
+                text = f"{name} of type {type(x).__qualname__}: {_error_text(error)}"
+                buffer = io.BytesIO(json.dumps(text).encode())
                 break
             sizes.append(buffer.tell() - start)
         view = buffer.getbuffer()
@@ -53,7 +60,7 @@ class Parcel:
         return self.error is not None
 
     @property
-    def stated(self) -> int:
+    def signed_size(self) -> int:
         """The number of bytes, negative for a failure's."""
         return -self.data.numel() if self.is_failure else self.data.numel()
 
@@ -84,16 +91,60 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
     return objects
 
 
+def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
+    """Where the bytes of objects travel."""
+    if given is None:
+        if "cpu" in target.backends:
+            return torch.device("cpu")
+        given = next(iter(target.backends))
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise KindError(
+            f"{verb}: {given!r} is not a device", expected="for example torch.device('cuda', 0)"
+        ) from error
+    target.wire_name(device.type)  # raises where nothing serves it
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_is_list(given: Any, argument: str, verb: str, *, is_written: bool) -> None:
+    """Raise unless ``given`` is a list, of any length; a tuple will do to read from."""
+    if not isinstance(given, list if is_written else (list, tuple)):
+        raise KindError(
+            f"{verb}: {argument} must be a list",
+            expected="a list, whose entries are replaced" if is_written else "a list or tuple",
+            found=type(given).__name__,
+        )
+
+
+def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
+    """The entries of a list, by what messages call them."""
+    return {f"{argument}[{place}]": x for place, x in enumerate(objects)}
+
+
+def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
+    """Make the error for lists of objects of different lengths."""
+    return AgreementError(
+        f"{verb}: the members' lists of objects have different lengths",
+        where=target.name,
+        expected="as many entries on every rank as its source has; nothing was sent",
+        found=found,
+        fix="give receivers [None] * n; where n is not known, send the list as one object: "
+        "[objects]",
+    )
+
+
 def raise_unpicklable(
     failed: Sequence[tuple[int, torch.Tensor]], verb: str, cause: Exception | None = None
 ) -> NoReturn:
     """Raise one and the same error on every member."""
-    told = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
-    ranks = [rank for rank, _ in told]
+    reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
     raise KindError(
-        f"{verb}: an object of {ranks_text(ranks)} cannot be pickled",
+        f"{verb}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
         expected="objects that pickle takes; nothing was sent",
-        found=grouped_text(told),
+        found=grouped_text(reasons),
         fix="send plain data, and classes and functions that stand at the top of a module",
     ) from cause
 

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.autograd.profiler as profiler
-
 from ..errors import ArgumentError, KindError
-from ..mesh.groups import ProcessGroup, resolve_group
-from ..wires.base import LARGEST_TAG, Communicator, Pending, WireFailure
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..wires.communicator import LARGEST_TAG
+from ..wires.failures import WireFailure
+from ..wires.operations import Operation, Terms
 from ..wires.work import Work
-from .checks import dense, find_peer, forbid_gradient, get_peer, is_overwriting_history, note_write
-from .instruments import bare_verb, verb
-from .running import bring_one_home
+from .checks import (
+    as_wire_tensor,
+    find_peer,
+    forbid_gradient,
+    get_peer,
+    is_overwriting_history,
+    note_write,
+)
+from .instruments import verb
+from .running import copy_one_back
 
 __all__ = [
     "Message",
@@ -34,7 +41,7 @@ _ANSWER_TAG = LARGEST_TAG + 1
 """The tag of what a receiver answers to a sender."""
 
 
-@bare_verb
+@verb(fast=["tensor", "peer", "tag"], peer=get_peer)
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -48,7 +55,7 @@ def send(
         tensor: any shape and dtype.
         dst: the receiver's global rank; or
         group_dst: its rank in the group. One of the two is required.
-        group: who may be named.
+        group: whose members may be named.
         tag: matches sends to receives; NCCL has none.
 
     Raises:
@@ -66,22 +73,14 @@ def send(
         >>> md.simulate(program, 2)[1]
         (0, [0, 0])
     """
-    target = group if type(group) is ProcessGroup else resolve_group(group)
-    peer = get_peer(target, dst, group_dst, "send", "dst")
-    plain = None if profiler._is_profiler_enabled else target.plain_calls
-    if plain is None or not plain.send(tensor, peer, tag):
-        _send(tensor, peer, target, tag)
-
-
-@verb
-def _send(tensor: Any, peer: int, group: ProcessGroup, tag: int) -> None:
+    peer = get_peer(group, dst, group_dst, "send", "dst")
     check_not_me(group, peer, "send", "isend")
     message = Message("send", group, peer, tensor, tag, is_send=True)
     message.start(waits=True)
     message.finish()
 
 
-@bare_verb
+@verb(fast=["tensor", "peer", "tag"], peer=find_peer)
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -101,20 +100,12 @@ def recv(
         ArgumentError: the sender is this rank (use irecv), or two senders are named.
         NotInGroupError: the sender is no member.
     """
-    target = group if type(group) is ProcessGroup else resolve_group(group)
-    peer = find_peer(target, src, group_src, "recv", "src")
-    plain = None if profiler._is_profiler_enabled else target.plain_calls
-    source = None if plain is None else plain.recv(tensor, peer, tag)
-    return target.ranks[_recv(tensor, peer, target, tag) if source is None else source]
-
-
-@verb
-def _recv(tensor: Any, peer: int | None, group: ProcessGroup, tag: int) -> int:
+    peer = find_peer(group, src, group_src, "recv", "src")
     check_not_me(group, peer, "recv", "irecv")
     message = Message("recv", group, peer, tensor, tag, is_send=False)
     message.start(waits=True)
     message.finish()
-    return message.source()
+    return group.ranks[message.source()]  # type: ignore[no-any-return]
 
 
 @verb
@@ -155,7 +146,7 @@ def irecv(
         tensor, src, group, tag, group_src: as in ``recv``; receiving from oneself is legal.
 
     Returns:
-        A Work, whose ``source_rank()`` tells the sender's group rank.
+        A Work, whose ``source_rank()`` is the sender's group rank.
 
     Raises:
         ArgumentError: two senders are named.
@@ -178,7 +169,7 @@ class Message:
         tensor: what is sent, or written.
         tag: matches sends to receives.
         is_send: which of both it is.
-        is_answer: whether it goes under a tag of its own, which no program's message bears.
+        is_answer: whether it goes under a tag of its own, which no program's message has.
 
     Raises:
         KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
@@ -188,22 +179,20 @@ class Message:
     __slots__ = (
         "buffer",
         "channel",
-        "communicator",
         "data",
         "device_type",
         "is_send",
         "number",
+        "operation",
         "peer",
-        "pending",
         "tag",
         "target",
         "tensor",
         "verb",
     )
 
-    communicator: Communicator
-    pending: Pending
     number: int
+    operation: Operation
 
     def __init__(
         self,
@@ -216,7 +205,7 @@ class Message:
         is_send: bool,
         is_answer: bool = False,
     ) -> None:
-        self.data, self.buffer = dense(tensor, "tensor", verb, writable=not is_send)
+        self.data, self.buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
         self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
         if tag.__class__ is not int or tag:  # a plain 0 is the common case
             _check_tag(tag, target.wire_name(self.device_type))
@@ -230,7 +219,7 @@ class Message:
     def start(self, *, waits: bool = False) -> None:
         """Compare it with its counterpart, if that is there, and start it.
 
-        A receive whose sender is known only later is compared then; ``finish`` tells.
+        A receive whose sender is known only later is compared then; ``finish`` raises.
 
         Args:
             waits: whether ``finish`` follows at once.
@@ -238,15 +227,15 @@ class Message:
         Raises:
             AgreementError: the counterpart has another dtype or number of elements.
         """
-        channel = self.channel = self.target.channel(self.device_type)
-        communicator = self.communicator = channel.waiting if waits else channel.communicator
+        channel = self.channel = self.target.open_channel(self.device_type)
+        communicator = channel.communicator
         verb, buffer, peer, tag = self.verb, self.buffer, self.peer, self.tag
         if not self.is_send and channel.waits_for_sender(peer, tag):
             self._note(is_numbered=False)
             note_write(self.data)
-            self.pending = channel.recv_later(verb, buffer, peer, tag, self.number, waits=waits)
+            self.operation = channel.recv_later(verb, buffer, peer, tag, self.number, waits=waits)
             return
-        # The sooner a receive is posted the less its sender waits; who called it is noted while the
+        # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
         is_noted_late = not self.is_send and communicator.posts_at_once and not channel.is_broken()
         if not is_noted_late:
@@ -259,17 +248,21 @@ class Message:
         failure = None
         try:
             if self.is_send:
-                assert peer is not None  # who receives is always named
-                self.pending = communicator.send(buffer, peer, tag, channel.timeout)
+                assert peer is not None  # a receiver is always named
+                self.operation = communicator.send(buffer, peer, tag, self._terms(waits))
             else:
                 note_write(self.data)
-                self.pending = communicator.recv(buffer, peer, tag, channel.timeout)
+                self.operation = communicator.recv(buffer, peer, tag, self._terms(waits))
         except WireFailure as caught:
             failure = caught
         if is_noted_late:
             self._note()
         if failure is not None:
-            raise self.target.explain(failure, channel) from None
+            raise channel.explain(failure) from None
+
+    def _terms(self, waits: bool) -> Terms:
+        channel = self.channel
+        return Terms(channel.timeout, self.verb, channel.recorder.num_notes, waits)
 
     def _note(self, *, is_numbered: bool = True) -> None:
         channel = self.channel
@@ -279,30 +272,29 @@ class Message:
     def finish(self) -> None:
         """Wait for it; what has come lies in the caller's array then."""
         try:
-            self.communicator.finish(self.pending, self.channel.timeout)
+            self.operation.finish(self.channel.timeout)
         except WireFailure as failure:
-            raise self.target.explain(failure, self.channel, self.number) from None
+            raise self.channel.explain(failure, self.number) from None
         if not self.is_send and self._is_apart:
             self._forbid_gradient()
-            self._bring_home()
+            self._copy_back()
 
     def source(self) -> int:
         """The place in the group that a finished receive came from."""
-        return self.communicator.source(self.pending)
+        return self.operation.source()
 
     def work(self) -> Work:
-        """What a caller who waits later gets."""
-        settle = None
+        """What a caller that waits later gets."""
+        copy_back = None
         if not self.is_send and self._is_apart:
             self._forbid_gradient()
-            settle = self._bring_home
-        return self.target.work(
-            self.channel,
-            self.pending,
+            copy_back = self._copy_back
+        return self.channel.work(
+            self.operation,
             [self.tensor],
-            settle,
+            copy_back,
             verb=self.verb,
-            number=self.number,
+            note=self.number,
             is_transfer=True,
         )
 
@@ -315,24 +307,24 @@ class Message:
         if is_overwriting_history(self.data):
             forbid_gradient(self.data, self.verb)
 
-    def _bring_home(self) -> None:
-        bring_one_home(self.tensor, self.data, self.buffer)
+    def _copy_back(self) -> None:
+        copy_one_back(self.tensor, self.data, self.buffer)
 
 
 def start_together(messages: Sequence[Message]) -> None:
     """Start messages of one group and wire; which of them stands first does not matter."""
     first = messages[0]
-    channel = first.target.channel(first.device_type)
+    channel = first.target.open_channel(first.device_type)
     try:
         with channel.communicator.batch():
             for message in messages:
                 message.start()
     except WireFailure as failure:
-        raise first.target.explain(failure, channel) from None
+        raise channel.explain(failure) from None
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:
-    """Raise where a blocking verb would wait for its own rank; ``other`` would not."""
+    """Raise where a blocking verb would wait for its own rank; the verb ``other`` would not."""
     if peer == target.rank():
         raise ArgumentError(
             f"{verb} between a rank and itself would wait for ever",

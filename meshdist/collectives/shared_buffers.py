@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, BackendError, KindError
-from ..mesh.failures import call_disagreement
-from ..mesh.groups import resolve_group
-from ..wires.base import WireFailure, WireRefused
+from ..groups.process_group import resolve_group
+from ..wires.failures import WireFailure, WireRefused
+from ..wires.operations import Terms
 
 __all__ = ["shared_empty"]
 
@@ -27,7 +27,7 @@ def shared_empty(
     Args:
         shape: of the tensor, equal on all members.
         dtype: any, equal on all members; None is torch's default.
-        group: who shares it: a ProcessGroup, a mesh, or None for the world.
+        group: whose members share it: a ProcessGroup, a mesh, or None for the world.
 
     Returns:
         A contiguous CPU tensor. Its memory lives as long as any member has a tensor on it, also
@@ -59,17 +59,17 @@ def shared_empty(
         raise ArgumentError(
             f"{shape!r} is no shape", found=str(error).splitlines()[0], fix="for example (2, 3)"
         ) from None
-    channel = target.channel("cpu")
+    channel = target.open_channel("cpu")
     channel.enter("shared_empty", like)
     communicator = channel.communicator
     count = torch.tensor([like.nbytes])
     counts = torch.empty(target.size(), dtype=torch.int64)
     try:
-        # Sizes must be equal before memory is laid out by them.
-        pending = communicator.all_gather(counts, count, channel.timeout)
-        communicator.finish(pending, channel.timeout)
+        # The places in memory follow from the sizes, which must be equal first.
+        terms = Terms(channel.timeout, "shared_empty", channel.recorder.sequence, waits=True)
+        communicator.all_gather(counts, count, terms).finish(channel.timeout)
         if bool((counts != count).any()):
-            raise call_disagreement(target, channel, channel.recorder.sequence)
+            raise channel.disagree(channel.recorder.sequence)
         memory = communicator.shared_bytes(like.nbytes, channel.timeout)
     except WireRefused as refusal:  # on all members, and nothing is left of it
         raise BackendError(
@@ -79,5 +79,5 @@ def shared_empty(
             fix="ask for less, or use torch.empty: verbs take such tensors, too",
         ) from None
     except WireFailure as failure:
-        raise target.explain(failure, channel) from None
+        raise channel.explain(failure) from None
     return memory.view(dtype).view(like.shape)

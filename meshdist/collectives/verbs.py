@@ -15,26 +15,25 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.autograd.profiler as profiler
-
-from ..mesh.groups import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.timeouts import check_timeout
-from ..wires.base import WireFailure
+from ..wires.failures import WireFailure
+from ..wires.operations import Terms
 from ..wires.work import Work
 from .checks import (
     SUM,
+    as_wire_tensor,
     check_alike,
     check_blocks,
     check_reducible,
-    dense,
+    declared_op,
     first_cuda_device,
     get_peer,
     note_write,
     premultiplied,
-    stated,
 )
-from .instruments import bare_verb, profiled, verb
+from .instruments import verb
 from .running import run
 
 __all__ = [
@@ -49,7 +48,7 @@ __all__ = [
 ]
 
 
-@bare_verb
+@verb(fast=["tensor"])
 def all_reduce(
     tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -59,7 +58,7 @@ def all_reduce(
         tensor: any shape, equal on all members; floating, complex (SUM and AVG only), integer
             or bool dtype. Written in place.
         op: a ReduceOp.
-        group: who takes part.
+        group: whose members take part.
         async_op: return a Work at once; leave ``tensor`` alone until it is waited for.
 
     Cost: 2 n (p - 1) / p bytes sent per rank for n bytes over p ranks.
@@ -78,46 +77,34 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
-    if profiler._is_profiler_enabled:
-        with profiled(all_reduce, tensor, op, group, async_op):
-            return _all_reduce(tensor, op, resolve_group(group), async_op)
-    target = group if type(group) is ProcessGroup else resolve_group(group)
-    plain = target.plain_calls
-    if op is SUM and plain is not None and not async_op and plain.all_reduce(tensor):
-        return None
-    return _all_reduce(tensor, op, target, async_op)
-
-
-def _all_reduce(tensor: Any, op: Any, target: ProcessGroup, async_op: bool) -> Work | None:
-    data, buffer = dense(tensor, "tensor", "all_reduce", writable=True)
+    data, buffer = as_wire_tensor(tensor, "tensor", "all_reduce", writable=True)
     kind, factor = SUM, None
     if op is not SUM:  # which every dtype has
         kind, factor = split_premul(op)
         check_reducible(kind, buffer, "all_reduce", factor)
-    channel = target.channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind if factor is None else stated(kind, factor))
+    channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
+    channel.enter("all_reduce", buffer, kind if factor is None else declared_op(kind, factor))
     if factor is not None:
         multiply(buffer, factor)
     if async_op or buffer is not tensor:
         return run(
             channel,
             "all_reduce",
-            lambda wire, timeout: wire.all_reduce(buffer, kind, timeout),
+            lambda wire, terms: wire.all_reduce(buffer, kind, terms),
             [(tensor, data, buffer)],
             async_op,
         )
-    note_write(buffer)  # the common case: nothing to bring home
-    communicator = channel.waiting
+    note_write(buffer)  # the common case: nothing to copy back
+    timeout = channel.timeout
+    terms = Terms(timeout, "all_reduce", channel.recorder.sequence, True)
     try:
-        pending = communicator.all_reduce(buffer, kind, channel.timeout)
-        if pending is not None:  # else the wire has waited
-            communicator.finish(pending, channel.timeout)
+        channel.communicator.all_reduce(buffer, kind, terms).finish(timeout)
     except WireFailure as failure:
-        raise target.explain(failure, channel) from None
+        raise channel.explain(failure) from None
     return None
 
 
-@bare_verb
+@verb(fast=["tensor", "peer"], peer=get_peer)
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -149,30 +136,21 @@ def broadcast(
         >>> md.simulate(program, 3)
         [[1, 1], [1, 1], [1, 1]]
     """
-    target = resolve_group(group)
-    root = get_peer(target, src, group_src, "broadcast", "src")
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.broadcast(tensor, root):
-        return None
-    return _broadcast(tensor, root, target, async_op)
-
-
-@verb
-def _broadcast(tensor: Any, root: int, group: ProcessGroup, async_op: bool) -> Work | None:
-    data, buffer = dense(tensor, "tensor", "broadcast", writable=True)
-    channel = group.channel(buffer.device.type)
+    root = get_peer(group, src, group_src, "broadcast", "src")
+    data, buffer = as_wire_tensor(tensor, "tensor", "broadcast", writable=True)
+    channel = group.open_channel(buffer.device.type)
     channel.enter("broadcast", buffer, None, root)
     return run(
         channel,
         "broadcast",
-        lambda wire, timeout: wire.broadcast(buffer, root, timeout),
+        lambda wire, terms: wire.broadcast(buffer, root, terms),
         [(tensor, data, buffer)] if root != group.rank() else [],
         async_op,
         result=[tensor],
     )
 
 
-@bare_verb
+@verb(fast=["tensor", "op", "peer"], peer=get_peer)
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -205,35 +183,26 @@ def reduce(
         >>> md.simulate(program, 3)
         [[6, 6], [2, 2], [3, 3]]
     """
-    target = resolve_group(group)
-    root = get_peer(target, dst, group_dst, "reduce", "dst")
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.reduce(tensor, op, root):
-        return None
-    return _reduce(tensor, root, op, target, async_op)
-
-
-@verb
-def _reduce(tensor: Any, root: int, op: Any, group: ProcessGroup, async_op: bool) -> Work | None:
+    root = get_peer(group, dst, group_dst, "reduce", "dst")
     is_root = root == group.rank()
-    data, buffer = dense(tensor, "tensor", "reduce", writable=is_root)
+    data, buffer = as_wire_tensor(tensor, "tensor", "reduce", writable=is_root)
     kind, factor = split_premul(op)
     check_reducible(kind, buffer, "reduce", factor)
-    channel = group.channel(buffer.device.type)
-    channel.enter("reduce", buffer, stated(kind, factor), root)
+    channel = group.open_channel(buffer.device.type)
+    channel.enter("reduce", buffer, declared_op(kind, factor), root)
     if factor is not None:
         buffer = premultiplied(buffer, factor)
     return run(
         channel,
         "reduce",
-        lambda wire, timeout: wire.reduce(buffer, kind, root, timeout),
+        lambda wire, terms: wire.reduce(buffer, kind, root, terms),
         [(tensor, data, buffer)] if is_root else [],
         async_op,
         result=[tensor],
     )
 
 
-@bare_verb
+@verb(fast=["output_tensor", "input_tensor"])
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -259,48 +228,37 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
-    target = resolve_group(group)
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.all_gather(
-        "all_gather_into_tensor", output_tensor, input_tensor
-    ):
-        return None
-    return _all_gather("all_gather_into_tensor", output_tensor, input_tensor, target, async_op)
+    return _all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
 
 
-@bare_verb
+@verb(fast=["output_tensor", "input_tensor"])
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``all_gather_into_tensor``, under its newer name."""
-    target = resolve_group(group)
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.all_gather("all_gather_single", output_tensor, input_tensor):
-        return None
-    return _all_gather("all_gather_single", output_tensor, input_tensor, target, async_op)
+    return _all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
 
 
-@verb
 def _all_gather(
     name: str, output: Any, input: Any, group: ProcessGroup, async_op: bool
 ) -> Work | None:
     names = ("output_tensor", "input_tensor")
-    data, buffer = dense(output, names[0], name, writable=True)
-    _, block = dense(input, names[1], name, writable=False)
+    data, buffer = as_wire_tensor(output, names[0], name, writable=True)
+    _, block = as_wire_tensor(input, names[1], name, writable=False)
     check_alike(buffer, block, group, name, names)
     check_blocks(buffer, block, group, name, names)
-    channel = group.channel(buffer.device.type)
+    channel = group.open_channel(buffer.device.type)
     channel.enter(name, block)
     return run(
         channel,
         name,
-        lambda wire, timeout: wire.all_gather(buffer, block, timeout),
+        lambda wire, terms: wire.all_gather(buffer, block, terms),
         [(output, data, buffer)],
         async_op,
     )
 
 
-@bare_verb
+@verb(fast=["output", "input", "op"])
 def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -325,49 +283,40 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
-    target = resolve_group(group)
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.reduce_scatter("reduce_scatter_tensor", output, input, op):
-        return None
-    return _reduce_scatter("reduce_scatter_tensor", output, input, op, target, async_op)
+    return _reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
 
 
-@bare_verb
+@verb(fast=["output", "input", "op"])
 def reduce_scatter_single(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``reduce_scatter_tensor``, under its newer name."""
-    target = resolve_group(group)
-    plain = None if async_op or profiler._is_profiler_enabled else target.plain_calls
-    if plain is not None and plain.reduce_scatter("reduce_scatter_single", output, input, op):
-        return None
-    return _reduce_scatter("reduce_scatter_single", output, input, op, target, async_op)
+    return _reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
 
 
-@verb
 def _reduce_scatter(
     name: str, output: Any, input: Any, op: Any, group: ProcessGroup, async_op: bool
 ) -> Work | None:
-    data, buffer = dense(output, "output", name, writable=True)
-    _, whole = dense(input, "input", name, writable=False)
+    data, buffer = as_wire_tensor(output, "output", name, writable=True)
+    _, whole = as_wire_tensor(input, "input", name, writable=False)
     kind, factor = split_premul(op)
     check_reducible(kind, buffer, name, factor)
     check_alike(buffer, whole, group, name, ("output", "input"))
     check_blocks(whole, buffer, group, name, ("input", "output"))
-    channel = group.channel(buffer.device.type)
-    channel.enter(name, whole, stated(kind, factor))
+    channel = group.open_channel(buffer.device.type)
+    channel.enter(name, whole, declared_op(kind, factor))
     if factor is not None:
         whole = premultiplied(whole, factor)
     return run(
         channel,
         name,
-        lambda wire, timeout: wire.reduce_scatter(buffer, whole, kind, timeout),
+        lambda wire, terms: wire.reduce_scatter(buffer, whole, kind, terms),
         [(output, data, buffer)],
         async_op,
     )
 
 
-@bare_verb
+@verb(fast=[], when=lambda group: group.first_device_type() == "cpu")
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -386,26 +335,14 @@ def barrier(
         KindError, ArgumentError: a wrong timeout; device_ids that name no CUDA device.
         CollectiveTimeoutError: a member did not come; the text names it.
     """
-    target = resolve_group(group)
-    is_plain = not (async_op or profiler._is_profiler_enabled)
-    plain = target.plain_calls if is_plain and device_ids is None and timeout is None else None
-    if plain is not None and target.first_device_type() == "cpu" and plain.barrier():
-        return None
-    return _barrier(target, async_op, device_ids, timeout)
-
-
-@verb
-def _barrier(
-    group: ProcessGroup, async_op: bool, device_ids: list[int] | None, timeout: timedelta | None
-) -> Work | None:
     check_timeout(timeout)
     device = group.device if device_ids is None else first_cuda_device(device_ids, "barrier")
-    channel = group.channel("cuda" if device_ids else group.first_device_type())
+    channel = group.open_channel("cuda" if device_ids else group.first_device_type())
     channel.enter("barrier", None)
     return run(
         channel,
         "barrier",
-        lambda wire, limit: wire.barrier(limit, device),
+        lambda wire, terms: wire.barrier(terms, device),
         [],
         async_op,
         timeout,

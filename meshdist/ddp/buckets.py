@@ -28,7 +28,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Item:
-    """What the assignment must know of one parameter.
+    """What the assignment needs of one parameter.
 
     Args:
         num_bytes: the size of its gradient.
@@ -72,15 +72,15 @@ def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:
 
 
 def assign_buckets(
-    items: Sequence[Item], order: Sequence[int], *, first_cap_bytes: int, cap_bytes: int
+    items: Sequence[Item], order: Sequence[int], caps: tuple[int, int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the buckets as tuples of indices into ``items``.
 
     Args:
         items: one per parameter.
         order: every index once, in the order in which gradients are expected.
-        first_cap_bytes: the cap of the first bucket of each kind.
-        cap_bytes: the cap of every later one. A single larger item has a bucket of its own.
+        caps: of the first bucket of each kind and of every later one, in bytes. A single larger
+            item has a bucket of its own.
 
     Returns:
         The buckets in the order in which they are expected to be complete. Within one kind the
@@ -88,7 +88,7 @@ def assign_buckets(
 
     Example:
         >>> items = [Item(4, "f32"), Item(8, "f32"), Item(2, "f16"), Item(4, "f32")]
-        >>> assign_buckets(items, [3, 2, 1, 0], first_cap_bytes=4, cap_bytes=12)
+        >>> assign_buckets(items, [3, 2, 1, 0], caps=(4, 12))
         ((3,), (2,), (1, 0))
     """
     done: list[_Filling] = []
@@ -97,10 +97,10 @@ def assign_buckets(
         item = items[index]
         bucket = filling.get(item.kind)
         if bucket is None:
-            bucket = filling[item.kind] = _Filling(first_cap_bytes)
+            bucket = filling[item.kind] = _Filling(caps[0])
         elif bucket.num_bytes + item.num_bytes > bucket.cap_bytes:
             done.append(bucket)
-            bucket = filling[item.kind] = _Filling(cap_bytes)
+            bucket = filling[item.kind] = _Filling(caps[1])
         bucket.indices.append(index)
         bucket.num_bytes += item.num_bytes
         bucket.last_place = place

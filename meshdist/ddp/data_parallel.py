@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ArgumentError, GradientError, KindError, MeshError
+from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import ProcessGroup, resolve_group, world_group
 from .buckets import bucket_caps
 from .reducer import Reducer, is_reduced
 from .replicas import broadcast_from_first, check_equal_lines, tensor_line
@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: the model, on its device already, with equal parameters on all ranks in name, order,
             shape, dtype and strides.
-        device_ids: the one device of a CUDA module, whither inputs are moved; None for CPU modules
+        device_ids: the one device of a CUDA module, to which inputs are moved; None for CPU modules
             and modules on several devices.
         output_device: where outputs are moved; by default the device of ``device_ids``.
         dim: torch's; without effect where a module has one device.
@@ -94,7 +94,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_module(module)
-        caps = bucket_caps(bucket_cap_mb)
+        self._caps = bucket_caps(bucket_cap_mb)
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ArgumentError(
                 "broadcast_buffers and forward_sync_buffers were both given",
@@ -107,10 +107,9 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if given is None else bool(given)
-        self._caps = caps
         self._adopt(module)
         for device_type in sorted({tensor.device.type for tensor in _state(module).values()}):
-            self.process_group.open(device_type)
+            self.process_group.open_channel(device_type)
         if init_sync:
             self._make_replicas_equal(with_buffers=broadcast_buffers is not False)
 
@@ -124,13 +123,11 @@ class DistributedDataParallel(nn.Module):
             for owner in module.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        first_cap_bytes, cap_bytes = self._caps
         self._reducer = Reducer(
             list(trainable.values()),
             list(trainable),
             self.process_group,
-            first_cap_bytes=first_cap_bytes,
-            cap_bytes=cap_bytes,
+            caps=self._caps,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
         # A module that outlives its wrapper must not go on reducing.

@@ -1,4 +1,4 @@
-"""One bucket's memory: gradients of several parameters as views into one flat tensor."""
+"""One bucket: gradients of several parameters, as views into one flat tensor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from ..wires.work import Work
 from .buckets import dense_stride
+from .reports import Reports
 
 __all__ = ["Bucket"]
 
@@ -20,70 +21,115 @@ class Bucket:
     """Gradients that travel together.
 
     Args:
-        indices: which parameters, in the order in which they shall lie.
+        indices: which parameters, in the order in which their gradients are to lie.
         parameters: all of them.
         num_flags: how many numbers follow the gradients.
         allocate: memory for so many numbers, of dtype and device like a parameter's.
+        scale: by what a gradient is multiplied on its way into the bucket.
+        as_views: whether ``.grad`` becomes the view, or stays apart from the bucket.
+        reports: makes the error for a gradient that cannot lie here.
 
     Attributes:
         indices: which parameters, in the order in which they lie in the bucket.
+        members: the parameters themselves.
         views: the gradient of each, a view into ``flat``.
         flat: all gradients, one after the other.
         sent: what is sent: ``flat``, and in the last bucket the flags behind it.
+        flags: the numbers behind the gradients; empty but in the last bucket.
         num_pending: how many gradients have not come yet in this backward.
         work: the all-reduce in flight, or None.
         at_once: for each gradient, whether it moves in as soon as it comes.
         later: parameter and view of the others.
     """
 
-    __slots__ = ("at_once", "flat", "indices", "later", "num_pending", "sent", "views", "work")
-
     def __init__(
         self,
         indices: tuple[int, ...],
-        parameters: Sequence[torch.Tensor],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
         num_flags: int,
         allocate: Callable[[int, torch.Tensor], torch.Tensor],
+        scale: float,
+        as_views: bool,
+        reports: Reports,
     ) -> None:
-        members = [parameters[index] for index in indices]
-        size = sum(parameter.numel() for parameter in members)
-        like = members[0]
         self.indices = indices
-        self.sent = allocate(size + num_flags, like).zero_()
-        self.flat = self.sent[:size]
+        self.members = [parameters[index] for index in indices]
+        size = sum(member.numel() for member in self.members)
+        self.sent = allocate(size + num_flags, self.members[0]).zero_()
+        self.flat, self.flags = self.sent.split([size, num_flags])
         self.views: list[torch.Tensor] = []
         offset = 0
-        for member in members:
+        for member in self.members:
             stride = dense_stride(member.shape, member.stride())
             self.views.append(self.flat.as_strided(member.shape, stride, offset))
             offset += member.numel()
-        pairs = list(zip(members, self.views, strict=True))
         self.at_once = [view.nbytes >= _AT_ONCE_BYTES for view in self.views]
-        self.later = [pair for pair, now in zip(pairs, self.at_once, strict=True) if not now]
+        places = zip(self.members, self.views, self.at_once, strict=True)
+        self.later = [(member, view) for member, view, is_at_once in places if not is_at_once]
         self.num_pending = len(indices)
         self.work: Work | None = None
+        self._scale = scale
+        self._as_views = as_views
+        self._reports = reports
 
-    @property
-    def flags(self) -> torch.Tensor:
-        """The numbers behind the gradients; empty but in the last bucket."""
-        return self.sent[self.flat.numel() :]
+    def move_in(self, slot: int) -> None:
+        """Copy one gradient into its view, scaled; zeros where there is none."""
+        member, view = self.members[slot], self.views[slot]
+        grad = member.grad
+        if grad is view:
+            view.mul_(self._scale)
+        elif grad is None:
+            view.zero_()
+        else:
+            self._refuse_sparse(member, grad)
+            torch.mul(grad, self._scale, out=view)
+            if self._as_views:
+                member.grad = view
 
-    def hand_out_missing(self, parameters: Sequence[torch.nn.Parameter], *, as_views: bool) -> None:
-        """Give a parameter without a gradient here what other ranks had; None if none had any.
+    def move_in_later_ones(self) -> None:
+        """Copy the small gradients into their views, scaled, by few calls."""
+        apart = [(one, view, grad) for one, view in self.later if (grad := one.grad) is not view]
+        found = [(one, view, grad) for one, view, grad in apart if grad is not None]
+        if len(found) < len(apart):
+            torch._foreach_zero_([view for _, view, grad in apart if grad is None])
+        if found:
+            try:
+                torch._foreach_copy_([view for _, view, _ in found], [grad for *_, grad in found])
+            except RuntimeError:  # checked only now, since checking costs as much as copying
+                for member, _, grad in found:
+                    self._refuse_sparse(member, grad)
+                raise
+            if self._as_views:
+                for member, view, _ in found:
+                    member.grad = view
+        if self._scale == 1.0:
+            return
+        if len(self.later) == len(self.views):
+            self.flat.mul_(self._scale)
+        elif self.later:
+            torch._foreach_mul_([view for _, view in self.later], self._scale)
 
-        Where gradients lie outside the bucket, ``hand_out_copies`` fills them.
+    def hand_out(self, *, is_complete: bool) -> None:
+        """Let ``.grad`` hold the averages, and be ready for the next backward.
+
+        Args:
+            is_complete: whether every parameter has a gradient here. One that has none gets what
+                other ranks had; None if they had none either.
         """
-        for index, view in zip(self.indices, self.views, strict=True):
-            parameter = parameters[index]
-            if parameter.grad is None and bool(view.any()):
-                parameter.grad = view if as_views else torch.empty_like(view)
+        if not is_complete:
+            for member, view in zip(self.members, self.views, strict=True):
+                if member.grad is None and bool(view.any()):
+                    member.grad = view if self._as_views else torch.empty_like(view)
+        if not self._as_views:
+            places = zip(self.members, self.views, strict=True)
+            pairs = [(grad, view) for one, view in places if (grad := one.grad) is not None]
+            if pairs:
+                torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+        self.work = None
+        self.num_pending = len(self.indices)
 
-    def hand_out_copies(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copy the averages into gradients that lie outside the bucket."""
-        pairs = [
-            (grad, view)
-            for index, view in zip(self.indices, self.views, strict=True)
-            if (grad := parameters[index].grad) is not None
-        ]
-        if pairs:
-            torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+    def _refuse_sparse(self, member: torch.Tensor, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            place = next(place for place, one in enumerate(self.members) if one is member)
+            raise self._reports.sparse(self.indices[place], grad.layout)

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..arrays import dtype_name
+from ..collectives.list_verbs import all_gather
 from ..collectives.verbs import all_gather_into_tensor, broadcast
+from ..dtypes import dtype_name
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError
-from ..mesh.groups import ProcessGroup
+from ..groups.process_group import ProcessGroup
 
 __all__ = ["broadcast_from_first", "check_equal_lines", "gather_texts", "tensor_line"]
 
@@ -48,51 +49,43 @@ def check_equal_lines(
         AgreementError: they differ; every member raises, and the text shows the lines that differ.
     """
     text = json.dumps(list(lines))
-    digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    others = torch.empty(group.size() * len(digest), dtype=torch.uint8, device=device)
-    all_gather_into_tensor(others, mine, group)
-    if bool((others.view(group.size(), -1) == mine).all()):
+    digest = list(hashlib.sha256(text.encode()).digest())
+    mine = torch.tensor(digest, dtype=torch.uint8, device=device)
+    gathered = mine.new_empty((group.size(), len(digest)))
+    all_gather_into_tensor(gathered, mine, group)
+    if bool((gathered == mine).all()):
         return
+    texts = gather_texts(text, group, device=device)
     raise AgreementError(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences(
-            [json.loads(t) for t in gather_texts(text, group, device=device)], group
-        ),
+        found=_differences([json.loads(one) for one in texts], group),
         fix=fix,
     )
 
 
 def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
-    """The places at which the lists differ: who holds which line there."""
-    shown: list[str] = []
-    num_differing = 0
-    for place, entries in enumerate(itertools.zip_longest(*lists, fillvalue="nothing")):
-        if len(set(entries)) == 1:
-            continue
-        num_differing += 1
-        if num_differing > _SHOWN_LINES:
-            continue
-        shown.append(f"{place}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}")
-    if num_differing > _SHOWN_LINES:
-        shown.append(f"and {num_differing - _SHOWN_LINES} more")
+    """The places at which the lists differ, and which rank holds which line there."""
+    rows = list(enumerate(itertools.zip_longest(*lists, fillvalue="nothing")))
+    rows = [(place, entries) for place, entries in rows if len(set(entries)) > 1]
+    shown = [
+        f"{place}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
+        for place, entries in rows[:_SHOWN_LINES]
+    ]
+    if len(rows) > _SHOWN_LINES:
+        shown.append(f"and {len(rows) - _SHOWN_LINES} more")
     return "\n".join(shown)
 
 
 def gather_texts(text: str, group: ProcessGroup, *, device: torch.device) -> list[str]:
     """Return every member's text, in group order; collective over ``group``."""
-    data = text.encode()
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
-    all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device), group)
-    longest = max(1, int(sizes.max()))
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    all_gather_into_tensor(gathered, mine, group)
-    rows = gathered.view(group.size(), longest).tolist()
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
+    all_gather_into_tensor(sizes, torch.tensor([len(mine)], device=device), group)
+    parts = [mine.new_empty(size) for size in sizes.tolist()]
+    all_gather(parts, mine, group)
+    return [bytes(part.tolist()).decode() for part in parts]
 
 
 @torch.no_grad()

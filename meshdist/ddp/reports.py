@@ -1,4 +1,4 @@
-"""What goes wrong with gradients in a backward, told by parameter and rank."""
+"""Errors about gradients, each naming the parameters and ranks concerned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ..error_text import grouped_text, ranks_text
 from ..errors import GradientError
-from ..mesh.groups import ProcessGroup
+from ..groups.process_group import ProcessGroup
 
 __all__ = ["Reports"]
 
@@ -29,18 +29,18 @@ class Reports:
 
     def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
         """Parameters got no gradient: which ones, by rank."""
-        told = []
+        found = []
         for rank, indices in held.items():
             line = ", ".join(self._describe(index) for index in indices[:_SHOWN_PARAMETERS])
             if len(indices) > _SHOWN_PARAMETERS:
                 line += f" and {len(indices) - _SHOWN_PARAMETERS} more"
             if indices:
-                told.append((rank, line))
+                found.append((rank, line))
         return GradientError(
             "parameters got no gradient in the backward since the last forward",
             where=self._where,
             expected="every parameter that requires a gradient takes part in every rank's loss",
-            found=grouped_text(told),
+            found=grouped_text(found),
             fix="let the loss depend on all of the module's outputs, or call "
             "requires_grad_(False) on unused parameters before the model is wrapped",
         )
@@ -60,7 +60,7 @@ class Reports:
         return self.overlapping(f"{self._describe(index)} got its gradient twice")
 
     def overlapping(self, summary: str) -> GradientError:
-        """Two backwards cannot be told apart."""
+        """One backward began before another had ended."""
         return GradientError(
             summary,
             where=self._where,

@@ -1,16 +1,17 @@
-"""Which samples a rank reads: torch's sampler, told by a mesh axis."""
+"""Which samples a rank reads: torch's sampler, its share given by a mesh axis."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, TypeVar
 
+import numpy as np
 from torch.utils import data
 
+from ..bootstrap.world import get_world
 from ..errors import ArgumentError, KindError, NotInGroupError
+from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import ProcessGroup
-from ..runtime.world import get_world
 
 __all__ = ["DistributedSampler"]
 
@@ -97,7 +98,4 @@ def _size_and_place_on(mesh: DeviceMesh) -> tuple[int, int]:
             where=f"rank {mesh.world.rank}, {mesh!r}",
             fix="make the sampler only where mesh.get_coordinate() is not None",
         )
-    place = 0
-    for index, size in zip(coordinate, mesh.shape, strict=True):
-        place = place * size + index
-    return math.prod(mesh.shape), place
+    return math.prod(mesh.shape), int(np.ravel_multi_index(coordinate, mesh.shape))

@@ -1,13 +1,13 @@
-"""Where a person can talk to this process, though a launcher has taken its standard streams."""
+"""Where a person can type to this process, though a launcher has taken its standard streams."""
 
 from __future__ import annotations
 
 import os
 import sys
 import weakref
-from pathlib import Path
 
 from ..errors import WorldError
+from ..runtime.hosts import read_process
 
 __all__ = ["Console", "find_console"]
 
@@ -49,7 +49,7 @@ class Console:
         return len(text)
 
     def flush(self) -> None:
-        """See that what was written is seen."""
+        """Flush the stream that was written to."""
         if not self._is_terminal:
             sys.stdout.flush()
 
@@ -87,13 +87,11 @@ def _terminals_above() -> list[str]:
     """The terminals that the processes above this one have as standard streams, nearest first."""
     found = []
     process = os.getppid()
-    while process > 1:
-        folder = Path("/proc", str(process))
+    while process > 1 and (seen := read_process(process)) is not None:
         try:
-            # The name of a process may hold any character; its state and its parent follow it.
-            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            streams = [os.readlink(folder / "fd" / str(fd)) for fd in range(3)]
-        except (OSError, ValueError):  # no /proc here, or a process of another user
+            streams = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in range(3)]
+        except OSError:  # a process of another user
             break
+        process = int(seen[1][1])
         found += [path for path in streams if path.startswith(("/dev/pts/", "/dev/tty"))]
     return found

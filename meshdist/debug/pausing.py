@@ -6,26 +6,26 @@ import bdb
 import ctypes
 import pdb  # noqa: T100 - this is the debugger that users ask for
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.world import World, get_usable_world
+from ..checking.call_sites import Site, call_site, show_site
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
-from ..mesh.failures import last_call_text
-from ..mesh.registry import get_registry
-from ..mesh.signals import ask, clocks_stopped
-from ..runtime.handles import check_store_served, store_of_thread
+from ..groups.other_members import last_call_text
+from ..groups.registry import get_registry
+from ..groups.signal_thread import ask, clocks_paused
+from ..runtime.deadlines import Grace, wait_until
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
-from ..runtime.world import World, get_usable_world
-from ..wires.turns import Site, call_site, find_rank_here, show_site
+from ..wires.simulated.scheduler import find_rank_here
 from .consoles import find_console
 
 __all__: list[str] = []  # the name breakpoint would shadow the builtin
 
-_PAUSE_S = 0.02
 _ENTERED, _LEFT, _QUIT = "breakpoint/entered", "breakpoint/left", "breakpoint/quit"
 _UNOPENED = "breakpoint/unopened"
 
@@ -38,8 +38,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     all ranks.
 
     While the debugger asks for a command, no timeout of a verb runs down on any rank, wherever it
-    waits. The others hear of it within a quarter of a second. Should the debugger's process end,
-    they hear that within ten seconds. What counts time itself goes on counting: NCCL, backends
+    waits. This reaches the others within a quarter of a second; should the debugger's process
+    end, within ten seconds. What counts time by itself goes on: NCCL, backends
     registered with torch, the opening of a group by its wire, Gloo with TORCH_GLOO_LAZY_INIT,
     waits on a store.
 
@@ -62,9 +62,9 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     world = get_usable_world()
     _check(world, rank, skip)
     limit = _limit(world, timeout_s)
-    if _count(world, ("passes", call_site())) <= skip:
+    if world.next_number(("breakpoint", call_site())) <= skip:
         return
-    number = _count(world, "stops")
+    number = world.next_number("breakpoint")
     if world.rank != rank:
         _wait(world, rank, number, limit)
         return
@@ -79,7 +79,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         raise
     finally:
         post.add(_LEFT)
-    debugger.resume()  # last, so that nothing of this function is stepped through
+    debugger.resume()  # last, so that no line of this function is stepped through
 
 
 def _check(world: World, rank: object, skip: object) -> None:
@@ -113,18 +113,11 @@ def _limit(world: World, timeout_s: object) -> timedelta:
     return limit
 
 
-def _count(world: World, what: Any) -> int:
-    """How often this rank has come to ``what``, now included."""
-    counts: dict[Any, int] = world.rooms.setdefault("breakpoints", {})
-    counts[what] = counts.get(what, 0) + 1
-    return counts[what]
-
-
 class _Post:
-    """What the ranks tell each other: how many breakpoints were entered and left, which ended it.
+    """What the ranks share: how many breakpoints were entered and left, and which was quit.
 
     All ranks stop at one breakpoint after the other, so that four numbers are enough. Simulated
-    ranks, who wait by handing the turn on, keep them in the table that they share.
+    ranks, which wait by letting others run, keep them in the table that they share.
     """
 
     def __init__(self, world: World) -> None:
@@ -143,14 +136,14 @@ class _Post:
             )
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Count one more, or ask with 0."""
+        """Add to a number, and return the sum."""
         if self._table is None:
             return int(self._store.add(key, amount))
         self._table[key] = self._table.get(key, 0) + amount
         return self._table[key]
 
     def note(self, key: str, number: int) -> None:
-        """Note that the program shall end at breakpoint ``number``."""
+        """Record that the program is to end at breakpoint ``number``."""
         self.add(key, number - self.add(key, 0))
 
 
@@ -177,12 +170,11 @@ def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
     if here is not None:
         here.wait(_Turn(post, rank, number, call_site()))
     else:
-        deadline = time.monotonic() + limit.total_seconds()
-        while post.add(_LEFT, 0) < number:
-            if time.monotonic() >= deadline:
-                raise _expired(world, post, rank, number, limit)
-            time.sleep(_PAUSE_S)
-            check_store_served(world)
+        has_left = wait_until(
+            lambda: post.add(_LEFT, 0) >= number, Grace(limit), lambda: check_store_served(world)
+        )
+        if not has_left:
+            raise _expired(world, post, rank, number, limit)
     where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
     if post.add(_QUIT, 0) == number:
         raise AbortedError(
@@ -230,11 +222,11 @@ class _Debugger(pdb.Pdb):
         self._steps = True
         self._world = world
         self._limit = limit
-        get_registry(world)  # its sentinel tells the others that this process lives
+        get_registry(world)  # its signal thread shows the others that this process lives
 
     def interaction(self, *where: Any) -> None:
         """Ask for commands; meanwhile no timeout runs down anywhere."""
-        with clocks_stopped(self._world, self._limit.total_seconds()):
+        with clocks_paused(self._world, self._limit.total_seconds()):
             super().interaction(*where)
 
     def stop_at(self, frame: FrameType, greeting: str) -> None:
@@ -265,9 +257,9 @@ class _Debugger(pdb.Pdb):
 
 
 def _keep_assignments(frame: FrameType) -> None:
-    """Bring what was assigned to local variables of ``frame`` back to it.
+    """Write what was assigned to local variables of ``frame`` back to it.
 
-    Before Python 3.13 their dictionary is a copy, which Python itself brings back only from a call
+    Before Python 3.13 their dictionary is a copy, which Python itself writes back only from a call
     of a trace function.
     """
     if sys.version_info < (3, 13):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from ..bootstrap.world import find_world
 from ..errors import ArgumentError, KindError
 from ..runtime.timeouts import check_timeout
-from ..runtime.world import find_world
 from ..wires.names import backends_in
 from .layout import Layout
 
@@ -63,8 +63,14 @@ def options_of_axes(
         BackendError: no such wire.
     """
     chosen: dict[int, AxisOptions] = {}
-
-    def choose(axis: str | int, options: AxisOptions) -> None:
+    from_torch = [(axis, _from_torch_form(one)) for axis, one in (backend_override or {}).items()]
+    for axis, options in [*(axis_options or {}).items(), *from_torch]:
+        if not isinstance(options, AxisOptions):
+            raise KindError(
+                f"axis_options[{axis!r}] is {options!r}",
+                expected="an AxisOptions",
+                fix=f"axis_options={{{axis!r}: AxisOptions(backend='gloo')}}",
+            )
         index = layout.axis_index(axis)
         if index in chosen:
             raise ArgumentError(
@@ -75,25 +81,8 @@ def options_of_axes(
         if options.backend is not None:
             backends_in(find_world(), {"": options.backend})  # raises where there is none
         chosen[index] = options
-
-    for axis, options in (axis_options or {}).items():
-        if not isinstance(options, AxisOptions):
-            raise KindError(
-                f"axis_options[{axis!r}] is {options!r}",
-                expected="an AxisOptions",
-                fix=f"axis_options={{{axis!r}: AxisOptions(backend='gloo')}}",
-            )
-        choose(axis, options)
-    for axis, value in (backend_override or {}).items():
-        choose(axis, _from_torch_form(value))
-    default = AxisOptions(timeout=timeout)
-    return tuple(_with_timeout(chosen.get(index, default), timeout) for index in range(layout.ndim))
-
-
-def _with_timeout(options: AxisOptions, timeout: timedelta | None) -> AxisOptions:
-    if options.timeout is not None or timeout is None:
-        return options
-    return replace(options, timeout=timeout)
+    all_chosen = (chosen.get(index, AxisOptions()) for index in range(layout.ndim))
+    return tuple(replace(one, timeout=one.timeout or timeout) for one in all_chosen)
 
 
 def _from_torch_form(value: Any) -> AxisOptions:

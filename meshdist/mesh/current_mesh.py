@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import TYPE_CHECKING
-
 from ..errors import MeshError
+from .device_mesh import DeviceMesh, meshes_in_force
 
-if TYPE_CHECKING:
-    from .device_mesh import DeviceMesh
-
-__all__ = ["enter_mesh", "find_current_mesh", "get_current_mesh", "leave_mesh"]
-
-_stack: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
-
-
-def enter_mesh(mesh: DeviceMesh) -> None:
-    """Put ``mesh`` in force. The inverse of ``leave_mesh``."""
-    _stack.set((*_stack.get(), mesh))
-
-
-def leave_mesh() -> None:
-    """Put the mesh in force that was so before the last ``enter_mesh``."""
-    _stack.set(_stack.get()[:-1])
+__all__ = ["find_current_mesh", "get_current_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
     """Return the mesh in force (the innermost ``with mesh:``), or None."""
-    stack = _stack.get()
-    return stack[-1] if stack else None
+    return next(reversed(meshes_in_force.get()), None)
 
 
 def get_current_mesh() -> DeviceMesh:

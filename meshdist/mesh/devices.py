@@ -6,10 +6,10 @@ import warnings
 
 import torch
 
+from ..bootstrap.world import World
+from ..checking.call_sites import call_site
 from ..errors import ArgumentError, BackendError, KindError, MeshError
-from ..runtime.world import World
-from ..wires.turns import call_site
-from .session import get_node_local_rank
+from ..worlds.initialization import get_node_local_rank
 
 __all__ = ["check_device", "check_device_type", "select_device"]
 

@@ -140,7 +140,7 @@ def inferred_sizes(
 
     Args:
         sizes: from ``checked_sizes``.
-        whole: what the product shall be; without a -1 it is not looked at.
+        whole: what the product shall be; unused without a -1.
         what: what the sizes are, for messages.
         whole_text: what ``whole`` is, for messages.
 

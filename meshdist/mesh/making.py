@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 
-from ..runtime.timeouts import check_timeout
-from ..runtime.world import find_world, get_usable_world
-from .axis_options import AxisOptions, options_of_axes
+from .axis_options import AxisOptions
+from .definition import define_mesh
 from .device_mesh import DeviceMesh
-from .devices import check_device, check_device_type
 from .layout import Layout
-from .session import init_process_group
 
 __all__ = ["init_device_mesh", "make_mesh"]
 
@@ -60,18 +57,15 @@ def init_device_mesh(
         >>> md.simulate(program, 8)[6]
         ((2, 4), 2)
     """
-    check_device_type(device_type)
-    check_timeout(timeout)
-    if open_groups:
-        check_device(device_type)
-    if find_world() is None:
-        init_process_group(timeout=timeout)
-    world = get_usable_world()
-    layout = Layout.from_shape(mesh_shape, mesh_dim_names, world_size=world.size)
-    options = options_of_axes(layout, axis_options, backend_override, timeout)
-    return DeviceMesh(
-        device_type, layout, axis_options=dict(enumerate(options)), open_groups=open_groups
+    definition = define_mesh(
+        device_type,
+        lambda size: Layout.from_shape(mesh_shape, mesh_dim_names, world_size=size),
+        axis_options,
+        backend_override,
+        timeout,
+        open_groups=open_groups,
     )
+    return DeviceMesh.from_definition(definition, open_groups=open_groups)
 
 
 def make_mesh(

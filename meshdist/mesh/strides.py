@@ -62,7 +62,7 @@ def coalesced(modes: Iterable[Mode]) -> AxisModes:
 
 
 def is_nested(modes: Iterable[Mode]) -> bool:
-    """Tell whether each stride exceeds what all smaller ones reach: places are then unique."""
+    """Return whether each stride exceeds what all smaller ones reach: places are then unique."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in modes):
         if stride <= reach:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
+from xml.sax.saxutils import escape
 
 from .layout import Layout
 from .view import Hosts, Marks, View, indices_shown, tables_abreast
 
 __all__ = ["draw_svg"]
 
+_PAGE = (
+    'xmlns="http://www.w3.org/2000/svg" font-size="13" '
+    'font-family="ui-monospace, Menlo, Consolas, monospace"'
+)
 _COLORS = ("#cfe8fc", "#fde2c8", "#d5f0d3", "#f3d6ee", "#fff3bf", "#e2e2f5")
 
 
@@ -55,15 +59,7 @@ class _Svg:
         table_width = self.label_width + num_columns * self.cell_width
         self.abreast = tables_abreast(layout, (room + self.margin) // (table_width + self.margin))
         self.view = View.of(layout, marks, 4 * self.abreast, max_rows, max_columns)
-        self.root = ElementTree.Element(
-            "svg",
-            {
-                "xmlns": "http://www.w3.org/2000/svg",
-                "font-family": "ui-monospace, Menlo, Consolas, monospace",
-                "font-size": "13",
-            },
-        )
-        ElementTree.SubElement(self.root, "title").text = f"mesh ({layout.axis_text()})"
+        self.parts: list[str] = []
 
     def text(self) -> str:
         view = self.view
@@ -91,11 +87,9 @@ class _Svg:
         if self.marks.host_names:
             width = max(width, self._legend(height))
             height += self.line_height + self.margin
-        self.root.set("viewBox", f"0 0 {width} {height}")
-        self.root.set("width", str(width))
-        self.root.set("height", str(height))
-        ElementTree.indent(self.root)
-        return ElementTree.tostring(self.root, encoding="unicode")
+        box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        title = f"<title>mesh ({escape(view.layout.axis_text())})</title>"
+        return "\n".join([f"<svg {_PAGE} {box}>", title, *self.parts, "</svg>"])
 
     def _table(self, block: tuple[int, ...], x: int, y: int) -> None:
         view = self.view
@@ -119,30 +113,17 @@ class _Svg:
     def _cell(self, rank: int, x: int, y: int) -> None:
         host = self.marks.host_index(rank)
         is_highlighted = rank == self.marks.highlight_rank
-        cell = ElementTree.SubElement(self.root, "g")
         hover = f"rank {rank} ({self.view.layout.coordinate_text(rank)})"
         if host is not None:
             hover += f" on {self.marks.host_names[host]}"
-        ElementTree.SubElement(cell, "title").text = hover
         inset = 1 if is_highlighted else 0
-        self._box(
-            cell,
-            x + inset,
-            y + inset,
-            self.cell_width - 2 * inset,
-            self.cell_height - 2 * inset,
-            fill="#f4f4f4" if host is None else _COLORS[host % len(_COLORS)],
-            stroke="#d6336c" if is_highlighted else "#999999",
-            stroke_width=3 if is_highlighted else 1,
-        )
-        self._write(
-            str(rank),
-            x + self.cell_width // 2,
-            y + self.cell_height // 2,
-            bold=is_highlighted,
-            fill="#222222",
-            parent=cell,
-        )
+        size = self.cell_width - 2 * inset, self.cell_height - 2 * inset
+        fill = "#f4f4f4" if host is None else _COLORS[host % len(_COLORS)]
+        self.parts.append(f"<g><title>{escape(hover)}</title>")
+        self._box(x + inset, y + inset, *size, fill, is_highlighted)
+        middle = x + self.cell_width // 2, y + self.cell_height // 2
+        self._write(str(rank), *middle, bold=is_highlighted, fill="#222222")
+        self.parts.append("</g>")
 
     def _legend(self, y: int) -> int:
         """Draw the hosts' colours below ``y``; return the width that this took."""
@@ -153,27 +134,17 @@ class _Svg:
                 self._write("…", x, y + 8, anchor="start")
                 x += 3 * self.character_width
                 continue
-            color = _COLORS[index % len(_COLORS)]
-            self._box(self.root, x, y, 16, 16, fill=color, stroke="#999999", stroke_width=1)
+            self._box(x, y, 16, 16, _COLORS[index % len(_COLORS)])
             self._write(names[index], x + 22, y + 8, anchor="start")
             x += 22 + (2 + len(names[index])) * self.character_width
         return x + self.margin
 
     def _box(
-        self,
-        parent: ElementTree.Element,
-        x: int,
-        y: int,
-        width: int,
-        height: int,
-        *,
-        fill: str,
-        stroke: str,
-        stroke_width: int,
+        self, x: int, y: int, width: int, height: int, fill: str, is_framed: bool = False
     ) -> None:
-        sides = {"x": x, "y": y, "width": width, "height": height, "stroke-width": stroke_width}
-        attributes = {name: str(value) for name, value in sides.items()}
-        ElementTree.SubElement(parent, "rect", attributes | {"fill": fill, "stroke": stroke})
+        stroke = '"#d6336c" stroke-width="3"' if is_framed else '"#999999" stroke-width="1"'
+        place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+        self.parts.append(f'<rect {place} fill="{fill}" stroke={stroke}/>')
 
     def _write(
         self,
@@ -184,16 +155,9 @@ class _Svg:
         anchor: str = "middle",
         bold: bool = False,
         fill: str = "#777777",  # readable on white and on black pages
-        parent: ElementTree.Element | None = None,
     ) -> None:
-        attributes = {
-            "x": str(x),
-            "y": str(y),
-            "text-anchor": anchor,
-            "dominant-baseline": "central",
-            "fill": fill,
-        }
-        if bold:
-            attributes["font-weight"] = "bold"
-        host = self.root if parent is None else parent
-        ElementTree.SubElement(host, "text", attributes).text = text
+        weight = ' font-weight="bold"' if bold else ""
+        self.parts.append(
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" dominant-baseline="central" '
+            f'fill="{fill}"{weight}>{escape(text)}</text>'
+        )

@@ -1,4 +1,4 @@
-"""torch's DeviceMesh on the ranks of ours, and the parts of ours that torch's gives.
+"""torch's DeviceMesh on the ranks of ours, and the parts of torch's from which ours is made.
 
 torch sorts the ranks of the groups that its DeviceMesh makes, which loses the order of a permuted
 mesh. So the groups are made first, in mesh order, and torch's mesh is built from them.
@@ -13,17 +13,18 @@ import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+from ..bootstrap.thread_stores import cloned
+from ..bootstrap.world import World
 from ..errors import BackendError, KindError, MeshError
-from ..runtime.handles import cloned
+from ..groups.registry import get_registry
 from ..runtime.timeouts import DEFAULT_TIMEOUT
-from ..runtime.world import World
-from .agreement import agree
+from .definition import MeshDefinition
 from .layout import Layout
 
 __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
 
 
-def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh:
+def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
     """Return torch's mesh on the same ranks in the same order; collective over the world.
 
     Starts torch.distributed's own world on our store where none is there.
@@ -33,26 +34,25 @@ def make_torch_mesh(world: World, layout: Layout, device_type: str) -> TorchMesh
         MeshError: torch's world has another rank or size.
         AgreementError, CollectiveTimeoutError: ranks call it on another mesh, or do not come.
     """
+    world, layout, device_type = mesh.world, mesh.layout, mesh.device_type
     _check_torch_can(world)
     everyone = tuple(range(world.size))
-    definition = {
-        "text": f"to_torch() of DeviceMesh({layout.axis_text()})",
-        "device_type": device_type,
-        "ranks": repr(layout),
-    }
+    definition = {**mesh.entries(), "text": f"to_torch() of {mesh.text}"}
     timeout = world.timeout or DEFAULT_TIMEOUT
-    agree(world, everyone, "mesh for torch", definition, timeout)
-    _start_torch_world(world)
-    groups: list[Any] = []
-    for axis in range(layout.ndim):
-        mine: Any = None
-        for ranks in layout.groups_of_axis(axis):
-            group = torch_distributed.new_group(list(ranks), sort_ranks=False)
-            if world.rank in ranks:
-                mine = group
-        groups.append(mine)
-    # Whoever ends now would take its connections along while others still open theirs.
-    agree(world, everyone, "mesh for torch", definition, timeout)
+    registry = get_registry(world)
+    with registry.agreed(everyone, "mesh for torch", definition, timeout):
+        _start_torch_world(world)
+        groups: list[Any] = []
+        for axis in range(layout.ndim):
+            mine: Any = None
+            for ranks in layout.groups_of_axis(axis):
+                group = torch_distributed.new_group(list(ranks), sort_ranks=False)
+                if world.rank in ranks:
+                    mine = group
+            groups.append(mine)
+        # A rank that ended now would close its connections while others still open theirs.
+        with registry.agreed(everyone, "mesh for torch", definition, timeout):
+            pass
     ranks_tensor = torch.from_numpy(layout.ranks()).to(torch.int)
     if world.rank not in layout.ranks():
         return TorchMesh(

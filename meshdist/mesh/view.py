@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..errors import MeshError, NotInGroupError
 from .layout import Layout
 
@@ -80,9 +82,9 @@ class View:
         rows: tuple[int | None, ...] = (0,)
         if layout.ndim > 1:
             rows = indices_shown(layout.sizes[-2], max_rows, None if at is None else at[-2])
-        kept = None if at is None else _flat_index(at[:-2], outer)
+        kept = None if at is None else int(np.ravel_multi_index(at[:-2], outer))
         blocks = tuple(
-            None if block is None else _coordinate(block, outer)
+            None if block is None else tuple(map(int, np.unravel_index(block, outer)))
             for block in indices_shown(math.prod(outer), max_blocks, kept)
         )
         return View(layout, blocks, rows, columns)
@@ -130,21 +132,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
             shown.append(None)
         shown.append(index)
     return tuple(shown)
-
-
-def _flat_index(coordinate: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    flat = 0
-    for index, size in zip(coordinate, sizes, strict=True):
-        flat = flat * size + index
-    return flat
-
-
-def _coordinate(flat: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(sizes):
-        flat, index = divmod(flat, size)
-        coordinate.append(index)
-    return tuple(reversed(coordinate))
 
 
 def tables_abreast(layout: Layout, room: int) -> int:

@@ -1,1 +1,1 @@
-"""Who am I, who are the others: the world, its store, and what starts it."""
+"""What every process needs: time, forks, hosts, memory."""

@@ -24,6 +24,7 @@ __all__ = [
     "my_card",
     "num_cores",
     "process_start",
+    "read_process",
 ]
 
 
@@ -52,17 +53,29 @@ def process_start(pid: int) -> str | None:
     None if there is no such process; with the number it names a process for good, since numbers
     are given again.
     """
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+    process = read_process(pid)
+    if process is not None:
+        _, fields = process
         return None if fields[0] in "ZX" else fields[19]
-    except OSError:
-        if os.path.exists("/proc/self/stat"):
-            return None
+    if os.path.exists("/proc/self/stat"):
+        return None
     shown = subprocess.run(
         ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
     return shown.stdout.strip() or None
+
+
+def read_process(pid: int) -> tuple[str, list[str]] | None:
+    """Return the name of process ``pid``, and the fields after it that Linux shows.
+
+    The first field is its state, the second its parent. None without such a process or /proc.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            head, _, tail = file.read().rpartition(")")  # the name may hold any character
+    except OSError:
+        return None
+    return head.partition("(")[2], tail.split()
 
 
 @cache
@@ -85,9 +98,9 @@ _GROUP_MEMORY = (
 
 
 def free_bytes() -> float:
-    """How much memory processes here may still take; infinite where the system does not tell.
+    """How much memory processes here may still take; infinite where the system does not show it.
 
-    That of the machine which is free or can be freed, and what the control group's limit leaves.
+    The lesser of what the machine has free or can free, and what the control group's limit leaves.
     """
     found = [float("inf")]
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
@@ -103,7 +116,7 @@ def free_bytes() -> float:
 
 @dataclass(frozen=True)
 class ProcessCard:
-    """One process, named so that others can tell whether it still lives.
+    """One process, named so that other processes can see whether it still lives.
 
     Args:
         pid: its number.

@@ -1,4 +1,4 @@
-"""How long to wait: what a timeout may be, and how long it is where nobody says."""
+"""How long to wait: what a timeout may be, and how long it is by default."""
 
 from __future__ import annotations
 

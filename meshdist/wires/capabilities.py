@@ -1,6 +1,6 @@
 """What each wire does by its own means, what is built for it, and what has no meaning: one table.
 
-It is asked of the code (``Wire.support``), never written by hand. ``meshdist doctor`` prints it;
+It is made from the code (``Wire.support``), never written by hand. ``meshdist doctor`` prints it;
 ``python -m meshdist.wires.capabilities docs/verbs.md`` writes it into the page, between its marks.
 """
 
@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from ..arrays import dtype_name
-from ..reduce_ops import ReduceKind, ReduceOp, find_refusal, op_name
-from .base import REDUCING_VERBS, Wire, find_wire, wire_names
+from ..dtypes import DTYPES, dtype_name
+from ..reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, find_refusal, op_name
+from ..verb_table import VERBS
 
 # The wires, each of which registers itself.
-from .gloo import GlooWire as GlooWire
-from .hierarchical import HierarchicalWire as HierarchicalWire
-from .mpi import MpiWire as MpiWire
-from .nccl import C10dWire as C10dWire
-from .registered import adopt_torch_backends
-from .shm import ShmWire as ShmWire
-from .simulated import SimulatedWire as SimulatedWire
+from .c10d.gloo import GlooWire as GlooWire
+from .c10d.nccl import C10dWire as C10dWire
+from .c10d.registered import adopt_torch_backends
+from .hierarchical.communicator import HierarchicalWire as HierarchicalWire
+from .mpi.communicator import MpiWire as MpiWire
+from .registry import Wire, find_wire, wire_names
+from .shm.communicator import ShmWire as ShmWire
+from .simulated.communicator import SimulatedWire as SimulatedWire
 
 __all__ = [
-    "DTYPES",
     "DTYPE_GROUPS",
     "OPS",
-    "PUBLIC_VERBS",
-    "Way",
     "available_wires",
     "capabilities",
     "dtypes_text",
@@ -43,90 +40,14 @@ __all__ = [
 ]
 
 DTYPE_GROUPS: dict[str, tuple[torch.dtype, ...]] = {
-    "floating": (torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    "integers": (torch.int64, torch.int32, torch.int16, torch.int8),
-    "unsigned": (torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-    "bool": (torch.bool,),
-    "complex": (torch.complex128, torch.complex64, torch.complex32),
-    "float8": (
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    ),
+    group: tuple(facts.dtype for facts in DTYPES.values() if facts.group == group)
+    for group in dict.fromkeys(facts.group for facts in DTYPES.values())
 }
 """The dtypes of the table, under the names that it gives to whole groups of them."""
 
-DTYPES = tuple(dtype for group in DTYPE_GROUPS.values() for dtype in group)
-
-OPS: tuple[ReduceKind, ...] = (
-    ReduceOp.SUM,
-    ReduceOp.AVG,
-    ReduceOp.PRODUCT,
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.BAND,
-    ReduceOp.BOR,
-    ReduceOp.BXOR,
-    ReduceOp.PREMUL_SUM,
-)
+OPS = (*PLAIN_OPS, ReduceOp.PREMUL_SUM)
 """The reductions of the table."""
 
-
-@dataclass(frozen=True)
-class Way:
-    """How a public verb comes to a wire.
-
-    Args:
-        verbs: the verbs of a communicator that carry it.
-        is_plain: whether one call of it is one call of that verb; else it is built above the wire.
-    """
-
-    verbs: tuple[str, ...]
-    is_plain: bool = True
-
-    @property
-    def reduces(self) -> bool:
-        """Whether it takes an op."""
-        return not REDUCING_VERBS.isdisjoint(self.verbs)
-
-
-PUBLIC_VERBS: dict[str, Way] = {
-    "all_reduce": Way(("all_reduce",)),
-    "all_reduce_coalesced": Way(("all_reduce_list",)),
-    "reduce": Way(("reduce",)),
-    "reduce_scatter_tensor": Way(("reduce_scatter",)),
-    "reduce_scatter_single": Way(("reduce_scatter",)),
-    "reduce_scatter": Way(("reduce_scatter_list",)),
-    "broadcast": Way(("broadcast",)),
-    "all_gather_into_tensor": Way(("all_gather",)),
-    "all_gather_single": Way(("all_gather",)),
-    "all_gather": Way(("all_gather_list",)),
-    "all_gather_coalesced": Way(("all_gather",), is_plain=False),
-    "gather": Way(("gather",)),
-    "scatter": Way(("scatter",)),
-    "all_to_all": Way(("all_to_all",)),
-    "all_to_all_single": Way(("all_to_all_single",)),
-    "barrier": Way(("barrier",)),
-    "send": Way(("send",)),
-    "isend": Way(("send",)),
-    "recv": Way(("recv",)),
-    "irecv": Way(("recv",)),
-    "batch_isend_irecv": Way(("send", "recv")),
-    "all_reduce_multigpu": Way(("all_reduce",), is_plain=False),
-    "reduce_multigpu": Way(("reduce",), is_plain=False),
-    "broadcast_multigpu": Way(("broadcast",), is_plain=False),
-    "all_gather_multigpu": Way(("all_gather",), is_plain=False),
-    "monitored_barrier": Way((), is_plain=False),  # by way of the store
-    "all_gather_object": Way(("all_gather", "all_gather_list"), is_plain=False),
-    "gather_object": Way(("all_gather", "all_to_all_single"), is_plain=False),
-    "broadcast_object_list": Way(("all_gather", "broadcast"), is_plain=False),
-    "scatter_object_list": Way(("broadcast", "all_to_all_single"), is_plain=False),
-    "send_object_list": Way(("send", "recv"), is_plain=False),
-    "recv_object_list": Way(("send", "recv"), is_plain=False),
-}
-"""Every public verb, and what carries it."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value", bound=Hashable)
@@ -145,15 +66,14 @@ def public_support(
         >>> public_support(gloo, "all_reduce", "cpu", torch.int16, ReduceOp.AVG)
         ''
     """
-    way = PUBLIC_VERBS[verb]
-    is_plain = way.is_plain
+    is_plain = VERBS[verb].is_plain
     if op == ReduceOp.PREMUL_SUM:  # verbs multiply first, and ask the wire for a sum
         if find_refusal(op, dtype) is not None:
             return ""
         op, is_plain = ReduceOp.SUM, False
     if device_type not in wire.device_types:
         return ""
-    served = {wire.support(one, device_type, dtype, op) for one in way.verbs}
+    served = {wire.support(one, device_type, dtype, op) for one in VERBS[verb].wire_verbs}
     if "" in served:
         return ""
     return "native" if is_plain and served == {"native"} else "built"
@@ -182,13 +102,13 @@ def capabilities(
     for wire in available_wires() if wires is None else wires:
         for device_type in _in_order(wire.device_types):
             of_device = table.setdefault(wire.name, {}).setdefault(device_type, {})
-            for verb, way in PUBLIC_VERBS.items():
+            for verb in VERBS:
                 of_device[verb] = {
                     "" if op is None else op_name(op): {
                         state: [dtype_name(dtype) for dtype in _with(state, states)]
                         for state in ("native", "built")
                     }
-                    for op, states in _states(wire, verb, way, device_type)
+                    for op, states in _states(wire, verb, device_type)
                 }
     return table
 
@@ -224,18 +144,12 @@ def overview_grid(
     columns: list[tuple[str, list[str]]] = []
     for wire in wires:
         of_devices = {
-            device_type: tuple(
-                _summary(_states(wire, verb, way, device_type))
-                for verb, way in PUBLIC_VERBS.items()
-            )
+            device_type: tuple(_summary(_states(wire, verb, device_type)) for verb in VERBS)
             for device_type in _in_order(wire.device_types, device_types)
         }
         for devices, cells in _joined(of_devices):
             columns.append((f"{wire.name}: {', '.join(devices)}", list(cells)))
-    rows = {
-        verb: tuple(cells[number] for _, cells in columns)
-        for number, verb in enumerate(PUBLIC_VERBS)
-    }
+    rows = {verb: tuple(cells[number] for _, cells in columns) for number, verb in enumerate(VERBS)}
     head = ("verb", *(title for title, _ in columns))
     return [head, *((", ".join(verbs), *cells) for verbs, cells in _joined(rows))]
 
@@ -256,11 +170,11 @@ def table_grid(
     ]
     for wire in wires:
         places: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, _Profile], ...]] = {}
-        for verb, way in PUBLIC_VERBS.items():
+        for verb in VERBS:
             of_devices = {
                 device_type: tuple(
                     ("" if op is None else op_name(op), states)
-                    for op, states in _states(wire, verb, way, device_type)
+                    for op, states in _states(wire, verb, device_type)
                 )
                 for device_type in _in_order(wire.device_types, device_types)
             }
@@ -271,8 +185,8 @@ def table_grid(
                 verbs = ", ".join(verb for verb, devices in keys if devices == where)
                 place = (wire.name, ", ".join(where), verbs)
                 for ops, states in _joined(dict(profile)):
-                    told = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
-                    grid.append((*place, ", ".join(ops), *(text or "-" for text in told)))
+                    texts = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
+                    grid.append((*place, ", ".join(ops), *(text or "-" for text in texts)))
                     place = ("", "", "")
     return grid
 
@@ -297,11 +211,9 @@ def _markdown(grid: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell or " " for cell in line) + " |\n" for line in lines)
 
 
-def _states(
-    wire: Wire, verb: str, way: Way, device_type: str
-) -> list[tuple[ReduceKind | None, _Profile]]:
+def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[ReduceKind | None, _Profile]]:
     """For each op the state of every dtype, in the order of ``DTYPES``."""
-    ops: tuple[ReduceKind | None, ...] = OPS if way.reduces else (None,)
+    ops: tuple[ReduceKind | None, ...] = OPS if VERBS[verb].reduces else (None,)
     return [
         (op, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
         for op in ops

@@ -1,10 +1,10 @@
 """Futures of verbs in flight.
 
-A ``WorkFuture`` is completed by whoever first waits for it or asks about it, in that thread. What
-waits for it where no Python is asked (``torch.futures.collect_all``, torch's C++) needs somebody
-else to complete it: for a process that is a ``Watcher``, a thread that looks from time to time.
-Simulated ranks have no such thread, since nothing may happen outside a rank's turn: there a rank
-looks after its futures whenever it has waited, and ``collect_all`` is replaced while they run.
+A ``WorkFuture`` is completed by the thread that first waits for it or polls it. What waits for it
+without a call of its methods (``torch.futures.collect_all``, torch's C++) needs another thread to
+complete it: in a process that is a ``Watcher``'s, which polls from time to time. Simulated ranks
+have no such thread, since nothing may happen while no rank runs: there a rank polls its futures
+whenever it has waited, and ``collect_all`` is replaced while they run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from ..errors import BackendError
 
-__all__ = ["Errand", "Watcher", "WorkFuture", "collecting_by_need", "get_watcher"]
+__all__ = ["Completion", "Watcher", "WorkFuture", "collecting_by_need", "get_watcher"]
 
 _log = logging.getLogger("meshdist.futures")
 
@@ -35,27 +35,27 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
     Args:
         pull: waits until it is completed, in this thread or another; raises nothing that belongs
             into the future.
-        look: completes it if that takes no waiting.
+        poll: completes it if that takes no waiting.
         devices: the CUDA devices of the tensors in its value.
     """
 
     def __init__(
         self,
         pull: Callable[[], object],
-        look: Callable[[], object],
+        poll: Callable[[], object],
         devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__(devices=list(devices))
         self._pull = pull
-        self._look = look
+        self._poll = poll
         self._devices = tuple(devices)
         self._guard = threading.Lock()
-        self._callbacks: list[Callable[[], None]] | None = []  # None: they have their turn now
+        self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
 
     def done(self) -> bool:
         """Whether the value, or the error, is there, without waiting."""
         if not super().done():
-            self._look()
+            self._poll()
         return super().done()
 
     def wait(self) -> Any:
@@ -70,7 +70,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
         """A Future of ``callback(this)``, called once when this one is completed."""
-        child = WorkFuture(self._pull, self._look, self._devices)
+        child = WorkFuture(self._pull, self._poll, self._devices)
 
         def run() -> None:
             try:
@@ -125,7 +125,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         callback()
 
     def _run_callbacks(self) -> None:
-        """Run all callbacks, then let the first of what may pass through a callback out."""
+        """Run all callbacks, then raise the first exception that may leave a callback."""
         with self._guard:
             callbacks, self._callbacks = self._callbacks or [], None
         ended: BaseException | None = None
@@ -138,54 +138,54 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             raise ended
 
 
-class Errand(Protocol):
-    """Something to be done as soon as it can be done without waiting."""
+class Completion(Protocol):
+    """Something to be completed as soon as that takes no waiting."""
 
-    def is_due(self) -> bool:
-        """Whether it can be done now."""
+    def poll(self) -> bool:
+        """Let it go on, without waiting; whether it can be completed now."""
 
-    def run(self) -> None:
-        """Do it."""
+    def complete(self) -> None:
+        """Complete it."""
 
 
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
 
 class Watcher:
-    """A thread that runs errands when they are due; it starts with the first one.
+    """A thread that completes what it watches; it starts with the first thing to watch.
 
-    It looks every half to five milliseconds while there are errands, and sleeps otherwise.
-    Whoever waits in Python does not depend on it and is not held up by the pause.
+    It polls every half to five milliseconds while there is something, and sleeps otherwise. A wait
+    in Python does not depend on it and is not held up by the pause.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._new: list[Errand] = []
+        self._new: list[Completion] = []
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
-    def watch(self, errand: Errand) -> None:
-        """Run ``errand`` when it is due, in the watcher's thread."""
+    def watch(self, completion: Completion) -> None:
+        """Complete it in the watcher's thread, as soon as that takes no waiting."""
         with self._changed:
-            self._new.append(errand)
+            self._new.append(completion)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._live, name="meshdist futures", daemon=True
+                    target=self._watch, name="meshdist futures", daemon=True
                 )
                 self._thread.start()
                 atexit.register(self.end)
             self._changed.notify()
 
     def end(self) -> None:
-        """Stop looking, for good; waits for a callback that runs, but not for long."""
+        """Stop watching, for good; waits for a callback that runs, but not for long."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
-    def _live(self) -> None:
-        watched: list[Errand] = []
+    def _watch(self) -> None:
+        watched: list[Completion] = []
         pause = _SHORTEST_S
         while True:
             with self._changed:
@@ -197,16 +197,17 @@ class Watcher:
                     pause = _SHORTEST_S
                     watched += self._new
                     self._new = []
-            still = [errand for errand in watched if not self._is_over(errand)]
+            still = [one for one in watched if not self._try_to_complete(one)]
             pause = _SHORTEST_S if len(still) < len(watched) else min(2 * pause, _LONGEST_S)
             watched = still
             del still
 
-    def _is_over(self, errand: Errand) -> bool:
+    def _try_to_complete(self, completion: Completion) -> bool:
+        """Whether it needs to be watched no more."""
         try:
-            if not errand.is_due():
+            if not completion.poll():
                 return False
-            errand.run()
+            completion.complete()
         except Exception:
             _log.exception("a future could not be completed")
         return True
@@ -229,9 +230,9 @@ _torchs_collect_all = torch._C._collect_all
 
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
-    """While it lasts, what torch.futures collects of WorkFutures is completed by need as they are.
+    """In this context what torch.futures collects of WorkFutures is completed by need, as they are.
 
-    torch's own collection waits where nobody can complete them: in C++, in a simulated rank's turn.
+    torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
     """
     global _num_collecting
     with _collecting:
@@ -260,7 +261,7 @@ class _Collection:
         for future in futures:
             devices.update(getattr(future, "_devices", ()))
         self.futures = futures
-        self.future = WorkFuture(self._pull, self._look, sorted(devices, key=str))
+        self.future = WorkFuture(self._pull, self._poll, sorted(devices, key=str))
         self._num_missing = len(futures)
         for future in futures:
             future.add_done_callback(self._count)
@@ -283,9 +284,9 @@ class _Collection:
                 if not future.done():
                     future._pull()
             else:
-                with suppress(Exception):  # told to whoever reads it
+                with suppress(Exception):  # raised where it is read
                     future.wait()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for future in self.futures:
             future.done()

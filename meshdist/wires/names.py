@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
+from ..bootstrap.world import World
 from ..errors import ArgumentError, KindError
-from ..runtime.world import World
-from .base import find_wire, get_wire
-from .hierarchical import HierarchicalWire as HierarchicalWire  # registers itself
-from .mpi import MpiWire as MpiWire  # registers itself
-from .registered import adopt_torch_backends, register_torch_backend
-from .shm import ShmWire as ShmWire  # registers itself
+from .c10d.registered import adopt_torch_backends, register_torch_backend
+from .hierarchical.communicator import HierarchicalWire as HierarchicalWire  # registers itself
+from .mpi.communicator import MpiWire as MpiWire  # registers itself
+from .registry import find_wire, get_wire
+from .shm.communicator import ShmWire as ShmWire  # registers itself
 
 __all__ = [
     "Backend",
@@ -30,7 +30,7 @@ _DEFAULT_WIRES = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}
 class Backend(str):
     """A wire's name in lower case; ``Backend("GLOO") == "gloo" == Backend.GLOO``.
 
-    An unknown name is kept, and refused by whoever would use it.
+    An unknown name is kept, and refused where it is used.
     """
 
     __slots__ = ()
@@ -187,7 +187,7 @@ def backends_text(backends: dict[str, str]) -> str:
 
 
 class BackendConfig:
-    """What a backend text means, as torch's class of this name tells it.
+    """What a backend text means, in the form of torch's class of this name.
 
     Example:
         >>> BackendConfig("cpu:gloo")

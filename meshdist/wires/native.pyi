@@ -11,7 +11,9 @@ Collectives of one communicator come from one thread at a time. Each has a secon
 communicator's own thread, and a blocking call runs after them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from logging import Logger
 from typing import Any
 
 import numpy as np
@@ -21,43 +23,194 @@ DTYPES: dict[str, int]
 OPS: dict[str, int]
 STATUSES: dict[str, int]
 """OK = 0, TIMEOUT, ABORTED, DIED, MISMATCH, UNSUPPORTED, CLOSED, CANCELLED, INTERRUPTED."""
-VECTORS: str
-"""The vector width that was chosen for this processor."""
+
+MPI_FUNCTIONS: list[str]
+"""The C functions whose addresses ``MpiFunctions`` takes, in that order."""
+
+class Words:
+    """Words of 64 bits in memory that other processes read or write: a memoryview."""
+
+    def __init__(self, memory: memoryview) -> None: ...
+
+class Notes:
+    """A recorder's own lists and counters, for notes of calls of one group."""
+
+    def __init__(
+        self,
+        counts: memoryview,
+        notes: list[tuple[Any, ...]],
+        num_messages: dict[tuple[Any, ...], int],
+        moments: Iterator[int],
+        is_between: Mapping[str, bool],
+        no_stack: Sequence[str],
+        group: object,
+    ) -> None: ...
+
+class Headers:
+    """A header table: its words, the other members', and the logs of messages with them.
+
+    ``missing`` has the members whose words are not known yet; ``views`` of each other the place
+    and the words. Both are the table's own lists.
+    """
+
+    def __init__(
+        self,
+        table: object,
+        words: Words,
+        missing: list[int],
+        views: list[tuple[int, memoryview]],
+        logs: dict[int, MessageLog],
+        window: int,
+        check_every: int,
+        uneven_window: int,
+    ) -> None: ...
+
+class MessageLog:
+    """The messages between this member and one other, as both note them.
+
+    ``mine`` are this member's words for the other; ``find_theirs`` finds the other's for this
+    member, or None. ``is_current`` says whether these are still the group's, ``is_alive`` whether
+    the other may read or write more. ``publish_later`` lets a thread ``publish`` now and then until
+    nothing waits. Neither member notes more than ``num_entries`` ahead of the other.
+    """
+
+    def __init__(
+        self,
+        mine: memoryview,
+        find_theirs: Callable[[], memoryview | None],
+        is_current: Callable[[], bool],
+        is_alive: Callable[[], bool],
+        publish_later: Callable[[], None],
+        num_entries: int,
+        /,
+    ) -> None: ...
+    @property
+    def num_waiting(self) -> int:
+        """How many entries wait for room."""
+
+    def note(self, kind: int, header: int, /) -> int:
+        """Note one transfer; returns its number where its counterpart is there and differs, else 0.
+
+        ``kind`` is its tag, times two, and one more for a receive; ``header`` its fingerprint.
+        """
+
+    def has_sent(self, tag: int, /) -> bool:
+        """Whether the other has noted more sends under ``tag`` than this member has receives."""
+
+    def sees_sends(self, tag: int, /) -> bool:
+        """Whether all that the other has sent under ``tag`` is known here."""
+
+    def note_any(self, tag: int, /) -> None:
+        """Note a receive whose sender is never known."""
+
+    def publish(self) -> bool:
+        """Write what has waited, as far as there is room; returns whether all of it is written."""
 
 class Entry:
-    """What ``Channel.enter`` does, for plain calls; ``facts`` is what that channel gives."""
+    """What comes before a plain call: its tensors are checked, it is noted and compared.
 
-    def __init__(self, facts: dict[str, Any]) -> None: ...
+    ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
+    broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
+    ``log_level``. ``fingerprints`` and ``message_fingerprints`` make what is compared;
+    ``disagree(number, message)`` makes the error where it differs.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        headers: Headers | None,
+        receives: list[Any],
+        aborts: dict[str, Any],
+        label: str,
+        log: Logger,
+        log_level: int,
+        ranks: tuple[int, ...],
+        member: int,
+        fingerprints: Mapping[Any, int],
+        message_fingerprints: Mapping[Any, int],
+        disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
+    ) -> None: ...
     def enter(
         self, verb: str, tensor: object, op: object, number: int | None, root: int | None, /
     ) -> bool:
-        """Whether the call was noted and compared; if not, nothing has happened."""
+        """As ``Channel.enter``; False where that is to do it, and nothing was done."""
 
-class _PlainCalls:
-    """As ``PlainCalls`` in ``meshdist.wires.base`` has them."""
+class Runner:
+    """What a wire does for the fast path."""
 
-    def all_reduce(self, tensor: object, /) -> bool: ...
-    def reduce(self, tensor: object, op: object, root: int, /) -> bool: ...
-    def broadcast(self, tensor: object, root: int, /) -> bool: ...
-    def all_gather(self, verb: str, output: object, tensor: object, /) -> bool: ...
-    def reduce_scatter(self, verb: str, output: object, tensor: object, op: object, /) -> bool: ...
-    def gather(self, tensor: object, outputs: object, root: int, /) -> bool: ...
-    def scatter(self, tensor: object, inputs: object, root: int, /) -> bool: ...
-    def all_to_all(self, output: object, tensor: object, /) -> bool: ...
-    def all_gather_list(self, outputs: object, tensor: object, /) -> bool: ...
-    def all_to_all_list(self, outputs: object, inputs: object, /) -> bool: ...
-    def barrier(self) -> bool: ...
-
-class MpiCalls(_PlainCalls):
-    """Over MPI; ``facts`` is what ``meshdist.wires.mpi`` gives."""
-
-    def __init__(self, facts: dict[str, Any]) -> None: ...
-
-class ShmCalls(_PlainCalls):
-    """Through shared memory; ``facts`` is what ``meshdist.wires.shm`` gives."""
+class ShmRunner(Runner):
+    """Through shared memory. ``fail(status, note, message)`` makes the error of a call."""
 
     def __init__(
-        self, communicator: Communicator, facts: dict[str, Any], timeout: float
+        self,
+        communicator: Communicator,
+        fail: Callable[[int, int | None, tuple[bool, int, int] | None], BaseException],
+        largest_tag: int,
+        timeout: float,
+    ) -> None: ...
+
+class MpiFunctions:
+    """MPI's own functions, and its handles for a group, for bytes and for ``MPI_IN_PLACE``."""
+
+    def __init__(
+        self,
+        addresses: list[int],
+        comm: int,
+        byte: int,
+        in_place: int,
+        handle_bytes: int,
+        status_bytes: int,
+    ) -> None: ...
+
+class ArrivalWords:
+    """The members' words about the collectives that they have come to; see ``Arrivals``."""
+
+    def __init__(
+        self,
+        mine: Words,
+        others: list[Words],
+        window: int,
+        check_every: int,
+        waits: int,
+        left: int,
+        even: int,
+        number_shift: int,
+    ) -> None: ...
+
+class MpiRunner(Runner):
+    """Over MPI. Python goes on where it cannot: ``arrivals``, ``link``, ``finish_collective`` and
+    ``finish_message``, which wait for a request; ``explain`` makes the error to raise of any.
+    """
+
+    def __init__(
+        self,
+        functions: MpiFunctions,
+        words: ArrivalWords,
+        arrivals: object,
+        timeout: timedelta,
+        link: object,
+        finish_collective: Callable[[int, object], None],
+        finish_message: Callable[[int, object, bool], None],
+        explain: Callable[[BaseException, int | None, int | None], BaseException],
+        error: type[Exception],
+        rank: int,
+        largest_tag: int,
+        most_bytes: int,
+        spin_s: float,
+    ) -> None: ...
+
+class FastPath:
+    """As ``FastPath`` in ``meshdist.wires.communicator``, which has its methods.
+
+    ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
+    names of both. SUM comes first.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        runner: Runner,
+        reductions: list[tuple[Any, int, dict[Any, tuple[int, int]]]],
     ) -> None: ...
 
 def add_to(dtype: int, data: object, result: object, datatype: object, /) -> None:
@@ -65,7 +218,7 @@ def add_to(dtype: int, data: object, result: object, datatype: object, /) -> Non
 
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:
-    """Whether the time that timeouts count stands still, in this process."""
+    """Pause the clock of timeouts, or resume it, in this process."""
 
 def create_segment(size: int, slot_bytes: int, ring_bytes: int, is_crowded: bool) -> int:
     """A sealed memfd for ``size`` members, reserved; OSError where there is no memory.
@@ -87,6 +240,37 @@ class Memory:
     def address(self) -> int: ...
     def array(self) -> npt.NDArray[np.uint8]: ...
 
+class Failure:
+    """What went wrong."""
+
+    @property
+    def status(self) -> int:
+        """The call's; where it is ABORTED that of the member that ended the communicator."""
+
+    @property
+    def culprit(self) -> int:
+        """The member that died, or the first that differs from member 0; -1 for none."""
+
+    @property
+    def text(self) -> str:
+        """Which sizes differ."""
+
+    @property
+    def was_closed(self) -> list[bool]:
+        """Of each member whether it has closed its part."""
+
+    @property
+    def has_exited(self) -> list[bool]:
+        """Of each member whether its process has ended."""
+
+    @property
+    def source(self) -> int:
+        """The sender of a message; -1 where it is not known."""
+
+    @property
+    def other_note(self) -> int:
+        """What the other side of a message that did not fit gave as ``note``."""
+
 class Ticket:
     """A collective in flight."""
 
@@ -94,8 +278,8 @@ class Ticket:
         """The status; on timeout the communicator ends for all members."""
 
     def is_done(self) -> bool: ...
-    def failure(self) -> dict[str, Any]:
-        """As ``Communicator.last_failure``; of a ticket that is done."""
+    def failure(self) -> Failure:
+        """Of a ticket that is done."""
 
 class Transfer:
     """A message in flight. It moves while any thread of either member waits, or by itself."""
@@ -104,7 +288,7 @@ class Transfer:
         """The status; on timeout the transfer is given up and its memory not touched again."""
 
     def is_done(self) -> bool: ...
-    def failure(self) -> dict[str, Any]: ...
+    def failure(self) -> Failure: ...
     @property
     def source(self) -> int: ...
 
@@ -120,16 +304,13 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def all_reduce(
-        self, data: int, count: int, dtype: int, op: int, factor: float, timeout: float, /
-    ) -> int: ...
+    def all_reduce(self, data: int, count: int, dtype: int, op: int, timeout: float, /) -> int: ...
     def all_reduce_list(
         self,
         data: Sequence[int],
         counts: Sequence[int],
         dtype: int,
         op: int,
-        factor: float,
         timeout: float,
         /,
     ) -> int: ...
@@ -140,7 +321,6 @@ class Communicator:
         dtype: int,
         op: int,
         root: int,
-        factor: float,
         timeout: float,
         /,
     ) -> int: ...
@@ -168,33 +348,11 @@ class Communicator:
         timeout: float,
         /,
     ) -> int: ...
-    def gather_v(
-        self,
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        data: int,
-        count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> int: ...
     def scatter(
         self,
         output: int,
         inputs: Sequence[int],
         count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def scatter_v(
-        self,
-        output: int,
-        count: int,
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
         dtype: int,
         root: int,
         timeout: float,
@@ -207,7 +365,6 @@ class Communicator:
         count: int,
         dtype: int,
         op: int,
-        factor: float,
         timeout: float,
         /,
     ) -> int: ...
@@ -219,14 +376,10 @@ class Communicator:
         input_counts: Sequence[int],
         dtype: int,
         op: int,
-        factor: float,
         timeout: float,
         /,
     ) -> int: ...
     def all_to_all(
-        self, output: int, data: int, count: int, dtype: int, timeout: float, /
-    ) -> int: ...
-    def all_to_all_v(
         self,
         outputs: Sequence[int],
         output_counts: Sequence[int],
@@ -238,7 +391,7 @@ class Communicator:
     ) -> int: ...
     def barrier(self, timeout: float, /) -> int: ...
     def all_reduce_async(
-        self, data: int, count: int, dtype: int, op: int, factor: float, timeout: float, /
+        self, data: int, count: int, dtype: int, op: int, timeout: float, /
     ) -> Ticket: ...
     def all_reduce_list_async(
         self,
@@ -246,7 +399,6 @@ class Communicator:
         counts: Sequence[int],
         dtype: int,
         op: int,
-        factor: float,
         timeout: float,
         /,
     ) -> Ticket: ...
@@ -257,7 +409,6 @@ class Communicator:
         dtype: int,
         op: int,
         root: int,
-        factor: float,
         timeout: float,
         /,
     ) -> Ticket: ...
@@ -287,33 +438,11 @@ class Communicator:
         timeout: float,
         /,
     ) -> Ticket: ...
-    def gather_v_async(
-        self,
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        data: int,
-        count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
     def scatter_async(
         self,
         output: int,
         inputs: Sequence[int],
         count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def scatter_v_async(
-        self,
-        output: int,
-        count: int,
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
         dtype: int,
         root: int,
         timeout: float,
@@ -326,7 +455,6 @@ class Communicator:
         count: int,
         dtype: int,
         op: int,
-        factor: float,
         timeout: float,
         /,
     ) -> Ticket: ...
@@ -338,14 +466,10 @@ class Communicator:
         input_counts: Sequence[int],
         dtype: int,
         op: int,
-        factor: float,
         timeout: float,
         /,
     ) -> Ticket: ...
     def all_to_all_async(
-        self, output: int, data: int, count: int, dtype: int, timeout: float, /
-    ) -> Ticket: ...
-    def all_to_all_v_async(
         self,
         outputs: Sequence[int],
         output_counts: Sequence[int],
@@ -376,7 +500,7 @@ class Communicator:
         timeout: float,
         note: int = 0,
     ) -> int:
-        """``peer`` -1 takes from anyone; ``last_source`` tells from whom.
+        """``peer`` -1 takes from any member; ``last_source`` is then the sender.
 
         ``note`` is what the other side gets as ``other_note`` where the two do not fit.
         """
@@ -389,27 +513,11 @@ class Communicator:
     ) -> Transfer: ...
     @property
     def last_source(self) -> int: ...
-    def last_failure(self) -> dict[str, Any]:
-        """What the last blocking collective that failed saw.
+    def last_failure(self) -> Failure:
+        """Of the last blocking collective that failed."""
 
-        ``status``; ``cause`` (a status) with which the communicator ended and ``by`` whom;
-        ``culprit``: who died, or differs from member 0; ``sequence``; ``text``: which sizes differ;
-        ``members``: of each its ``verb``, ``dtype``, ``op``, ``root``, ``count``, ``sequence``,
-        ``begun`` and ``ended`` (sequence numbers), ``is_open``, ``was_closed``, ``has_exited``,
-        ``pid``.
-        """
-
-    def last_transfer_failure(self) -> dict[str, Any]:
-        """The same for send and recv, with ``peer``, ``tag``, ``source``; and ``other_dtype``,
-        ``other_count`` and ``other_note``: what the other side has.
-        """
-
-    def members(self) -> list[dict[str, Any]]:
-        """What every member called last, now."""
-
-    @property
-    def streams_into_slots(self) -> bool:
-        """Which stores the last probe chose."""
+    def last_transfer_failure(self) -> Failure:
+        """The same for send and recv."""
 
     def add_memory(self, memory: Memory, /) -> None:
         """Read buffers in ``memory`` where they lie. All members add it, in the same order, between
@@ -423,7 +531,7 @@ class Communicator:
         """End this member's part; what waits here ends as CLOSED."""
 
     def announce_end(self) -> None:
-        """Let the others know that this process comes to its end in good order."""
+        """Announce to the others that this process exits normally."""
 
     @property
     def reads_others(self) -> bool:

@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
-from ..arrays import dtype_name
+from ..dtypes import DTYPES, SIGNED, dtype_name
 from ..errors import DtypeError
-from ..reduce_ops import SIGNED, ReduceKind, ReduceOp, find_refusal, op_name
+from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal, op_name
 
 __all__ = ["check_reducible", "find_lack", "reduce_into", "reduced"]
-
-_REDUCIBLE = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-    | {torch.uint16, torch.uint32, torch.uint64}
-    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-    | {torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128}
-)
-"""All but quantized numbers, and bits that share a byte: torch converts none of those."""
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes that are reduced in their own arithmetic."""
@@ -37,20 +28,11 @@ _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.BOR: torch.Tensor.bitwise_or_,
     ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
 }
-_OF_BOOL: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    ReduceOp.SUM: torch.Tensor.logical_or_,
-    ReduceOp.MAX: torch.Tensor.logical_or_,
-    ReduceOp.BOR: torch.Tensor.logical_or_,
-    ReduceOp.PRODUCT: torch.Tensor.logical_and_,
-    ReduceOp.MIN: torch.Tensor.logical_and_,
-    ReduceOp.BAND: torch.Tensor.logical_and_,
-    ReduceOp.BXOR: torch.Tensor.logical_xor_,
-}
 
 
 def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
     """Return what ``op`` serves, for messages, where ``reduced`` cannot reduce ``dtype``."""
-    if dtype not in _REDUCIBLE:
+    if dtype not in DTYPES:
         return "bool, or integers, floats and complex numbers of 8 bits and more"
     return find_refusal(op, dtype)
 
@@ -84,17 +66,11 @@ def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
     dtype = parts[0].dtype
     device = parts[0].device
     if dtype is torch.bool:
-        total = parts[0].clone()
-        for part in parts[1:]:
-            _OF_BOOL[op](total, part.to(device))
-        return total
+        op = ON_BOOL[op]
     if dtype in SIGNED:
         return _reduced_unsigned(parts, op)
-    wide = dtype
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        wide = torch.float32
-    elif dtype is torch.complex32:
-        wide = torch.complex64
+    facts = DTYPES[dtype]
+    wide = (None if facts.is_whole else facts.wide) or dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         _IN_PLACE[op](total, part.to(device, wide))

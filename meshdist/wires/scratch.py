@@ -20,7 +20,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self._changing = threading.Lock()  # results are brought home by any thread
+        self._changing = threading.Lock()  # any thread may copy results back
 
     def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of ``count`` elements of ``like``'s dtype and device, of any values."""
@@ -35,7 +35,7 @@ class Scratch:
         return torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what ``take`` gave; nobody may use it any more."""
+        """Take back what ``take`` gave; the caller must not use it any more."""
         if tensor.is_cpu and tensor.untyped_storage().nbytes() <= _MOST_BYTES:
             block = torch.empty(0, dtype=torch.uint8)
             block.set_(tensor.untyped_storage())

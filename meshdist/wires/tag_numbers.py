@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from torch.distributed import Store
 
-from ..runtime.clock import clock
-from .base import WireAborted, WireTimeout
+from ..runtime.deadlines import Deadline, wait_until
+from .failures import WireAborted, WireTimeout
 
 __all__ = ["TagNumbers"]
 
-_PAUSE_S = 0.00005
 _DRAWING_S = 10.0
 
 
@@ -34,7 +32,7 @@ class TagNumbers:
 
         Args:
             tag: any.
-            is_aborted: whether nobody is to wait any more.
+            is_aborted: whether waiting for it is in vain.
 
         Raises:
             WireAborted, WireTimeout: it has not got one.
@@ -53,11 +51,14 @@ class TagNumbers:
             number = int(store.add("tags", 1)) - 1
             store.set(key, str(number))
             return number
-        deadline = clock.now() + _DRAWING_S
-        while not store.check([key]):  # not by waiting in the store, which other threads need
+
+        def check() -> None:
             if is_aborted():
                 raise WireAborted("aborted while a tag was given its number")
-            if clock.now() > deadline:
-                raise WireTimeout("the member that was to number a tag has not done so")
-            time.sleep(_PAUSE_S)
+
+        def is_drawn() -> bool:  # not by waiting in the store, which other threads need
+            return bool(store.check([key]))
+
+        if not wait_until(is_drawn, Deadline(_DRAWING_S), check):
+            raise WireTimeout("the member that was to number a tag has not done so")
         return int(store.get(key))

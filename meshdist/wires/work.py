@@ -11,11 +11,12 @@ import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError
-from ..runtime.clock import clock
+from ..runtime.deadlines import Deadline
 from ..runtime.timeouts import check_timeout
-from .base import Communicator, Pending, WireFailure, WireTimeout
+from .failures import WireFailure, WireTimeout
 from .futures import WorkFuture, get_watcher
-from .turns import find_rank_here
+from .operations import Operation
+from .simulated.scheduler import find_rank_here
 
 __all__ = ["Work"]
 
@@ -29,18 +30,17 @@ class Work:
     On CUDA ``wait()`` orders the current stream after the verb; the CPU goes on.
 
     Args:
-        communicator: what started the verb.
-        pending: the verb.
+        operation: the verb, started.
         timeout: bounds a wait that names none.
         explain: makes the error to raise of a wire's failure.
         result: the tensors that hold the result.
-        settle: brings the result home, once the wire is done.
+        copy_back: copies the result to where it belongs, once the wire is done.
         verb, group: what messages call the verb, and its group.
         is_transfer: whether this is a send or a receive, which have no future.
     """
 
     __slots__ = (
-        "_communicator",
+        "_copy_back",
         "_deadline",
         "_done",
         "_error",
@@ -49,33 +49,30 @@ class Work:
         "_group",
         "_guard",
         "_is_transfer",
+        "_operation",
         "_ordered",
-        "_pending",
         "_result",
-        "_settle",
         "_timeout",
         "_verb",
     )
 
     def __init__(
         self,
-        communicator: Communicator,
-        pending: Pending,
+        operation: Operation,
         timeout: timedelta,
         explain: Callable[[WireFailure], Exception],
         result: Callable[[], list[Any]],
-        settle: Callable[[], None] | None = None,
+        copy_back: Callable[[], None] | None = None,
         *,
         verb: str = "verb",
         group: str = "a group",
         is_transfer: bool = False,
     ) -> None:
-        self._communicator = communicator
-        self._pending = pending
+        self._operation = operation
         self._timeout = timeout
         self._explain = explain
         self._result = result
-        self._settle = settle
+        self._copy_back = copy_back
         self._verb = verb
         self._group = group
         self._is_transfer = is_transfer
@@ -84,10 +81,10 @@ class Work:
         self._error: Exception | None = None
         self._future: _WorksFuture | None = None
         self._ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = []
-        self._deadline = 0.0
+        self._deadline: Deadline | None = None
 
     def __repr__(self) -> str:
-        """Tells what is known, and neither asks the wire nor waits."""
+        """The verb and its state, without a poll of the wire."""
         state = "not known to be finished"
         if self._done:
             error = self._error
@@ -108,7 +105,7 @@ class Work:
             with self._guard:
                 self._finish(timeout or self._timeout)
         if self._future is not None:
-            self._future.tell()
+            self._future.complete()
         if self._error is not None:
             raise self._error
         for stream, event in self._ordered:
@@ -120,11 +117,11 @@ class Work:
     def is_completed(self) -> bool:
         """Whether the verb is done (on CUDA: enqueued), without waiting.
 
-        Its results are in place then, as after ``wait``. A verb that is not done when somebody has
-        asked for as long as its timeout has failed, and so is done too.
+        Its results are in place then, as after ``wait``. A verb that is not done a timeout after it
+        was first asked has failed, and so is done too.
         """
-        if (self._is_due() or self._is_overdue()) and self._future is not None:
-            self._future.tell()
+        if self._poll() and self._future is not None:
+            self._future.complete()
         return self._done
 
     def is_success(self) -> bool:
@@ -148,7 +145,7 @@ class Work:
             BackendError: this is no receive.
         """
         try:
-            return self._communicator.source(self._pending)
+            return self._operation.source()
         except WireFailure as failure:
             raise BackendError(
                 "only a receive has a source rank", fix="call it on the Work of irecv"
@@ -175,8 +172,8 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[Any]]:
         """A torch Future of the result's tensors; ``then`` chains callbacks.
 
-        It is completed when the verb is done, whether anybody waits or not: callbacks run in the
-        thread that finds it so, on a simulated rank after one of its waits or at its end.
+        It is completed when the verb is done, also where nothing waits for it: callbacks run in the
+        thread that finds it done, on a simulated rank after one of its waits or at its end.
 
         Raises:
             BackendError: this is a send or a receive.
@@ -191,9 +188,9 @@ class Work:
             is_new = self._future is None
             future = self._future = self._future or _WorksFuture(self)
         if is_new:
-            self._begin_to_count()
+            self._start_deadline()
             if self._done:
-                future.tell()
+                future.complete()
             else:
                 (find_rank_here() or get_watcher()).watch(future)
         return future
@@ -244,21 +241,22 @@ class Work:
         if self._done:
             return
         try:
-            self._communicator.finish(self._pending, timeout)
+            self._operation.finish(timeout)
         except WireFailure as failure:
             failure.limit = timeout
             self._end(self._explain(failure))
         except MeshdistError as error:
             self._end(error)
         else:
-            self._bring_home()
+            self._end_well()
 
-    def _bring_home(self) -> None:
-        settle, self._settle = self._settle, None
+    def _end_well(self) -> None:
+        """End the verb, whose operation is finished."""
         error: Exception | None = None
-        if settle is not None:
+        copy_back, self._copy_back = self._copy_back, None
+        if copy_back is not None:
             try:
-                settle()
+                copy_back()
             except Exception as failure:
                 error = failure
         for device in _cuda_devices(self._result()):
@@ -268,56 +266,44 @@ class Work:
 
     def _end(self, error: Exception | None) -> None:
         self._error = error
-        self._settle = None
+        self._copy_back = None
         self._done = True
 
-    def _is_due(self) -> bool:
-        """Whether the verb is done, ended here if it takes no waiting."""
+    def _poll(self) -> bool:
+        """End the verb if that takes no waiting, or if it is late; whether it has ended."""
         if self._done:
             return True
         if not self._guard.acquire(blocking=False):
-            return False  # somebody waits for it
+            return False  # another thread waits for it
         try:
-            if not self._done and self._communicator.is_finished(self._pending):
-                self._finish(self._timeout)
+            if not self._done:
+                if self._operation.poll():
+                    self._finish(self._timeout)
+                elif find_rank_here() is None and self._start_deadline().is_over:
+                    self._end_late()  # simulated ranks have no clock
         except WireFailure as failure:
             self._end(self._explain(failure))
-        except Exception as error:  # nobody is there to take it: wait() and exception() tell it
+        except Exception as error:  # no caller waits for it: wait() and exception() raise it
             self._end(error)
         finally:
             self._guard.release()
         return self._done
 
-    def _begin_to_count(self) -> float:
-        """The deadline: as long after somebody has first asked as the verb may take."""
-        if not self._deadline:
-            self._deadline = clock.now() + self._timeout.total_seconds()
+    def _start_deadline(self) -> Deadline:
+        """The deadline: a timeout after the verb was first polled."""
+        if self._deadline is None:
+            self._deadline = Deadline(self._timeout)
         return self._deadline
 
-    def _is_overdue(self) -> bool:
-        """Whether the time is up since somebody has first asked; the verb has ended then.
-
-        Simulated ranks have no clock.
-        """
-        if find_rank_here() is not None:
-            return False
-        if clock.now() < self._begin_to_count() or not self._guard.acquire(blocking=False):
-            return False
+    def _end_late(self) -> None:
+        """End the verb, whose deadline is over; called with the guard."""
         try:
-            if not self._done:
-                self._communicator.finish(self._pending, _AT_ONCE)
-                self._bring_home()
+            self._operation.finish(_AT_ONCE)
         except WireTimeout:
-            failure = WireTimeout(f"not finished after {self._timeout.total_seconds():g} s")
+            failure = WireTimeout.after(self._timeout)
             failure.limit = self._timeout
-            self._end(self._explain(failure))
-        except WireFailure as failure:
-            self._end(self._explain(failure))
-        except Exception as error:
-            self._end(error)
-        finally:
-            self._guard.release()
-        return True
+            raise failure from None
+        self._end_well()
 
     def _ending(self) -> WorkResult:
         if self._error is None:
@@ -327,23 +313,19 @@ class Work:
 
 
 class _WorksFuture(WorkFuture):
-    """The future of a Work's result, and the errand of completing it."""
+    """The future of a Work's result, which completes itself when the verb is done."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(self._wait_quietly, work.is_completed, _cuda_devices(work._result()))
         self._work = work
-        self._telling = threading.Lock()
+        self._completing = threading.Lock()
 
-    def is_due(self) -> bool:
-        work = self._work
-        return work._is_due() or work._is_overdue()
+    def poll(self) -> bool:
+        return self._work._poll()
 
-    def run(self) -> None:
-        self.tell()
-
-    def tell(self) -> None:
+    def complete(self) -> None:
         """Complete the future, once, with what the verb, which is done, gave."""
-        if not self._telling.acquire(blocking=False):
+        if not self._completing.acquire(blocking=False):
             return
         if self._work._error is None:
             self.set_result(self._work._result())
@@ -353,9 +335,9 @@ class _WorksFuture(WorkFuture):
     def _wait_quietly(self) -> None:
         try:
             self._work.wait()
-        except Exception as error:  # told by the future, whatever it is
+        except Exception as error:  # the future has it, whatever it is
             self._work._fail(error)
-            self.tell()
+            self.complete()
 
 
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:

@@ -172,7 +172,7 @@ def test_two_wires_in_one_batch_are_refused() -> None:
             md.batch_isend_irecv(operations)
         return str(caught.value)
 
-    from meshdist.runtime.world import get_world
+    from meshdist.bootstrap.world import get_world
 
     assert (
         md.simulate(program, 2)

@@ -86,8 +86,8 @@ def test_the_compiler_is_not_imported() -> None:
 def test_the_call_is_noted_where_the_program_made_it() -> None:
     def program() -> str:
         md.all_reduce(torch.ones(1))  # the call
-        channel = md.group.WORLD.channel("cpu")
-        return channel.recorder.describe()["where"]
+        channel = md.group.WORLD.open_channel("cpu")
+        return channel.recorder.find_note().where
 
     line = program.__code__.co_firstlineno + 1
     for where in md.simulate(program, 2):

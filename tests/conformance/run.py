@@ -25,7 +25,7 @@ from typing import Any
 
 from meshdist.bench.reporting import machine
 from meshdist.wires import capabilities as capabilities  # all wires register themselves
-from meshdist.wires.base import find_wire
+from meshdist.wires.registry import find_wire
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -23,7 +23,7 @@ def test_every_item_lies_in_one_bucket_of_its_kind_in_order(
     case: tuple[list[Item], list[int]], first: int, cap: int
 ) -> None:
     items, order = case
-    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    buckets = assign_buckets(items, order, (first, cap))
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(items)))
     assert all(len({items[i].kind for i in bucket}) == 1 for bucket in buckets)
     for kind in {item.kind for item in items}:
@@ -36,7 +36,7 @@ def test_caps_hold_but_for_single_large_items(
     case: tuple[list[Item], list[int]], first: int, cap: int
 ) -> None:
     items, order = case
-    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    buckets = assign_buckets(items, order, (first, cap))
     seen = set()
     for bucket in buckets:
         kind = items[bucket[0]].kind
@@ -50,7 +50,7 @@ def test_no_bucket_could_have_taken_the_next_item(
     case: tuple[list[Item], list[int]], first: int, cap: int
 ) -> None:
     items, order = case
-    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    buckets = assign_buckets(items, order, (first, cap))
     for kind in {item.kind for item in items}:
         chain = [bucket for bucket in buckets if items[bucket[0]].kind == kind]
         for place, (bucket, following) in enumerate(itertools.pairwise(chain)):
@@ -65,7 +65,7 @@ def test_buckets_come_in_the_order_in_which_they_are_complete(
 ) -> None:
     items, order = case
     place = {index: n for n, index in enumerate(order)}
-    buckets = assign_buckets(items, order, first_cap_bytes=first, cap_bytes=cap)
+    buckets = assign_buckets(items, order, (first, cap))
     completed = [max(place[i] for i in bucket) for bucket in buckets]
     assert completed == sorted(completed)
 

@@ -951,7 +951,7 @@ def test_groups_are_open_when_the_wrapper_is_made() -> None:
     def program() -> None:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), open_groups=False)
         opened = []
-        mesh.get_group().open = opened.append  # type: ignore[method-assign]
+        mesh.get_group().open_channel = opened.append  # type: ignore[method-assign]
         md.DDP(nn.Linear(1, 1), device_mesh=mesh["dp"], init_sync=False)
         assert opened == ["cpu"]
 

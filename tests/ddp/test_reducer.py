@@ -13,8 +13,8 @@ from meshdist.ddp import reducer
 from meshdist.ddp.reducer import Reducer, tensors_in
 from meshdist.errors import BackendError, GradientError
 
-ONE_EACH = {"first_cap_bytes": 1, "cap_bytes": 1}
-ALL_IN_ONE = {"first_cap_bytes": 1 << 30, "cap_bytes": 1 << 30}
+ONE_EACH = {"caps": (1, 1)}
+ALL_IN_ONE = {"caps": (1 << 30, 1 << 30)}
 
 
 class Scaled(torch.autograd.Function):
@@ -46,7 +46,7 @@ class Chain(nn.Module):
         return x
 
 
-def reducer_of(module: nn.Module, caps: dict[str, int], **options: Any) -> Reducer:
+def reducer_of(module: nn.Module, caps: dict[str, Any], **options: Any) -> Reducer:
     named = dict(module.named_parameters())
     return Reducer(list(named.values()), list(named), md.group.WORLD, **caps, **options)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
-from tests.torch_backends.worlds import on_torch
+from tests.torch_process_groups.worlds import on_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {

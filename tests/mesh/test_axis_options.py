@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 import meshdist as md
-import meshdist.wires.c10d
+import meshdist.wires.c10d.communicator
 from meshdist.mesh.axis_options import options_of_axes
 
 LAYOUT = md.Layout.from_shape((2, 4), ("dp", "tp"))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.runtime.world import get_world
+from meshdist.bootstrap.world import get_world
 from tests.pool import Pool
 
 
@@ -161,15 +161,18 @@ def test_overlapping_factorisations_share_equal_communicators() -> None:
     def program():
         one = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         two = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
-        shared = one.get_group("tp").communicator("cpu") is two.get_group("etp").communicator("cpu")
+        shared = (
+            one.get_group("tp").open_channel("cpu").communicator
+            is two.get_group("etp").open_channel("cpu").communicator
+        )
         private = md.init_device_mesh(
             "cpu",
             (2, 2),
             mesh_dim_names=("dp", "tp"),
             axis_options={"tp": md.AxisOptions(private=True)},
         )
-        own = private.get_group("tp").communicator("cpu")
-        assert own is not one.get_group("tp").communicator("cpu")
+        own = private.get_group("tp").open_channel("cpu").communicator
+        assert own is not one.get_group("tp").open_channel("cpu").communicator
         one.close()
         x = torch.ones(1)
         md.all_reduce(x, group=two["etp"])
@@ -240,6 +243,84 @@ def test_equality_hash_and_pickling() -> None:
     assert md.simulate(program, 4) == [2.0] * 4
 
 
+def test_a_mesh_never_changes() -> None:
+    def program():
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        before = dict(vars(mesh))
+        for name in ("mesh_dim_names", "device_type", "layout", "_groups", "note"):
+            with pytest.raises(AttributeError) as caught:
+                setattr(mesh, name, None)
+            assert str(caught.value) == (
+                f"a mesh never changes: its attribute {name!r} cannot be set or deleted\n"
+                "  where:    DeviceMesh(dp=2)\n"
+                "  fix:      make another mesh, for example by flatten, unflatten, transpose or a "
+                "slice"
+            )
+            with pytest.raises(AttributeError, match="a mesh never changes"):
+                delattr(mesh, name)
+        assert vars(mesh) == before
+        return mesh.mesh_dim_names
+
+    assert md.simulate(program, 2) == [("dp",)] * 2
+
+
+def test_meshes_are_equal_when_one_can_take_the_others_place() -> None:
+    def program():
+        def mesh_with(device_type="cpu", names=("dp", "tp"), timeout=None, **options):
+            return md.init_device_mesh(
+                device_type,
+                (2, 2),
+                mesh_dim_names=names,
+                timeout=timeout,
+                axis_options={1: md.AxisOptions(**options)},
+                open_groups=False,
+            )
+
+        mesh, minute = mesh_with(), timedelta(minutes=1)
+        same = [
+            mesh_with(),
+            md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+            md.DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("tp", "dp")).transpose(1, 0),
+            md.DeviceMesh.from_group(
+                mesh.get_all_groups(), "cpu", mesh.mesh, mesh_dim_names=("dp", "tp")
+            ),
+            mesh.unflatten("tp", (2, 1), ("tp", "one"))["dp", "tp"],
+        ]
+        others = [
+            mesh_with("meta"),
+            mesh_with(names=("dp", "cp")),
+            mesh_with(backend="gloo"),
+            mesh_with(timeout=minute),
+            mesh_with(options="of the wire"),
+            mesh_with(private=True),
+            mesh.transpose("tp", "dp"),
+        ]
+        found = [[one == mesh for one in same], [one == mesh for one in others]]
+        assert {hash(one) for one in same} == {hash(mesh)}
+        assert mesh_with(timeout=minute) == mesh_with(timeout=minute)
+        assert {mesh: "plan"}[same[0]] == "plan"
+
+        md.destroy_process_group()
+        md.init_process_group()
+        assert mesh_with() != mesh  # whose world was closed
+        return found
+
+    assert md.simulate(program, 4) == [[[True] * 5, [False] * 7]] * 4
+
+
+def test_a_mesh_of_groups_has_their_options_also_on_axes_derived_from_it(pool: Pool) -> None:
+    def program() -> tuple[bool, bool, list[str], float]:
+        whole = md.new_group(backend="gloo", timeout=timedelta(seconds=50))
+        mesh = md.DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("dp",))
+        split = mesh.unflatten("dp", (2, 2), ("a", "b"))
+        wires = [md.get_backend(one) for one in (mesh, split["a"], split["b"])]
+        plain = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        again = md.DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("dp",))
+        return mesh == plain, mesh == again, wires, split.get_group("a").timeout.total_seconds()
+
+    assert pool.run(program, 4, backend="shm") == [(False, True, ["gloo"] * 3, 50.0)] * 4
+
+
 @pytest.mark.parametrize("given", ["backend_override", "axis_options"])
 def test_simulated_ranks_have_one_wire_whatever_an_axis_names(given: str) -> None:
     def program():
@@ -261,8 +342,8 @@ def test_a_pickled_mesh_works_in_another_process(pool: Pool) -> None:
         copy, part = pickle.loads(store.get("meshes"))
         assert copy == mesh and hash(copy) == hash(mesh) and copy is not mesh
         assert copy.get_coordinate() == mesh.get_coordinate()  # this rank's, not the sender's
-        assert copy["tp"].get_group().communicator("cpu") is (
-            mesh["tp"].get_group().communicator("cpu")
+        assert copy["tp"].get_group().open_channel("cpu").communicator is (
+            mesh["tp"].get_group().open_channel("cpu").communicator
         )
         # A slice is the sender's slice: the ranks beside it are not in it.
         assert part.mesh.tolist() == [0, 2]
@@ -284,7 +365,7 @@ def test_timeouts_belong_to_the_caller_of_a_shared_communicator() -> None:
             md.init_device_mesh("cpu", (2,), timeout=timedelta(seconds=seconds))
             for seconds in (5, 50)
         ]
-        channels = [mesh.get_group().channel("cpu") for mesh in meshes]
+        channels = [mesh.get_group().open_channel("cpu") for mesh in meshes]
         assert channels[0].communicator is channels[1].communicator
         return [channel.timeout.total_seconds() for channel in channels]
 
@@ -435,3 +516,17 @@ def test_a_notebook_shows_a_picture() -> None:
         assert root.tag.endswith("svg")
         shown = " ".join(root.itertext())
         assert "dp" in shown and "tp" in shown and "3" in shown
+
+
+def test_a_list_of_names_is_no_slice_whether_the_mesh_has_names_or_not() -> None:
+    def program() -> list[str]:
+        meshes = [md.init_device_mesh("cpu", (2, 1), mesh_dim_names=n) for n in (("a", "b"), None)]
+        texts = []
+        for mesh in meshes:
+            with pytest.raises(md.AxisError) as caught:
+                mesh[["a", "b"]]  # type: ignore[index]
+            texts.append(str(caught.value))
+        return texts
+
+    text = "a mesh is sliced by axis names, not by ['a', 'b']"
+    assert md.simulate(program, 2)[0] == [text, text]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.bootstrap.world import get_world
 from meshdist.mesh.devices import select_device
-from meshdist.runtime.world import get_world
 from tests.pool import Pool
 
 

@@ -46,7 +46,7 @@ def all_reduce_cases(c: Any) -> None:
             for count in (1, 7, 5000):
                 parts = [values((j, count, dtype, op), count, dtype) for j in range(n)]
                 x = parts[me].clone()
-                call(c.all_reduce, x.data_ptr(), count, DTYPES[dtype], OPS[op], 2.0)
+                call(c.all_reduce, x.data_ptr(), count, DTYPES[dtype], OPS[op])
                 expected = oracle(parts, op, torch_dtype)
                 assert torch.equal(x.view(torch.uint8), expected.view(torch.uint8)), (dtype, op)
 
@@ -71,7 +71,6 @@ def oracle(parts: list[torch.Tensor], op: str, dtype: torch.dtype) -> torch.Tens
         "BAND": np.bitwise_and.reduce,
         "BOR": np.bitwise_or.reduce,
         "BXOR": np.bitwise_xor.reduce,
-        "PREMUL_SUM": lambda a: np.add.reduce([2.0 * one for one in a]),
     }[op](arrays)
     return torch.from_numpy(np.ascontiguousarray(total)).to(dtype)
 
@@ -93,7 +92,7 @@ def verb_cases(c: Any) -> list[bytes]:
             call(c.broadcast, x.data_ptr(), count, f32, root)
             assert torch.equal(x, parts[root])
             x = parts[me].clone()
-            call(c.reduce, x.data_ptr(), count, f32, total, root, 1.0)
+            call(c.reduce, x.data_ptr(), count, f32, total, root)
             assert torch.equal(x, whole if me == root else parts[me])
             outs = [torch.zeros(count) for _ in range(n)] if me == root else []
             call(c.gather, [o.data_ptr() for o in outs], parts[me].data_ptr(), count, f32, root)
@@ -103,21 +102,22 @@ def verb_cases(c: Any) -> list[bytes]:
             call(c.scatter, out.data_ptr(), ins, count, f32, root)
             assert torch.equal(out, parts[me])
         x = parts[me].clone()
-        call(c.all_reduce, x.data_ptr(), count, f32, total, 1.0)
+        call(c.all_reduce, x.data_ptr(), count, f32, total)
         assert torch.equal(x, whole)
         out = torch.zeros(n * count)
         call(c.all_gather, out.data_ptr(), parts[me].data_ptr(), count, f32)
         assert torch.equal(out, torch.cat(parts))
         blocks = [values((j, count, "blocks"), n * count, "int64") for j in range(n)]
         own = torch.zeros(count, dtype=torch.int64)
-        call(c.reduce_scatter, own.data_ptr(), blocks[me].data_ptr(), count, i64, total, 1.0)
+        call(c.reduce_scatter, own.data_ptr(), blocks[me].data_ptr(), count, i64, total)
         assert torch.equal(own, sum(b[me * count :][:count] for b in blocks))
         out = torch.zeros(n * count, dtype=torch.int64)
-        call(c.all_to_all, out.data_ptr(), blocks[me].data_ptr(), count, i64)
+        places = [[x.data_ptr() + 8 * count * j for j in range(n)] for x in (out, blocks[me])]
+        call(c.all_to_all, places[0], [count] * n, places[1], [count] * n, i64)
         assert torch.equal(out, torch.cat([b[me * count :][:count] for b in blocks]))
         call(c.barrier)
         noise = torch.from_numpy(np.random.default_rng([count, me]).normal(size=count))
-        call(c.all_reduce, noise.data_ptr(), count, DTYPES["float64"], total, 1.0)
+        call(c.all_reduce, noise.data_ptr(), count, DTYPES["float64"], total)
         digests.append(noise.numpy().tobytes())
     return digests
 
@@ -142,7 +142,7 @@ def ragged_cases(c: Any) -> None:
         sent = [[values((i, j, seed), sizes[i][j], "int32") for j in range(n)] for i in range(n)]
         outs = [torch.zeros(sizes[j][me], dtype=torch.int32) for j in range(n)]
         call(
-            c.all_to_all_v,
+            c.all_to_all,
             [o.data_ptr() for o in outs],
             [o.numel() for o in outs],
             [x.data_ptr() for x in sent[me]],
@@ -156,24 +156,12 @@ def ragged_cases(c: Any) -> None:
         pointers = [o.data_ptr() for o in outs]
         call(c.all_gather_v, pointers, lengths, mine[me].data_ptr(), lengths[me], i32)
         assert all(torch.equal(o, x) for o, x in zip(outs, mine, strict=True))
-        root = seed % n
-        is_root = me == root
-        for o in outs:
-            o.zero_()
-        there, counts = (pointers, lengths) if is_root else ([], [])
-        call(c.gather_v, there, counts, mine[me].data_ptr(), lengths[me], i32, root)
-        if is_root:
-            assert all(torch.equal(o, x) for o, x in zip(outs, mine, strict=True))
-        out = torch.zeros(lengths[me], dtype=torch.int32)
-        there = [x.data_ptr() for x in mine] if is_root else []
-        call(c.scatter_v, out.data_ptr(), lengths[me], there, counts, i32, root)
-        assert torch.equal(out, mine[me])
         cut = [
             [values((i, j, seed, "rs"), lengths[j], "int32") for j in range(n)] for i in range(n)
         ]
         there = [x.data_ptr() for x in cut[me]]
-        out.zero_()
-        call(c.reduce_scatter_v, out.data_ptr(), lengths[me], there, lengths, i32, total, 1.0)
+        out = torch.zeros(lengths[me], dtype=torch.int32)
+        call(c.reduce_scatter_v, out.data_ptr(), lengths[me], there, lengths, i32, total)
         assert torch.equal(out, sum(cut[i][me] for i in range(n)))
         tensors = [values((me, j, seed, "list"), lengths[j], "int32") for j in range(n)]
         expected = [
@@ -181,7 +169,7 @@ def ragged_cases(c: Any) -> None:
             for j in range(n)
         ]
         there = [x.data_ptr() for x in tensors]
-        call(c.all_reduce_list, there, lengths, i32, total, 1.0)
+        call(c.all_reduce_list, there, lengths, i32, total)
         assert all(torch.equal(x, e) for x, e in zip(tensors, expected, strict=True))
 
 
@@ -241,14 +229,14 @@ def overlapping_cases(c: Any) -> None:
             x = blocks[c.rank].clone()
             out = x[start:][:count] if c.rank in ranks else torch.zeros(count)
             addresses = out.data_ptr(), x.data_ptr()
-            call(c.reduce_scatter, *addresses, count, DTYPES["float32"], OPS["SUM"], 1.0)
+            call(c.reduce_scatter, *addresses, count, DTYPES["float32"], OPS["SUM"])
             assert torch.equal(out, expected), (start, ranks)
             x = blocks[c.rank].clone()
             out = x[start:][:count] if c.rank in ranks else torch.zeros(count)
             ins = [x.data_ptr() + 4 * count * j for j in range(c.size)]
             sizes = [count] * c.size
             place = out.data_ptr(), count, ins, sizes
-            call(c.reduce_scatter_v, *place, DTYPES["float32"], OPS["SUM"], 1.0)
+            call(c.reduce_scatter_v, *place, DTYPES["float32"], OPS["SUM"])
             assert torch.equal(out, expected), (start, ranks)
 
 
@@ -267,7 +255,7 @@ def in_place_cases(c: Any) -> None:
         part = x[c.rank * count :][:count]
         out = part if c.rank in ranks else torch.zeros(count)
         addresses = out.data_ptr(), x.data_ptr()
-        call(c.reduce_scatter, *addresses, count, DTYPES["float32"], OPS["SUM"], 1.0)
+        call(c.reduce_scatter, *addresses, count, DTYPES["float32"], OPS["SUM"])
         assert torch.equal(out, sum(b[c.rank * count :][:count] for b in blocks))
 
 
@@ -299,7 +287,7 @@ def secret_cases(c: Any, first: str) -> list[Any]:
     def exchange() -> None:
         out = torch.full((count,), -1.0)
         places = [[x.data_ptr(), x.data_ptr() + 4 * half] for x in (out, mine)]
-        call(c.all_to_all_v, places[0], [half] * 2, places[1], [half] * 2, DTYPES["float32"])
+        call(c.all_to_all, places[0], [half] * 2, places[1], [half] * 2, DTYPES["float32"])
         assert out.view(2, half).tolist() == [[0.0] * half, [1.0] * half]
 
     def broadcast() -> None:
@@ -336,7 +324,7 @@ def secret_sums(c: Any, verb: str, secret: tuple[range, range]) -> list[bool] | 
     mine.copy_(given[c.rank])
     expected = given[0] + given[1]
     could_read = c.reads_others
-    sums = DTYPES["float32"], OPS["SUM"], 1.0
+    sums = DTYPES["float32"], OPS["SUM"]
     if verb == "all_reduce":
         call(c.all_reduce, mine.data_ptr(), count, *sums)
         assert torch.equal(mine, expected)
@@ -377,7 +365,7 @@ def late_reducing_cases(c: Any) -> bool:
     call(c.barrier)
     assert c.reads_others
     seconds = 0.02 if c.rank == 0 else TIMEOUT
-    places = x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"], 1.0
+    places = x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"]
     status = c.all_reduce(*places, seconds)
     assert status != OK or bool((x == 2.0).all())
     x.fill_(-1.0)
@@ -396,7 +384,7 @@ def late_reading_cases(c: Any) -> bool:
     call(c.barrier)
     assert c.reads_others
     seconds = 0.02 if c.rank == 0 else TIMEOUT
-    status = c.all_to_all_v(outs, take, ins, give, DTYPES["float32"], seconds)
+    status = c.all_to_all(outs, take, ins, give, DTYPES["float32"], seconds)
     assert status != OK or bool((out == 1.0).all())
     x.fill_(-1.0)
     time.sleep(1.0)  # it stays where it is
@@ -417,7 +405,7 @@ def unaligned_cases(c: Any) -> None:
     for shift in (4, 12, 20):
         x = np.frombuffer(raw, np.float32, count, shift)
         x[:] = np.arange(count) % 7 + c.rank
-        call(c.all_reduce, base + shift, count, DTYPES["float32"], OPS["SUM"], 1.0)
+        call(c.all_reduce, base + shift, count, DTYPES["float32"], OPS["SUM"])
         assert (x == sum(np.arange(count) % 7 + j for j in range(c.size))).all()
         call(c.broadcast, base + shift, count, DTYPES["float32"], 1)
 
@@ -437,7 +425,7 @@ def rounding_cases(c: Any) -> dict[str, bytes]:
         parts = [all_values.roll(j * 12345) for j in range(c.size)]
         for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
             y = x.clone()
-            call(c.all_reduce, y.data_ptr(), y.numel(), DTYPES[dtype], OPS[op], 1.0)
+            call(c.all_reduce, y.data_ptr(), y.numel(), DTYPES[dtype], OPS[op])
             wide = parts[0].float()
             for part in parts[1:]:
                 other = part.float()
@@ -473,7 +461,7 @@ def nan_cases(c: Any) -> None:
             x = torch.tensor([1.0, float("nan"), 3.0, float("inf")], dtype=getattr(torch, dtype))
             if c.rank == 1:
                 x = torch.tensor([float("nan"), 1.0, 2.0, -1.0], dtype=x.dtype)
-            call(c.all_reduce, x.data_ptr(), 4, DTYPES[dtype], OPS[op], 1.0)
+            call(c.all_reduce, x.data_ptr(), 4, DTYPES[dtype], OPS[op])
             assert x.isnan().tolist() == [True, True, False, False]
 
 
@@ -484,11 +472,11 @@ def test_a_nan_on_either_side_wins() -> None:
 def async_cases(c: Any) -> None:
     tensors = [torch.full((1 + 9999 * (i % 5),), float(i + c.rank)) for i in range(40)]
     tickets = [
-        c.all_reduce_async(x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"], 1.0, TIMEOUT)
+        c.all_reduce_async(x.data_ptr(), x.numel(), DTYPES["float32"], OPS["SUM"], TIMEOUT)
         for x in tensors
     ]
     last = torch.ones(3)
-    call(c.all_reduce, last.data_ptr(), 3, DTYPES["float32"], OPS["SUM"], 1.0)  # behind them all
+    call(c.all_reduce, last.data_ptr(), 3, DTYPES["float32"], OPS["SUM"])  # behind them all
     for i, (x, ticket) in enumerate(zip(tensors, tickets, strict=True)):
         assert ticket.is_done()
         assert ticket.wait(TIMEOUT) == OK

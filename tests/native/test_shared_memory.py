@@ -62,16 +62,16 @@ def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str, fetche
             own = mine[:m] if is_shared else torch.empty(m)
             fresh = partial(own.copy_, parts[me])
             x = fresh()
-            assert c.all_reduce(x.data_ptr(), m, F32, SUM, 1.0, TIMEOUT) == OK
+            assert c.all_reduce(x.data_ptr(), m, F32, SUM, TIMEOUT) == OK
             assert torch.equal(x, sum(parts))
             x = fresh()
-            assert c.all_reduce(x.data_ptr(), m, F32, AVG, 1.0, TIMEOUT) == OK
+            assert c.all_reduce(x.data_ptr(), m, F32, AVG, TIMEOUT) == OK
             assert torch.equal(x, sum(parts) / n)
             x = fresh()
             assert c.broadcast(x.data_ptr(), m, F32, 0, TIMEOUT) == OK
             assert torch.equal(x, parts[0])
             x = fresh()
-            assert c.reduce(x.data_ptr(), m, F32, SUM, 1, 1.0, TIMEOUT) == OK
+            assert c.reduce(x.data_ptr(), m, F32, SUM, 1, TIMEOUT) == OK
             assert torch.equal(x, sum(parts) if me == 1 else parts[me])
             x, out = fresh(), torch.empty(n * m)
             assert c.all_gather(out.data_ptr(), x.data_ptr(), m, F32, TIMEOUT) == OK
@@ -84,12 +84,13 @@ def test_verbs_give_the_same_wherever_the_input_lies(size: int, who: str, fetche
                 block = slice(me * count, (me + 1) * count)
                 out = torch.empty(count)
                 assert (
-                    c.reduce_scatter(out.data_ptr(), x.data_ptr(), count, F32, SUM, 1.0, TIMEOUT)
-                    == OK
+                    c.reduce_scatter(out.data_ptr(), x.data_ptr(), count, F32, SUM, TIMEOUT) == OK
                 )
                 assert torch.equal(out, sum(q[block] for q in parts))
                 out = torch.empty(m)
-                assert c.all_to_all(out.data_ptr(), x.data_ptr(), count, F32, TIMEOUT) == OK
+                places = [[y.data_ptr() + 4 * count * j for j in range(size)] for y in (out, x)]
+                counts = [count] * size
+                assert c.all_to_all(places[0], counts, places[1], counts, F32, TIMEOUT) == OK
                 assert torch.equal(out, torch.cat([q[block] for q in parts]))
 
     run_shared(size, body)
@@ -111,7 +112,7 @@ def test_a_part_in_place_outlives_another_that_cannot_be_read() -> None:
         assert c.barrier(TIMEOUT) == OK  # finds out whether anything can be read
         places = out.data_ptr(), x.data_ptr()
         assert c.reads_others
-        assert c.reduce_scatter(*places, count, F32, SUM, 1.0, TIMEOUT) == OK
+        assert c.reduce_scatter(*places, count, F32, SUM, TIMEOUT) == OK
         assert not c.reads_others
         assert torch.equal(out, sum(parts)[c.rank * count :][:count])
         return True

@@ -207,13 +207,11 @@ def unlike(c: Any) -> dict[str, Any]:
     for count in (SMALL, LARGE):
         x = torch.zeros(count + 1, dtype=torch.float64)
         if c.rank == 0:
-            found[count] = c.send(x.data_ptr(), count, F32, 1, 0, TIMEOUT)
+            found[count] = c.send(x.data_ptr(), count, F32, 1, 0, TIMEOUT, note=count)
         else:
             found[count] = c.recv(x.data_ptr(), count, F64, 0, 0, TIMEOUT)
             failure = c.last_transfer_failure()
-            assert failure["other_dtype"] == "float32"
-            assert failure["other_count"] == count
-            assert failure["source"] == 0
+            assert (failure.source, failure.other_note) == (0, count)
         assert c.barrier(TIMEOUT) == OK
     return found
 

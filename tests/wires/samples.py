@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from meshdist.runtime.world import get_world
-from meshdist.wires.base import Opening, get_wire
-from meshdist.wires.simulated import SimulatedCommunicator
+from meshdist.bootstrap.world import get_world
+from meshdist.wires.opening import Opening
+from meshdist.wires.operations import Terms
+from meshdist.wires.registry import get_wire
+from meshdist.wires.simulated.communicator import SimulatedCommunicator
 
 T = timedelta(seconds=1)
+TERMS = Terms(T)
 
 INTEGERS = (
     torch.uint8,

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.dtypes import DTYPES
 from meshdist.reduce_ops import op_name
+from meshdist.verb_table import VERBS
 from meshdist.wires import fallbacks
-from meshdist.wires.base import Wire, find_wire, wire_names
 from meshdist.wires.capabilities import (
     DTYPE_GROUPS,
-    DTYPES,
     OPS,
-    PUBLIC_VERBS,
     available_wires,
     capabilities,
     dtypes_text,
@@ -29,6 +28,7 @@ from meshdist.wires.capabilities import (
     public_support,
     table_grid,
 )
+from meshdist.wires.registry import Wire, find_wire, wire_names
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,14 +126,14 @@ def found() -> dict[tuple[str, str, str], str]:
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     answers = {}
     with counted_fallbacks() as called:
-        for verb in PUBLIC_VERBS:
-            for op in OPS if PUBLIC_VERBS[verb].reduces else (None,):
+        for verb in VERBS:
+            for op in OPS if VERBS[verb].reduces else (None,):
                 kind = md.ReduceOp.premul_sum(2) if op == md.ReduceOp.PREMUL_SUM else op
                 for dtype in DTYPES:
                     called.clear()
                     try:
                         call(verb, dtype, kind)
-                        is_above = kind is not op or not PUBLIC_VERBS[verb].is_plain
+                        is_above = kind is not op or not VERBS[verb].is_plain
                         state = "built" if called or is_above else "native"
                     except md.DtypeError:
                         state = "" if not called else f"refused after {called}"
@@ -143,8 +143,8 @@ def found() -> dict[tuple[str, str, str], str]:
 
 def expected(wire: str) -> dict[tuple[str, str, str], str]:
     answers = {}
-    for verb in PUBLIC_VERBS:
-        for op in OPS if PUBLIC_VERBS[verb].reduces else (None,):
+    for verb in VERBS:
+        for op in OPS if VERBS[verb].reduces else (None,):
             for dtype in DTYPES:
                 told = public_support(find_wire(wire), verb, "cpu", dtype, op)
                 answers[verb, "" if op is None else op_name(op), str(dtype)] = told
@@ -171,7 +171,7 @@ def test_every_verb_of_the_front_door_is_in_the_table() -> None:
         if inspect.isfunction(thing := getattr(md, name)) and hasattr(thing, "_torchdynamo_disable")
     }
     assert len(marked) > 20
-    assert marked - {"shared_empty"} == set(PUBLIC_VERBS)  # it makes a tensor and moves nothing
+    assert marked - {"shared_empty"} == set(VERBS)  # it makes a tensor and moves nothing
 
 
 def test_what_the_table_is_made_of() -> None:
@@ -219,7 +219,7 @@ def test_the_overview() -> None:
     assert head[:3] == ("verb", "gloo: cpu", "gloo: cuda")
     assert head[3].startswith("simulated: cpu, cuda, ")
     by_verb = {verb: cells for names, *cells in rows for verb in names.split(", ")}
-    assert by_verb.keys() == PUBLIC_VERBS.keys()
+    assert by_verb.keys() == VERBS.keys()
     assert by_verb["all_reduce"] == ["native, in part built"] * 2 + ["native"]
     assert by_verb["isend"] == ["native", "built", "native"]
     assert by_verb["reduce_scatter"] == ["built", "built", "native"]
@@ -242,8 +242,8 @@ def test_the_whole_table_holds_every_cell() -> None:
                             told[devices, verb, op, str(dtype)] = state
     wanted = {}
     for device_type in wire.device_types:
-        for verb, way in PUBLIC_VERBS.items():
-            for op in OPS if way.reduces else (None,):
+        for verb in VERBS:
+            for op in OPS if VERBS[verb].reduces else (None,):
                 for dtype in DTYPES:
                     name = "" if op is None else op_name(op)
                     state = public_support(wire, verb, device_type, dtype, op)

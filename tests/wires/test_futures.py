@@ -115,47 +115,47 @@ def test_a_collection_raises_the_first_error_when_all_are_done() -> None:
     assert good.done() and both.done()
 
 
-class Errand:
-    """Due when told; notes the thread that runs it."""
+class Completion:
+    """Can be completed when the test says so; notes the thread that does it."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.may_run = False
+        self.is_due = False
         self.error = error
-        self.ran_in: list[str] = []
-        self.has_run = threading.Event()
+        self.completed_in: list[str] = []
+        self.is_complete = threading.Event()
 
-    def is_due(self) -> bool:
-        if self.may_run and self.error is not None:
+    def poll(self) -> bool:
+        if self.is_due and self.error is not None:
             raise self.error
-        return self.may_run
+        return self.is_due
 
-    def run(self) -> None:
-        self.ran_in.append(threading.current_thread().name)
-        self.has_run.set()
+    def complete(self) -> None:
+        self.completed_in.append(threading.current_thread().name)
+        self.is_complete.set()
 
 
-def test_the_watcher_runs_each_errand_once_when_it_is_due() -> None:
-    watcher, first, second = Watcher(), Errand(), Errand()
+def test_the_watcher_completes_each_once_when_it_is_due() -> None:
+    watcher, first, second = Watcher(), Completion(), Completion()
     watcher.watch(first)
     watcher.watch(second)
-    second.may_run = True
-    assert second.has_run.wait(10) and not first.has_run.is_set()
+    second.is_due = True
+    assert second.is_complete.wait(10) and not first.is_complete.is_set()
     time.sleep(0.02)
-    first.may_run = True
-    assert first.has_run.wait(10)
+    first.is_due = True
+    assert first.is_complete.wait(10)
     watcher.end()
-    assert first.ran_in == second.ran_in == ["meshdist futures"]
+    assert first.completed_in == second.completed_in == ["meshdist futures"]
 
 
-def test_the_watcher_outlives_an_errand_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    watcher, bad, good = Watcher(), Errand(ValueError("bad errand")), Errand()
-    bad.may_run = good.may_run = True
+def test_the_watcher_outlives_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    watcher, bad, good = Watcher(), Completion(ValueError("a bad one")), Completion()
+    bad.is_due = good.is_due = True
     with caplog.at_level(logging.ERROR, "meshdist.futures"):
         watcher.watch(bad)
         watcher.watch(good)
-        assert good.has_run.wait(10)
+        assert good.is_complete.wait(10)
     watcher.end()
-    assert "a future could not be completed" in caplog.text and "bad errand" in caplog.text
+    assert "a future could not be completed" in caplog.text and "a bad one" in caplog.text
 
 
 def test_the_interpreter_ends_though_a_verb_is_in_flight(pool: Pool) -> None:
@@ -163,8 +163,8 @@ def test_the_interpreter_ends_though_a_verb_is_in_flight(pool: Pool) -> None:
 import datetime, torch
 from meshdist.wires.work import Work
 class Never:
-    def is_finished(self, pending): return False
-work = Work(Never(), None, datetime.timedelta(hours=1), None, lambda: [torch.ones(1)])
+    def poll(self): return False
+work = Work(Never(), datetime.timedelta(hours=1), None, lambda: [torch.ones(1)])
 work.get_future().add_done_callback(print)
 print("over")
 """

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import meshdist as md
-from meshdist.runtime.world import get_world
+from meshdist.bootstrap.world import get_world
 from meshdist.wires.names import (
     backends_in,
     backends_text,

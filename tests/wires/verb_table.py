@@ -12,21 +12,27 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore
 
+from meshdist.bootstrap.world import get_world
 from meshdist.reduce_ops import ReduceOp
-from meshdist.runtime import clock as clocks
-from meshdist.runtime.world import get_world
-from meshdist.wires.base import Communicator, Opening, Pending, WireFailure, get_wire
+from meshdist.runtime import deadlines
+from meshdist.wires.communicator import Communicator
+from meshdist.wires.failures import WireFailure
+from meshdist.wires.opening import Opening
+from meshdist.wires.operations import Operation, Terms
+from meshdist.wires.registry import get_wire
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
 SECONDS = timedelta(seconds=30)
+TERMS = Terms(SECONDS)
 SHAPES = ((5,), (), (2, 3), (0,), (3, 0))
 
 
 class Table:
     """One member's calls, their results compared as they come."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, waits: bool) -> None:
         self.wire = communicator
+        self.terms = Terms(SECONDS, waits=waits)
         self.rank = communicator.rank
         self.size = communicator.size
         self.seed = 0
@@ -38,12 +44,12 @@ class Table:
         self.seed += self.size
         return [draw(dtype, shape, self.seed + member) for member in range(self.size)]
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, operation: Operation) -> None:
         self.finished += 1
-        if self.finished % 5 == 0:  # some ask before they wait
-            while not self.wire.is_finished(pending):
+        if self.finished % 5 == 0:  # some poll before they wait
+            while not operation.poll():
                 time.sleep(0.0001)
-        self.wire.finish(pending, SECONDS)
+        operation.finish(SECONDS)
 
     def reducing(self, dtype: torch.dtype, op: str, shape: tuple[int, ...]) -> None:
         wire, kind = self.wire, getattr(ReduceOp, op)
@@ -52,19 +58,19 @@ class Table:
         case = f"{wire.wire} of {self.size}: %s of {dtype} {shape} with {op}"
 
         x = data[self.rank].clone()
-        self.finish(wire.all_reduce(x, kind, SECONDS))
+        self.finish(wire.all_reduce(x, kind, self.terms))
         expect(x, expected, op, case % "all_reduce")
         self.shared.update(bits(x))
 
         root = self.seed % self.size
         x = data[self.rank].clone()
-        self.finish(wire.reduce(x, kind, root, SECONDS))
+        self.finish(wire.reduce(x, kind, root, self.terms))
         expect(x, expected if self.rank == root else data[self.rank], op, case % "reduce")
 
         tensors = [data[self.rank].clone() for _ in range(2)] + [torch.ones(3)]
         if op != "SUM":
             tensors.pop()
-        self.finish(wire.all_reduce_list(tensors, kind, SECONDS))
+        self.finish(wire.all_reduce_list(tensors, kind, self.terms))
         for x in tensors[:2]:
             expect(x, expected, op, case % "all_reduce_list")
             self.shared.update(bits(x))
@@ -72,14 +78,14 @@ class Table:
 
         whole = self.drawn(dtype, (self.size, *shape))
         x = torch.empty(shape, dtype=dtype)
-        self.finish(wire.reduce_scatter(x, whole[self.rank].clone(), kind, SECONDS))
+        self.finish(wire.reduce_scatter(x, whole[self.rank].clone(), kind, self.terms))
         mine = [tensor[self.rank] for tensor in whole]
         expect(x, reduced_in_numpy(mine, op), op, case % "reduce_scatter")
 
         parts = [self.drawn(dtype, (1 + (j + self.seed) % 3,)) for j in range(self.size)]
         x = torch.empty_like(parts[self.rank][0])
         inputs = [part[self.rank].clone() for part in parts]
-        self.finish(wire.reduce_scatter_list(x, inputs, kind, SECONDS))
+        self.finish(wire.reduce_scatter_list(x, inputs, kind, self.terms))
         expect(x, reduced_in_numpy(parts[self.rank], op), op, case % "reduce_scatter_list")
 
     def moving(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -89,28 +95,28 @@ class Table:
         root = self.seed % size
 
         x = data[rank].clone()
-        self.finish(wire.broadcast(x, root, SECONDS))
+        self.finish(wire.broadcast(x, root, self.terms))
         assert bits(x) == bits(data[root])
 
         x = torch.empty((size, *shape), dtype=dtype)
-        self.finish(wire.all_gather(x, data[rank], SECONDS))
+        self.finish(wire.all_gather(x, data[rank], self.terms))
         assert bits(x) == bits(torch.stack(data))
 
         outputs = [torch.empty(count, dtype=dtype) for _ in range(size)]
-        self.finish(wire.all_gather_list(outputs, data[rank], SECONDS))
+        self.finish(wire.all_gather_list(outputs, data[rank], self.terms))
         assert [bits(x) for x in outputs] == [bits(x) for x in data]
 
         uneven = [self.drawn(dtype, ((j + self.seed) % 3,))[j] for j in range(size)]
         outputs = [torch.empty_like(x) for x in uneven]
-        self.finish(wire.all_gather_list(outputs, uneven[rank], SECONDS))
+        self.finish(wire.all_gather_list(outputs, uneven[rank], self.terms))
         assert [bits(x) for x in outputs] == [bits(x) for x in uneven]
 
         outputs = [torch.empty(shape, dtype=dtype) for _ in range(size)] if rank == root else []
-        self.finish(wire.gather(outputs, data[rank], root, SECONDS))
+        self.finish(wire.gather(outputs, data[rank], root, self.terms))
         assert [bits(x) for x in outputs] == ([bits(x) for x in data] if outputs else [])
 
         x = torch.empty(shape, dtype=dtype)
-        self.finish(wire.scatter(x, data if rank == root else [], root, SECONDS))
+        self.finish(wire.scatter(x, data if rank == root else [], root, self.terms))
         assert bits(x) == bits(data[rank])
 
         # Member i sends j as many elements as this table says; some rows are even, some not.
@@ -118,25 +124,25 @@ class Table:
             sent = [[self.pair(dtype, table(i, j), i, j) for j in range(size)] for i in range(size)]
             expected = [sent[i][rank] for i in range(size)]
             outputs = [torch.empty_like(x) for x in expected]
-            self.finish(wire.all_to_all(outputs, sent[rank], SECONDS))
+            self.finish(wire.all_to_all(outputs, sent[rank], self.terms))
             assert [bits(x) for x in outputs] == [bits(x) for x in expected]
 
             x = torch.empty(sum(len(x) for x in expected), dtype=dtype)
             input_sizes = [len(x) for x in sent[rank]]
             output_sizes = [len(x) for x in expected]
             together = joined(sent[rank])
-            self.finish(wire.all_to_all_single(x, together, output_sizes, input_sizes, SECONDS))
+            self.finish(wire.all_to_all_single(x, together, output_sizes, input_sizes, self.terms))
             assert bits(x) == bits(joined(expected))
 
         x = torch.empty(shape, dtype=dtype)
         right, left = (rank + 1) % size, (rank - 1) % size
-        received = wire.recv(x, left, 7, SECONDS)
-        sending = wire.send(data[rank], right, 7, SECONDS)
+        received = wire.recv(x, left, 7, TERMS)
+        sending = wire.send(data[rank], right, 7, TERMS)
         self.finish(received)
         self.finish(sending)
         assert bits(x) == bits(data[left])
-        assert wire.source(received) == left
-        self.finish(wire.barrier(SECONDS))
+        assert received.source() == left
+        self.finish(wire.barrier(self.terms))
 
     def pair(self, dtype: torch.dtype, count: int, i: int, j: int) -> torch.Tensor:
         return draw(dtype, (count,), 1000 * self.seed + 10 * i + j)
@@ -165,10 +171,18 @@ def expect(x: torch.Tensor, expected: torch.Tensor, op: str, case: str) -> None:
     torch.testing.assert_close(x, expected, rtol=step, atol=step, equal_nan=True, msg=case)
 
 
-def check_every_verb(communicator: Communicator, dtypes: Iterable[torch.dtype] = DTYPES) -> str:
-    """Run the whole table; returns a digest of what every member must hold alike."""
+def check_every_verb(
+    communicator: Communicator, dtypes: Iterable[torch.dtype] = DTYPES, *, waits: bool = False
+) -> str:
+    """Run the whole table; returns a digest of what every member must hold alike.
+
+    Args:
+        communicator: this member's.
+        dtypes: of the tensors.
+        waits: whether collectives are started by a caller that waits at once.
+    """
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-    table = Table(communicator)
+    table = Table(communicator, waits)
     case = 0
     for dtype in dtypes:
         for op in legal_ops(dtype):
@@ -185,38 +199,39 @@ def check_every_verb(communicator: Communicator, dtypes: Iterable[torch.dtype] =
 
 def start_waiting_for_another(
     wire: Communicator, verb: str, timeout: timedelta = SECONDS
-) -> Pending:
+) -> Operation:
     """Start ``verb`` on member 0 of 2 such that it cannot end before member 1 has started it."""
     one, two = torch.ones(4), torch.ones(8)
+    terms = Terms(timeout)
     pair = [torch.ones(4), torch.ones(4)]
     uneven = [torch.ones(4), torch.ones(3)]
     wide = torch.ones(4, dtype=torch.int16)
-    starts: dict[str, Callable[[], Pending]] = {
-        "all_reduce": lambda: wire.all_reduce(one, ReduceOp.SUM, timeout),
-        "all_reduce, widened": lambda: wire.all_reduce(wide, ReduceOp.SUM, timeout),
+    starts: dict[str, Callable[[], Operation]] = {
+        "all_reduce": lambda: wire.all_reduce(one, ReduceOp.SUM, terms),
+        "all_reduce, widened": lambda: wire.all_reduce(wide, ReduceOp.SUM, terms),
         "all_reduce, gathered": lambda: wire.all_reduce(
-            wide.view(torch.uint64), ReduceOp.MAX, timeout
+            wide.view(torch.uint64), ReduceOp.MAX, terms
         ),
-        "all_reduce_list": lambda: wire.all_reduce_list(pair, ReduceOp.SUM, timeout),
+        "all_reduce_list": lambda: wire.all_reduce_list(pair, ReduceOp.SUM, terms),
         "all_reduce_list, two dtypes": lambda: wire.all_reduce_list(
-            [one, two.double()], ReduceOp.SUM, timeout
+            [one, two.double()], ReduceOp.SUM, terms
         ),
-        "reduce": lambda: wire.reduce(one, ReduceOp.SUM, 0, timeout),
-        "broadcast": lambda: wire.broadcast(one, 1, timeout),
-        "all_gather": lambda: wire.all_gather(two, one, timeout),
-        "all_gather_list": lambda: wire.all_gather_list(pair, one, timeout),
-        "all_gather_list, uneven": lambda: wire.all_gather_list(uneven, one, timeout),
-        "gather": lambda: wire.gather(pair, one, 0, timeout),
-        "scatter": lambda: wire.scatter(one, [], 1, timeout),
-        "reduce_scatter": lambda: wire.reduce_scatter(one, two, ReduceOp.SUM, timeout),
-        "reduce_scatter_list": lambda: wire.reduce_scatter_list(one, uneven, ReduceOp.SUM, timeout),
-        "all_to_all": lambda: wire.all_to_all(pair, pair, timeout),
+        "reduce": lambda: wire.reduce(one, ReduceOp.SUM, 0, terms),
+        "broadcast": lambda: wire.broadcast(one, 1, terms),
+        "all_gather": lambda: wire.all_gather(two, one, terms),
+        "all_gather_list": lambda: wire.all_gather_list(pair, one, terms),
+        "all_gather_list, uneven": lambda: wire.all_gather_list(uneven, one, terms),
+        "gather": lambda: wire.gather(pair, one, 0, terms),
+        "scatter": lambda: wire.scatter(one, [], 1, terms),
+        "reduce_scatter": lambda: wire.reduce_scatter(one, two, ReduceOp.SUM, terms),
+        "reduce_scatter_list": lambda: wire.reduce_scatter_list(one, uneven, ReduceOp.SUM, terms),
+        "all_to_all": lambda: wire.all_to_all(pair, pair, terms),
         "all_to_all_single": lambda: wire.all_to_all_single(
-            torch.ones(8), two, [4, 4], [4, 4], timeout
+            torch.ones(8), two, [4, 4], [4, 4], terms
         ),
-        "barrier": lambda: wire.barrier(timeout),
-        "recv": lambda: wire.recv(one, 1, 3, timeout),
-        "recv from anyone": lambda: wire.recv(one, None, 3, timeout),
+        "barrier": lambda: wire.barrier(terms),
+        "recv": lambda: wire.recv(one, 1, 3, terms),
+        "recv from anyone": lambda: wire.recv(one, None, 3, terms),
     }
     return starts[verb]()
 
@@ -275,10 +290,10 @@ def waiting_times(
         return []
 
     def wait(verb: str, wire: Communicator) -> tuple[str, str, float]:
-        pending = start_waiting_for_another(wire, verb, limit)
+        operation = start_waiting_for_another(wire, verb, limit)
         begin = time.monotonic()
         try:
-            wire.finish(pending, limit)
+            operation.finish(limit)
             how = "done"
         except WireFailure as failure:
             how = type(failure).__name__
@@ -292,9 +307,9 @@ def waiting_times(
             for member in members:
                 member.abort()
         if ends == "stopped clock":
-            clocks.clock.stop("test")
+            deadlines.clock.pause("test")
             time.sleep(1.5)
-            clocks.clock.go("test")
+            deadlines.clock.resume("test")
         answers = list(waiting)
     world.store.set("over", "")
     return answers

@@ -1,0 +1,109 @@
+"""One rank of one side of ``before_after``, run by the interpreter of that side's checkout.
+
+    python benchmarks/_side.py SIDE LABEL
+
+``import meshdist`` finds what that interpreter has installed, of which only public names are used.
+The loop that measures is this checkout's for both sides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshdist as md
+
+_WORKER = Path(__file__).resolve().parents[1] / "meshdist" / "bench" / "worker.py"
+
+Call = Callable[[], Any]
+
+
+class Side:
+    """A world over one wire; what ``call`` returns is measured.
+
+    Args:
+        backend: the wire.
+        make: makes what is measured whatever is asked for; None measures verbs.
+    """
+
+    def __init__(self, backend: str, make: Callable[[], Call] | None = None) -> None:
+        torch.set_num_threads(1)
+        md.init_process_group(backend)
+        self.rank, self.size = md.get_rank(), md.get_world_size()
+        self._program = None if make is None else make()
+
+    def call(self, verb: str, num_bytes: int, dtype: str) -> Call:
+        """Return a function that does ``verb`` once; ``num_bytes`` is the size of its result."""
+        if self._program is not None:
+            return self._program
+        whole = torch.ones(max(1, num_bytes // 4))
+        if verb == "all_reduce":
+            return partial(md.all_reduce, whole)
+        if verb == "send_recv":
+            return partial(self._ping_pong, whole)
+        part = torch.ones(max(1, whole.numel() // self.size))
+        return partial(getattr(md, verb), part.new_empty(part.numel() * self.size), part)
+
+    def _ping_pong(self, x: torch.Tensor) -> None:
+        for sender in (0, 1):
+            if self.rank == sender:
+                md.send(x, 1 - sender)
+            else:
+                md.recv(x, sender)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        md.barrier()
+
+    def close(self) -> None:
+        """End the world."""
+        md.destroy_process_group()
+
+
+def mesh_maker() -> Call:
+    """Return what makes a mesh of (2, 2) ranks, and closes it."""
+    return lambda: md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).close()
+
+
+def demo_step() -> Call:
+    """Return one training step of examples/train_lm.py."""
+    import _demo
+
+    mesh = _demo.make_mesh()
+    args = _demo.arguments_of()
+    share = _demo.share_of_batch(args, md.get_rank())
+    step = _demo.step_of(_demo.our_model(args, mesh), share, args.lr)
+
+    def on_mesh() -> torch.Tensor:
+        with mesh:
+            return step()
+
+    return on_mesh
+
+
+SIDES: dict[str, Callable[[], Side]] = {
+    "shm": partial(Side, "shm"),
+    "mpi": partial(Side, "mpi"),
+    "gloo": partial(Side, "gloo"),
+    "mesh": partial(Side, "shm", mesh_maker),
+    "demo": partial(Side, "shm", demo_step),
+}
+
+
+def main() -> None:
+    """Open the side that is named, and measure on it."""
+    spec = importlib.util.spec_from_file_location("worker", _WORKER)
+    assert spec is not None and spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    worker.serve(SIDES[sys.argv[1]](), sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The public names, and the room of each: what the front door loads, and type checkers read."""
+
+from . import lax as lax
+from .bootstrap.init_methods import (
+    register_rendezvous_handler as register_rendezvous_handler,
+    rendezvous as rendezvous,
+)
+from .bootstrap.stores import (
+    FileStore as FileStore,
+    HashStore as HashStore,
+    PrefixStore as PrefixStore,
+    Store as Store,
+    TCPStore as TCPStore,
+)
+from .bootstrap.world import World as World
+from .checking.debug_levels import (
+    DebugLevel as DebugLevel,
+    get_debug_level as get_debug_level,
+    set_debug_level as set_debug_level,
+    set_debug_level_from_env as set_debug_level_from_env,
+)
+from .collectives.batches import P2POp as P2POp, batch_isend_irecv as batch_isend_irecv
+from .collectives.coalesced import (
+    all_gather_coalesced as all_gather_coalesced,
+    all_reduce_coalesced as all_reduce_coalesced,
+)
+from .collectives.list_verbs import (
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    all_to_all_single as all_to_all_single,
+    gather as gather,
+    reduce_scatter as reduce_scatter,
+    scatter as scatter,
+)
+from .collectives.monitored import monitored_barrier as monitored_barrier
+from .collectives.multi_device import (
+    all_gather_multigpu as all_gather_multigpu,
+    all_reduce_multigpu as all_reduce_multigpu,
+    broadcast_multigpu as broadcast_multigpu,
+    reduce_multigpu as reduce_multigpu,
+)
+from .collectives.object_messages import (
+    recv_object_list as recv_object_list,
+    send_object_list as send_object_list,
+)
+from .collectives.objects import (
+    all_gather_object as all_gather_object,
+    broadcast_object_list as broadcast_object_list,
+    gather_object as gather_object,
+    scatter_object_list as scatter_object_list,
+)
+from .collectives.point_to_point import irecv as irecv, isend as isend, recv as recv, send as send
+from .collectives.shared_buffers import shared_empty as shared_empty
+from .collectives.verbs import (
+    all_gather_into_tensor as all_gather_into_tensor,
+    all_gather_single as all_gather_single,
+    all_reduce as all_reduce,
+    barrier as barrier,
+    broadcast as broadcast,
+    reduce as reduce,
+    reduce_scatter_single as reduce_scatter_single,
+    reduce_scatter_tensor as reduce_scatter_tensor,
+)
+from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
+from .ddp.sampler import DistributedSampler as DistributedSampler
+from .debug.pausing import breakpoint as breakpoint
+from .errors import (
+    AbortedError as AbortedError,
+    AgreementError as AgreementError,
+    ArgumentError as ArgumentError,
+    AxisError as AxisError,
+    BackendError as BackendError,
+    CollectiveTimeoutError as CollectiveTimeoutError,
+    DeadlockError as DeadlockError,
+    DistBackendError as DistBackendError,
+    DistError as DistError,
+    DistNetworkError as DistNetworkError,
+    DistStoreError as DistStoreError,
+    DtypeError as DtypeError,
+    GradientError as GradientError,
+    GroupClosedError as GroupClosedError,
+    KindError as KindError,
+    MeshdistError as MeshdistError,
+    MeshError as MeshError,
+    NotInGroupError as NotInGroupError,
+    NotInitializedError as NotInitializedError,
+    QueueEmptyError as QueueEmptyError,
+    RankFailedError as RankFailedError,
+    RendezvousError as RendezvousError,
+    ShapeError as ShapeError,
+    StoreError as StoreError,
+    WorldError as WorldError,
+)
+from .groups.group_calls import (
+    get_global_rank as get_global_rank,
+    get_group_rank as get_group_rank,
+    get_process_group_ranks as get_process_group_ranks,
+    new_group as new_group,
+    new_subgroups as new_subgroups,
+    new_subgroups_by_enumeration as new_subgroups_by_enumeration,
+    split_group as split_group,
+)
+from .groups.process_group import (
+    GroupMember as GroupMember,
+    ProcessGroup as ProcessGroup,
+    group as group,
+)
+from .mesh.axis_options import AxisOptions as AxisOptions
+from .mesh.current_mesh import (
+    find_current_mesh as find_current_mesh,
+    get_current_mesh as get_current_mesh,
+)
+from .mesh.device_mesh import DeviceMesh as DeviceMesh
+from .mesh.layout import Layout as Layout
+from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make_mesh
+from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
+from .wires.names import Backend as Backend, BackendConfig as BackendConfig
+from .wires.work import Work as Work
+from .worlds.initialization import (
+    destroy_process_group as destroy_process_group,
+    get_backend as get_backend,
+    get_backend_config as get_backend_config,
+    get_default_backend_for_device as get_default_backend_for_device,
+    get_node_local_rank as get_node_local_rank,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    init_process_group as init_process_group,
+    is_available as is_available,
+    is_backend_available as is_backend_available,
+    is_gloo_available as is_gloo_available,
+    is_initialized as is_initialized,
+    is_mpi_available as is_mpi_available,
+    is_nccl_available as is_nccl_available,
+    is_torchelastic_launched as is_torchelastic_launched,
+    is_ucc_available as is_ucc_available,
+    is_xccl_available as is_xccl_available,
+)
+from .worlds.simulation import simulate as simulate
+from .worlds.spawning import spawn as spawn
+
+__version__: str

@@ -1,0 +1,1 @@
+"""How a process finds its world: launchers, stores, rendezvous."""

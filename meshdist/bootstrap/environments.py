@@ -1,0 +1,318 @@
+"""What the launcher of this process says about its place in the job, read from the environment.
+
+Pure: a mapping of variables goes in, a ``Surroundings`` or one error that lists everything comes
+out. The launchers: ``meshdist run``, torchrun (both by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
+``mpiexec`` of Open MPI and of MPICH's family, and Slurm's ``srun``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import RendezvousError
+
+__all__ = ["Surroundings", "find_local_size", "first_host", "read_surroundings"]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A process's place in its job, as its launcher set it.
+
+    Args:
+        launcher: what started it: "meshdist run", "torchrun", "Open MPI", "Hydra", "Slurm", or
+            "env" where variables were set by hand.
+        rank: this process's rank.
+        size: how many ranks the job has.
+        address: where rank 0 serves the store; None where the launcher does not say.
+        port: its port there; None where the launcher does not say.
+        local_rank: its number among the ranks of its host, where the launcher numbers them.
+        is_one_host: whether the launcher says that all ranks run on one host.
+        has_agent_store: whether torchrun's agent serves the store.
+        job: a name that only processes of this job share, where the launcher gives one.
+        attempt: distinguishes this start of the job from an earlier one that used the same store.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    address: str | None = None
+    port: int | None = None
+    local_rank: int | None = None
+    is_one_host: bool = False
+    has_agent_store: bool = False
+    job: str | None = None
+    attempt: str = ""
+
+
+# Rank, size, local rank, local size, by launcher. The first that shows in the environment counts.
+_VARIABLES = {
+    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+}
+_MPI = ("Open MPI", "Hydra")
+_PORT_BASE, _NUM_PORTS = 12000, 20000
+
+
+def read_surroundings(
+    environment: Mapping[str, str],
+    *,
+    rank: int = -1,
+    world_size: int = -1,
+    is_mpi_asked: bool = False,
+) -> Surroundings:
+    """Return what ``environment`` says; ``rank`` and ``world_size``, where given, win over it.
+
+    Args:
+        environment: the variables, as ``os.environ`` holds them.
+        rank: the rank that the program names, or -1.
+        world_size: the size that the program names, or -1.
+        is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
+
+    Raises:
+        RendezvousError: variables are missing or wrong; the text lists all of them.
+    """
+    reader = _Reader(environment)
+    kind = _launcher(environment, is_mpi_asked)
+    if is_mpi_asked and kind not in _MPI:
+        reader.missing.append("OMPI_COMM_WORLD_RANK or PMI_RANK (the program runs without mpiexec)")
+        raise reader.error(
+            "meshdist run --launcher mpi -n 4",
+            "mpiexec -n 4 python",
+            expected="the variables of mpiexec: backend 'mpi' takes ranks from nobody else",
+        )
+    rank_name, size_name, local_name, local_size_name = _VARIABLES[kind]
+    if rank < 0:
+        rank = reader.number(rank_name)
+    if world_size < 0:
+        world_size = reader.number(size_name, least=1)
+    if reader.is_sound and not rank < world_size:
+        reader.wrong.append(f"rank {rank} does not exist in a world of {world_size}")
+    is_one_host = reader.optional_number(local_size_name) == world_size or (
+        kind == "Slurm" and _first_of(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == "1"
+    )
+    address, port = _place_of_store(reader, environment, kind, rank, is_one_host)
+    if not reader.is_sound:
+        raise reader.error()
+    launcher = _launcher_name(kind, environment)
+    has_agent_store = (
+        launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
+    if is_one_host and port and not has_agent_store and launcher != "meshdist run":
+        address = "127.0.0.1"  # whatever name MASTER_ADDR gives it: no other host has to reach it
+    return Surroundings(
+        launcher=launcher,
+        rank=rank,
+        size=world_size,
+        address=address,
+        port=port,
+        local_rank=reader.optional_number(local_name),
+        is_one_host=is_one_host,
+        has_agent_store=has_agent_store,
+        job=_first_of(environment, "PMIX_NAMESPACE", "PMI_KVSNAME", "SLURM_JOB_ID") or None,
+        attempt=_attempt(kind, launcher, environment),
+    )
+
+
+def _place_of_store(
+    reader: _Reader, environment: Mapping[str, str], kind: str, rank: int, is_one_host: bool
+) -> tuple[str | None, int | None]:
+    """The address and the port of rank 0's store, as far as the launcher names them."""
+    address = environment.get("MASTER_ADDR") or None
+    port = reader.port("MASTER_PORT") if environment.get("MASTER_PORT") else None
+    if kind == "env":
+        if not environment.get("MASTER_PORT"):
+            reader.missing.append("MASTER_PORT")
+        if address is None and rank > 0:
+            reader.missing.append("MASTER_ADDR")
+    elif kind == "Slurm":
+        nodes = _first_of(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+        if address is None and not is_one_host:
+            if not nodes:
+                reader.missing.append("SLURM_JOB_NODELIST")
+            else:
+                address = reader.host("SLURM_JOB_NODELIST", nodes)
+        if port is None and reader.is_sound:
+            job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
+            port = _PORT_BASE + (7 * job + int(step if step.isdigit() else 0)) % _NUM_PORTS
+    return address, port
+
+
+def _attempt(kind: str, launcher: str, environment: Mapping[str, str]) -> str:
+    """What distinguishes this start of the job from an earlier one, or ""."""
+    if launcher == "torchrun" and environment.get("GROUP_WORLD_SIZE", "1") == "1":
+        # Agents of several hosts count their restarts each for itself.
+        return environment.get("TORCHELASTIC_RESTART_COUNT", "")
+    return environment.get("MESHDIST_RUN_ID", "") if kind == "env" else ""
+
+
+def find_local_size(environment: Mapping[str, str]) -> int | None:
+    """Return how many ranks of the job run on this host, where a launcher says so.
+
+    Example:
+        >>> find_local_size({"LOCAL_WORLD_SIZE": "4"})
+        4
+    """
+    reader = _Reader(environment)
+    found = (reader.optional_number(names[3]) for names in _VARIABLES.values())
+    return next(filter(None, found), None)
+
+
+def _launcher(environment: Mapping[str, str], is_mpi_asked: bool) -> str:
+    if not is_mpi_asked and ("RANK" in environment or "WORLD_SIZE" in environment):
+        return "env"
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return "Open MPI"
+    is_slurm = "SLURM_PROCID" in environment
+    if "PMI_RANK" in environment:
+        # srun --mpi=pmi2 sets PMI_RANK too, equal to its own; mpiexec inside a Slurm job does not.
+        by_srun = (
+            is_slurm
+            and not is_mpi_asked
+            and "SLURM_STEP_ID" in environment
+            and environment["PMI_RANK"] == environment["SLURM_PROCID"]
+            and environment.get("PMI_SIZE") == environment.get("SLURM_NTASKS")
+        )
+        return "Slurm" if by_srun else "Hydra"
+    return "Slurm" if is_slurm else "env"
+
+
+def _launcher_name(kind: str, environment: Mapping[str, str]) -> str:
+    if kind != "env":
+        return kind
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return "torchrun"
+    return "meshdist run" if "MESHDIST_LAUNCH" in environment else "env"
+
+
+def _first_of(environment: Mapping[str, str], *names: str) -> str:
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list; raises ValueError if there is none.
+
+    Example:
+        >>> first_host("gpu[007-010,12],login1")
+        'gpu007'
+    """
+    name, position = "", 0
+    while position < len(nodes) and nodes[position] != ",":
+        if nodes[position] == "[":
+            end = nodes.index("]", position)
+            first = re.match(r"[0-9]+", nodes[position + 1 : end])
+            if first is None:
+                raise ValueError(f"{nodes!r} is no list of hosts")
+            name += first.group()
+            position = end + 1
+        else:
+            name += nodes[position]
+            position += 1
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(f"{nodes!r} is no list of hosts")
+    return name
+
+
+class _Reader:
+    """Reads variables, and gathers what is missing and what is wrong for one error."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+        self._environment = environment
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.missing and not self.wrong
+
+    def number(self, name: str, least: int = 0) -> int:
+        value = self._environment.get(name, "")
+        if not value:
+            self.missing.append(name)
+        elif not value.strip().isdigit() or int(value) < least:
+            self.wrong.append(f"{name}={value!r} is no whole number from {least}")
+        else:
+            return int(value)
+        return least
+
+    def optional_number(self, name: str) -> int | None:
+        value = self._environment.get(name, "")
+        return int(value) if value.strip().isdigit() else None
+
+    def port(self, name: str) -> int | None:
+        value = self._environment[name]
+        if value.strip().isdigit() and 1 <= int(value) <= 65535:
+            return int(value)
+        self.wrong.append(f"{name}={value!r} is no port: 1 to 65535")
+        return None
+
+    def host(self, name: str, nodes: str) -> str | None:
+        try:
+            return first_host(nodes)
+        except ValueError:
+            self.wrong.append(f"{name}={nodes!r} is no list of hosts")
+            return None
+
+    def error(
+        self,
+        *commands: str,
+        expected: str = "RANK, WORLD_SIZE, MASTER_PORT, and MASTER_ADDR on every rank but 0; "
+        "or the variables of mpiexec or srun",
+    ) -> RendezvousError:
+        parts = []
+        if self.missing:
+            verb = "is" if len(self.missing) == 1 else "are"
+            parts.append(f"{', '.join(self.missing)} {verb} missing")
+        parts += self.wrong
+        return RendezvousError(
+            "the environment does not say where this process belongs: " + "; ".join(parts),
+            where=f"process {os.getpid()}, init_method env://",
+            expected=expected,
+            found=self._found(),
+            fix="start the program with one of:\n" + "\n".join(_ways_to_start(commands)),
+        )
+
+    def _found(self) -> str:
+        pattern = re.compile(
+            r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|OMPI_COMM_WORLD_(LOCAL_)?"
+            r"(RANK|SIZE)|PMI_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID|JOB_NODELIST|JOB_ID)"
+        )
+        names = sorted(name for name in self._environment if pattern.fullmatch(name))
+        if not names:
+            return "none of them: the program was started without a launcher"
+        return ", ".join(f"{name}={self._environment[name]}" for name in names)
+
+
+def _ways_to_start(commands: Sequence[str]) -> list[str]:
+    """What to type: the launcher that was half recognised, or what works here."""
+    script = _script()
+    if commands:
+        return [f"{command} {script}" for command in commands]
+    if _is_interactive():
+        return ["meshdist.simulate(fn, 4)", "meshdist.spawn(fn, nprocs=4)"]
+    return [
+        f"meshdist run -n 4 {script}",
+        f"torchrun --nproc-per-node 4 {script}",
+        f"mpiexec -n 4 python {script}",
+        f"srun -n 4 python {script}",
+    ]
+
+
+def _is_interactive() -> bool:
+    """Whether this is a notebook or a prompt, which no launcher can start."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def _script() -> str:
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return name if name.endswith(".py") else "script.py"

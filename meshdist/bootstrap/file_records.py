@@ -1,0 +1,194 @@
+"""The file of a ``file://`` rendezvous: which processes use it, for which generation, under a lock.
+
+The file that the program names holds a record, never keys: for each generation of a world that
+meets there, its members (process, start time, host) and the file beside it that holds the
+generation's store. So a file that a crashed job left behind is known for what it is, a new world
+never reads keys of an old one, and the last member that leaves removes both files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RendezvousError
+from ..runtime.hosts import ProcessCard, is_alive, my_card
+
+__all__ = ["Entry", "enter", "leave"]
+
+_MARK = "meshdist rendezvous"
+
+_Record = list[dict[str, Any]]
+"""The generations that the file lists, oldest first."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One process's membership in one generation.
+
+    Args:
+        path: the file that the program names.
+        generation: the generation's name, random.
+        rank: the rank that the process has asked for or was given.
+        member: the process's name within the generation.
+    """
+
+    path: str
+    generation: str
+    rank: int
+    member: str
+
+    @property
+    def store_path(self) -> str:
+        """The file of the generation's store."""
+        return _store_path(self.path, self.generation)
+
+
+def _store_path(path: str, generation: str) -> str:
+    return f"{path}.{generation}"
+
+
+def enter(path: str, rank: int | None, size: int, job: str = "") -> Entry:
+    """Enter the generation that gathers at ``path``, or begin one.
+
+    Args:
+        path: a file that is absent, empty, or in use by this job.
+        rank: this process's rank, or None for the next in the order of arrival.
+        size: how many ranks there will be.
+        job: what distinguishes jobs that share the file.
+
+    Raises:
+        RendezvousError: the file holds something else, was left by a crashed job, or cannot be
+            made.
+    """
+    with _locked(path) as record:
+        generations = [one for one in record if one["job"] == job]
+        for generation in generations:
+            _refuse_leftover(path, record, generation)
+        current = generations[-1] if generations else None
+        if current is None or not _is_gathering(current):
+            current = {"job": job, "name": secrets.token_hex(4), "size": size, "members": {}}
+            record.append(current)
+        members = current["members"]
+        if rank is None:
+            taken = {member["rank"] for member in members.values()}
+            rank = next(number for number in range(len(taken) + 1) if number not in taken)
+        name = secrets.token_hex(4)
+        members[name] = {"rank": rank, "has_left": False, **my_card().to_json()}
+        return Entry(path, current["name"], rank, name)
+
+
+def leave(entry: Entry) -> None:
+    """Leave the generation; the last member removes its store, and the file with the last one."""
+    with _locked(entry.path, may_create=False) as record:
+        for generation in record:
+            if generation["name"] != entry.generation:
+                continue
+            generation["members"][entry.member]["has_left"] = True
+            if all(member["has_left"] for member in generation["members"].values()):
+                record.remove(generation)
+                _remove(entry.store_path)
+            return
+
+
+def _is_gathering(generation: dict[str, Any]) -> bool:
+    members = generation["members"].values()
+    return len(members) < generation["size"] and not any(one["has_left"] for one in members)
+
+
+def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> None:
+    for member in generation["members"].values():
+        card = ProcessCard.from_json(member)
+        if member["has_left"] or is_alive(card) is not False:
+            continue
+        files = [path, *(_store_path(path, one["name"]) for one in record)]
+        raise RendezvousError(
+            f"{path} was left behind by a job that crashed",
+            where=f"file://{path}; {my_card()}",
+            expected="a file that is absent, empty, or in use by the ranks of this job",
+            found=f"generation {generation['name']} of {generation['size']} ranks, whose rank "
+            f"{member['rank']} ({card}) has ended without closing it",
+            fix=f"end what still runs of that job, then: rm -f {shlex.join(files)}",
+        )
+
+
+@contextmanager
+def _locked(path: str, may_create: bool = True) -> Iterator[_Record]:
+    """Hold the file's lock; give its generations; write them back, or remove the file."""
+    try:
+        descriptor = _open_locked(path, may_create)
+    except OSError as error:
+        if not may_create and isinstance(error, FileNotFoundError):
+            yield []  # a user has removed the file
+            return
+        raise RendezvousError(
+            f"the rendezvous file cannot be opened: {error.strerror}",
+            where=f"file://{path}",
+            expected="a path in an existing directory in which this user may write, on a file "
+            "system that all ranks share",
+            fix="make the directory, or name another file",
+        ) from None
+    try:
+        record = _read(path, descriptor)
+        yield record
+        if record:
+            text = json.dumps({_MARK: 1, "generations": record}, indent=1)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(), 0)
+        else:
+            _remove(path)
+    finally:
+        os.close(descriptor)
+
+
+def _open_locked(path: str, may_create: bool) -> int:
+    while True:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if may_create else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                is_current = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            except FileNotFoundError:
+                is_current = False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if is_current:
+            return descriptor
+        os.close(descriptor)  # removed by its last user between open and lock
+
+
+def _read(path: str, descriptor: int) -> _Record:
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return []
+    try:
+        values = json.loads(os.pread(descriptor, size, 0))
+        if _MARK not in values:
+            raise ValueError
+        record: _Record = values["generations"]
+    except (ValueError, TypeError, KeyError):
+        raise RendezvousError(
+            f"{path} is in use for something else",
+            where=f"file://{path}",
+            expected="a file that is absent or empty",
+            found=f"{size} bytes that this package did not write",
+            fix="name another file; or, if nobody needs this one (torch.distributed leaves such "
+            f"files behind): rm {shlex.quote(path)}",
+        ) from None
+    return record
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

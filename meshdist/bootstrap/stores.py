@@ -1,0 +1,244 @@
+"""Torch's stores, under their own names; a server on loopback alone; stores kept open.
+
+Torch's TCPStore listens on every interface, also at the address ``127.0.0.1``, unless it is handed
+a socket that is bound already. ``serve_store`` hands it one. The stores of the addresses at which
+this process has met others stay open until it ends, so that the next world finds them again.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from ..errors import RendezvousError
+from ..runtime.deadlines import Deadline, wait_until
+from .server_watch import offer_server_watch
+
+__all__ = [
+    "LEAST_STORE_TIMEOUT",
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "bind_listener",
+    "connect_store",
+    "inherited_listener",
+    "is_loopback",
+    "keep_store",
+    "numeric_loopback",
+    "serve_store",
+    "unknown_address",
+]
+
+LEAST_STORE_TIMEOUT = timedelta(seconds=60)
+"""Of a store's own waits and connections. Torch asks the name server for the name of every peer,
+which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
+
+_BACKLOG = 4096
+_LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
+_CONNECT_S = 5.0
+_ANSWER_S = 30.0
+"""How long a server that has accepted a connection may take to answer as a store does."""
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether ``address``, a name or a number, means this host by its loopback interface."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def numeric_loopback(address: str) -> str:
+    """Return ``address``, or 127.0.0.1 for the name localhost, which may have two numbers."""
+    return "127.0.0.1" if address == "localhost" else address
+
+
+def bind_listener(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at ``address`` and ``port`` (0: any free one).
+
+    None where the address is not one of this host's. The caller owns the socket.
+
+    Raises:
+        RendezvousError: the port is taken, or the address has no meaning.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(
+            numeric_loopback(address), port, type=socket.SOCK_STREAM
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise unknown_address(address, error) from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise RendezvousError(
+                f"rank 0 cannot listen on {address}, port {port}: {error.strerror}",
+                where=f"host {socket.gethostname()}",
+                expected="a port that nobody uses",
+                fix="choose another port (MASTER_PORT, or the one in the URL), end the job that "
+                "holds it, or let `meshdist run -n 4 script.py` choose one",
+            ) from None
+        raise
+    return listener
+
+
+def unknown_address(address: str, error: Exception) -> RendezvousError:
+    """Return the error for a host name that has no address here."""
+    return RendezvousError(
+        f"no host is known by the name {address!r}: {error}",
+        where=f"host {socket.gethostname()}",
+        expected="the name or the number of the host of rank 0",
+        fix="set MASTER_ADDR (or the host in the URL) to an address that every host can reach",
+    )
+
+
+def inherited_listener(descriptor: str | None, port: int) -> socket.socket | None:
+    """Return the socket that the launcher bound for this process and ``port``, listening; or None.
+
+    Args:
+        descriptor: MESHDIST_LISTEN_FD, or None.
+        port: the port at which the socket must be bound; another socket is left alone.
+    """
+    if not descriptor or not descriptor.isdigit():
+        return None
+    number = int(descriptor)
+    try:
+        duplicate = os.dup(number)
+    except OSError:
+        return None
+    try:
+        inherited = socket.socket(fileno=duplicate)
+    except OSError:  # some other file has the number now
+        os.close(duplicate)
+        return None
+    try:
+        is_free = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
+        if inherited.getsockname()[1] != port or not is_free:
+            inherited.close()
+            return None
+        inherited.listen(_BACKLOG)
+    except (OSError, IndexError):
+        inherited.close()
+        return None
+    os.close(number)  # the duplicate serves from now on, and no child inherits it
+    return inherited
+
+
+def serve_store(
+    listener: socket.socket | None, address: str, port: int, timeout: timedelta
+) -> TCPStore:
+    """Return a store whose server runs in this process and listens on ``listener`` alone.
+
+    Takes the socket over. Without one the server listens on every interface, at ``port``.
+    """
+    timeout = max(timeout, LEAST_STORE_TIMEOUT)
+    if listener is None:
+        store = TCPStore(address, port, None, True, timeout, wait_for_workers=False)
+        offer_server_watch(store, "::" if socket.has_dualstack_ipv6() else "0.0.0.0")
+        return store
+    bound = listener.getsockname()[0]
+    store = TCPStore(
+        address if bound in ("0.0.0.0", "::") else bound,
+        listener.getsockname()[1],
+        None,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    offer_server_watch(store, bound)
+    return store
+
+
+def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a client of the store that listens at ``address`` and ``port``, once it does.
+
+    Raises:
+        RendezvousError: nobody listened there in time, or what listens is no store.
+    """
+    host = numeric_loopback(address)
+    _wait_for_listener(host, port, timeout)
+    outcome: list[TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            patience = max(timeout, LEAST_STORE_TIMEOUT)
+            outcome.append(TCPStore(host, port, None, False, patience, wait_for_workers=False))
+        except RuntimeError as error:
+            outcome.append(error)
+
+    # Torch waits without end for the first answer from that port: a thread does the waiting, so
+    # that this one can stop.
+    client = threading.Thread(target=connect, name="meshdist-connect", daemon=True)
+    client.start()
+    client.join(min(_ANSWER_S, timeout.total_seconds()))
+    if outcome and isinstance(outcome[0], TCPStore):
+        return outcome[0]
+    reason = f": {str(outcome[0]).splitlines()[0]}" if outcome else ""
+    raise RendezvousError(
+        f"what listens on {address}, port {port} does not answer as a store{reason}",
+        where=f"host {socket.gethostname()}, process {os.getpid()}",
+        expected="the store of rank 0",
+        fix="choose a port that no other service uses (MASTER_PORT, or the one in the URL)",
+    )
+
+
+def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
+    deadline = Deadline(timeout)
+    reason = ""
+
+    def is_listening() -> bool:
+        nonlocal reason
+        try:
+            limit_s = max(0.001, deadline.slice_s(_CONNECT_S))
+            socket.create_connection((host, port), timeout=limit_s).close()
+        except socket.gaierror as error:
+            raise unknown_address(host, error) from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return False
+        return True
+
+    if not wait_until(is_listening, deadline, longest_pause_s=_LONGEST_PAUSE_S):
+        raise RendezvousError(
+            f"rank 0 has not joined: nobody listens on {host}, port {port} "
+            f"after {timeout.total_seconds():g} s ({reason})",
+            where=f"host {socket.gethostname()}, process {os.getpid()}",
+            expected="rank 0, which serves the store at this address",
+            fix="look at the output of rank 0; check that every rank has the same "
+            "MASTER_ADDR and MASTER_PORT (or URL), and that a firewall lets the port pass",
+        )
+
+
+_kept: dict[tuple[int, Hashable], Store] = {}
+_keeping = threading.Lock()
+
+
+def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
+    """Return the store that this process keeps for ``address``, made now if it has none.
+
+    A forked child does not see what its parent keeps.
+    """
+    key = (os.getpid(), address)
+    with _keeping:
+        store = _kept.get(key)
+        if store is None:
+            store = _kept[key] = make()
+        return store

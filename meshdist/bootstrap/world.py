@@ -1,0 +1,224 @@
+"""The world: all ranks of one job, and which world is in force here.
+
+A process has at most one world, seen by all its threads (data loaders and autograd included).
+A simulated rank overrides it for its own thread through a context variable. There is no other
+state.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch.distributed import Store
+
+from ..errors import GroupClosedError, NotInitializedError, WorldError
+from ..runtime.forks import num_forks
+
+__all__ = [
+    "World",
+    "enter_world",
+    "find_world",
+    "get_usable_world",
+    "get_world",
+    "install_world",
+    "remove_world",
+    "world_here",
+]
+
+
+class Closable(Protocol):
+    """What modules above keep in a world: the registry of groups, and the group of all ranks."""
+
+    def close(self) -> None:
+        """End this rank's part in it."""
+
+
+@dataclass(eq=False)
+class World:
+    """All ranks of one job, as one of them sees it.
+
+    Args:
+        rank: this rank, from 0.
+        size: how many ranks there are.
+        store: the store that all ranks share, its keys private to this world.
+        backends: the wire that serves each device type, for example ``{"cpu": "gloo"}``.
+        timeout: how long a verb may wait; None takes the wire's default.
+        local_rank: this rank among those of its host.
+        local_size: how many ranks its host has.
+        hosts: the number of each rank's host, counted by first appearance; () for one host.
+        origin: how the world came to be, for messages ("env://", "simulated", ...).
+        options: what the caller gave for the wire (torch's options classes), or None.
+        device: the device bound to this rank, or None.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    backends: dict[str, str]
+    timeout: timedelta | None = None
+    local_rank: int = 0
+    local_size: int = 1
+    hosts: tuple[int, ...] = ()
+    origin: str = "env://"
+    options: Any = None
+    device: Any = None
+    chooses_wires: bool = False
+    """Whether no wire was named, so that another one may serve where the best cannot."""
+    process_id: int = field(default_factory=os.getpid, init=False)
+    thread_id: int = field(default_factory=threading.get_ident, init=False)
+    is_closed: bool = field(default=False, init=False)
+    is_adopted: bool = field(default=False, init=False)
+    """Whether init_process_group was called in this world of simulated ranks."""
+    closers: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
+    """Called in reverse order when the world closes."""
+    kept: list[object] = field(default_factory=list, init=False, repr=False)
+    """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
+    store_clones: threading.local = field(default_factory=threading.local, init=False, repr=False)
+    """The other threads' handles to the store (``thread_stores``)."""
+    find_server: Callable[[], bool] | None = field(default=None, init=False, repr=False)
+    """Returns whether the process that serves the store lives; None where that is not watched."""
+    registry: Closable | None = field(default=None, init=False, repr=False)
+    """What this rank has open (``groups.registry``), made at first use."""
+    group: Closable | None = field(default=None, init=False, repr=False)
+    """The group of all ranks (``groups.process_group``), made at first use."""
+    _num_forks: int = field(default_factory=num_forks, init=False, repr=False)
+    _counts: Counter[Hashable] = field(default_factory=Counter, init=False, repr=False)
+    _counting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.hosts = self.hosts or (0,) * self.size
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks run on one host."""
+        return len(set(self.hosts)) == 1
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its ranks are simulated, all in this process."""
+        return self.origin == "simulated"
+
+    def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
+        """Whether some of ``ranks`` run on different hosts."""
+        return len({self.hosts[rank] for rank in ranks}) > 1
+
+    def next_number(self, call: Hashable) -> int:
+        """Return 1, 2, 3, ...: how often this rank has come to ``call``, now included.
+
+        Ranks that come to equal calls in the same order get equal numbers.
+        """
+        with self._counting:
+            self._counts[call] += 1
+            return self._counts[call]
+
+    def check_usable(self) -> None:
+        """Raise unless this process owns the world and it is still open."""
+        if self._num_forks != num_forks():
+            raise WorldError(
+                "a forked child cannot communicate in its parent's world",
+                where=f"process {os.getpid()}, forked from rank {self.rank} "
+                f"(process {self.process_id})",
+                expected="verbs in the process that called init_process_group",
+                fix="start the child with the start method 'spawn', or let it only read "
+                "get_rank() and get_world_size()",
+            )
+        if self.is_closed:
+            raise GroupClosedError(
+                "the world was closed",
+                where=f"rank {self.rank} of {self.size}",
+                fix="call init_process_group again before the next verb",
+            )
+
+    def close(self) -> None:
+        """Run the closers, last first; a second call does nothing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        failures: list[BaseException] = []
+        while self.closers:
+            try:
+                self.closers.pop()()
+            except Exception as failure:  # every closer runs, the first failure is raised
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        remove_world(self)
+
+
+_of_process: World | None = None
+_of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=None)
+
+
+def find_world() -> World | None:
+    """Return the world in force, or None."""
+    return _of_context.get() or _of_process
+
+
+def get_world() -> World:
+    """Return the world in force; raises NotInitializedError where there is none."""
+    world = _of_context.get() or _of_process
+    if world is None or world.is_closed:
+        raise NotInitializedError(
+            "there is no world: the process group has not been initialized",
+            expected="init_process_group(...) or init_device_mesh(...) before this call",
+            fix="start the program with `meshdist run -n 4 script.py`, or call it under "
+            "meshdist.simulate(fn, 4)",
+        )
+    return world
+
+
+def get_usable_world() -> World:
+    """Return the world in force, open and owned by this process; raises otherwise."""
+    world = _of_context.get() or _of_process
+    if world is None or world.is_closed or world._num_forks != num_forks():
+        world = get_world()
+        world.check_usable()
+    return world
+
+
+def install_world(world: World) -> None:
+    """Make ``world`` the process's world; raises WorldError where there is one."""
+    global _of_process
+    if _of_process is not None:
+        raise WorldError(
+            "the process group is initialized already",
+            where=f"rank {_of_process.rank} of {_of_process.size}, from {_of_process.origin}",
+            fix="call destroy_process_group() first, or drop the second init_process_group",
+        )
+    _of_process = world
+
+
+def remove_world(world: World) -> None:
+    """Take ``world`` out of the process's slot, if it is there."""
+    global _of_process
+    if _of_process is world:
+        _of_process = None
+
+
+def enter_world(world: World) -> None:
+    """Put ``world`` in force for this thread (a simulated rank) in place of a closed one."""
+    _of_context.set(world)
+
+
+@contextmanager
+def world_here(world: World | None) -> Iterator[None]:
+    """Put ``world`` in force for this thread (a simulated rank) while the context lasts."""
+    token = _of_context.set(world)
+    try:
+        yield
+    finally:
+        _of_context.reset(token)

@@ -1,0 +1,1 @@
+"""What is noted of calls, compared between members, and reported."""

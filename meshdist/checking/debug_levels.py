@@ -1,0 +1,137 @@
+"""How much is checked and logged: torch's debug level, and the level of the loggers ``meshdist.*``.
+
+The debug level is torch's own, so that both libraries agree. The level of the logger ``meshdist``
+follows from it and from TORCH_CPP_LOG_LEVEL, as torch documents for its own messages:
+
+    TORCH_CPP_LOG_LEVEL   debug level   logged
+    FATAL                 any           critical
+    ERROR                 any           errors
+    WARNING               any           warnings too
+    INFO                  OFF           info too
+    INFO                  INFO          debug too
+    INFO                  DETAIL        everything: TRACE, below debug
+
+Without TORCH_CPP_LOG_LEVEL the program's own logging configuration decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch.distributed
+from torch.distributed import DebugLevel
+
+from ..errors import ArgumentError, KindError
+
+__all__ = [
+    "TRACE",
+    "DebugLevel",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "shows_stacks",
+    "verbs_log",
+]
+
+TRACE = 5
+"""The level of messages about every verb, below ``logging.DEBUG``."""
+
+logging.addLevelName(TRACE, "TRACE")
+verbs_log = logging.getLogger("meshdist.verbs")
+"""Logs every verb, its rank and its caller's line, at level TRACE."""
+
+_CPP_LEVELS = {
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+    "0": logging.INFO,
+    "1": logging.WARNING,
+    "2": logging.ERROR,
+    "3": logging.CRITICAL,
+}
+_INFO_LEVELS = {
+    DebugLevel.OFF: logging.INFO,
+    DebugLevel.INFO: logging.DEBUG,
+    DebugLevel.DETAIL: TRACE,
+}
+
+
+def get_debug_level() -> DebugLevel:
+    """The debug level in force, of meshdist and of torch.distributed: OFF, INFO or DETAIL."""
+    return torch.distributed.get_debug_level()
+
+
+def set_debug_level(arg0: DebugLevel) -> None:
+    """Set the debug level of meshdist and of torch.distributed, from now on.
+
+    OFF is the default. INFO logs more; DETAIL also makes the members of groups that span hosts
+    compare their calls before data moves, and checks the gradients in the backward of ``psum``.
+    Members of one group set it alike.
+
+    Raises:
+        KindError: no DebugLevel.
+    """
+    if not isinstance(arg0, DebugLevel):
+        raise KindError(
+            f"{arg0!r} is not a debug level",
+            expected="DebugLevel.OFF, DebugLevel.INFO or DebugLevel.DETAIL",
+            found=type(arg0).__name__,
+            fix="pass for example meshdist.DebugLevel.DETAIL",
+        )
+    torch.distributed.set_debug_level(arg0)
+    _follow()
+
+
+def set_debug_level_from_env() -> None:
+    """Set the debug level to TORCH_DISTRIBUTED_DEBUG, or to OFF where that is not set.
+
+    Raises:
+        ArgumentError: it is none of OFF, INFO and DETAIL; nothing has changed then.
+    """
+    value = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
+    if value is not None and value.upper() not in DebugLevel.__members__:
+        raise ArgumentError(
+            f"there is no debug level {value!r}",
+            where="the environment variable TORCH_DISTRIBUTED_DEBUG",
+            expected="OFF, INFO or DETAIL",
+            fix="set it to one of these, or unset it, which means OFF",
+        )
+    torch.distributed.set_debug_level_from_env()
+    _follow()
+
+
+def shows_stacks() -> bool:
+    """Whether errors show the stack of each call: TORCH_SHOW_CPP_STACKTRACES=1, as for torch's."""
+    return os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1"
+
+
+class _LastResort(logging.Handler):
+    """Writes to stderr while the program has set up no handler of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(_package_log.handlers) == 1 and not logging.getLogger().handlers:
+            sys.stderr.write(self.format(record) + "\n")
+
+
+_package_log = logging.getLogger("meshdist")
+_last_resort = _LastResort()
+_last_resort.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+
+def _follow() -> None:
+    """Set the level of the logger from TORCH_CPP_LOG_LEVEL and the debug level."""
+    level: Any = _CPP_LEVELS.get(os.environ.get("TORCH_CPP_LOG_LEVEL", "").upper())
+    if level is None:  # unset, or unknown: torch complains about that by itself
+        return
+    if level == logging.INFO:
+        level = _INFO_LEVELS[get_debug_level()]
+    _package_log.setLevel(level)
+    if _last_resort not in _package_log.handlers:
+        _package_log.addHandler(_last_resort)
+
+
+_follow()

@@ -1,0 +1,375 @@
+"""Header tables: in shared words the members of a group on one host compare their calls.
+
+For each collective a member writes one word into its own table, the call's number and a fingerprint
+of verb, dtype, count, op and root, and then reads the others' words for the same call. Of two
+members whose calls differ the later one sees it, before it has sent anything. No member waits for
+another, so that asynchronous calls still overlap. Where members may differ in how much they send
+(uneven verbs), they also write how much they send to and take from each other member, and compare
+pair by pair. Where there is a native core, messages are compared in the order of their tags, sender
+with receiver, and a receive from any member takes the first that has noted a message for it.
+
+A write is one aligned 64-bit store of the interpreter's, long before the loads that follow it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from .shared_words import Regions, SharedWords
+
+__all__ = ["CHECK_EVERY", "WINDOW", "HeaderTable"]
+
+WINDOW = 1024
+"""How many collectives a member may be ahead of another."""
+CHECK_EVERY = 256
+"""At every how many collectives to look whether a member is that far behind."""
+_UNEVEN_WINDOW = 64
+_NUM_ENTRIES = 128  # of messages, that one member can note ahead of another
+_MESSAGE_WORDS = (
+    2 + 2 * _NUM_ENTRIES
+)  # that a member writes for one other, as MessageLog lays them out
+_PATIENT_LOOKS = 64  # for a member's words that are not there; then only every so many calls
+_REORDERING_S = 0.001
+_PUBLISH_S = 0.001
+_LONGEST_PUBLISH_S = 0.02
+_LOW = 0xFFFFFFFF
+
+
+class HeaderTable:
+    """One member's part in one group's headers.
+
+    Its words are: one per collective, tables of sizes for uneven ones, a log of messages per other
+    member, and one that says that the member's process has exited normally.
+
+    Args:
+        region: this member's own words, ``num_words(size)`` of them.
+        member: its place in the group.
+        others: the places of the members on this host, without itself.
+        size: of the group.
+        regions: the words of the other members.
+        new_log: makes what notes the messages between this member and another one: the native
+            core's. Where there is none, messages are not compared.
+    """
+
+    def __init__(
+        self,
+        region: memoryview,
+        member: int,
+        others: Sequence[int],
+        size: int,
+        regions: Regions,
+        new_log: Callable[..., Any] | None = None,
+    ) -> None:
+        self._mine = region
+        self._member = member
+        self._size = size
+        self._regions = regions
+        self._num_looks = 0
+        self._uneven_words = 1 + 2 * size
+        self._missing = list(others)
+        self._views: list[tuple[int, memoryview]] = []
+        self._reaches_all = new_log is not None and len(self._missing) == size - 1
+        self._messages: dict[int, Any] = {}
+        if new_log is not None:
+            for peer in others:
+                self._messages[peer] = new_log(
+                    self.message_words(self._mine, peer),
+                    partial(self._find_messages_of, peer),
+                    partial(regions.is_current, peer),
+                    partial(regions.is_alive, peer),
+                    self._publish_later,
+                    _NUM_ENTRIES,
+                )
+        self._round_robin = list(others)
+        self._publisher: threading.Thread | None = None
+        self._finding = threading.Lock()  # several threads may call verbs at the same time
+        self._messages_lock = threading.Lock()  # another thread may look for a sender
+
+    @classmethod
+    def reserve(
+        cls,
+        words: SharedWords | None,
+        key: int,
+        hosts: Sequence[int],
+        member: int,
+        regions: Regions,
+        new_log: Callable[..., Any] | None = None,
+    ) -> HeaderTable | None:
+        """A new table in a process's shared words; None where there is no room or no use for it.
+
+        Args:
+            words: the process's.
+            key: of the region there.
+            hosts: the host of each member, as a number.
+            member, regions, new_log: as for the table.
+        """
+        size = len(hosts)
+        others = [one for one in range(size) if one != member and hosts[one] == hosts[member]]
+        if words is None or not others:
+            return None
+        try:
+            region = words.reserve(key, cls.num_words(size))
+        except MemoryError:
+            return None
+        return cls(region, member, others, size, regions, new_log)
+
+    @staticmethod
+    def num_words(size: int) -> int:
+        """How many words a member of a group of ``size`` writes on."""
+        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
+
+    def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
+        """What the native core needs to do what ``enter`` does, as long as no member is missing.
+
+        Args:
+            words: the core's class of words of 64 bits.
+            make: its class of what is returned.
+        """
+        return make(
+            self,
+            words(self._mine),
+            self._missing,
+            self._views,
+            self._messages,
+            window=WINDOW,
+            check_every=CHECK_EVERY,
+            uneven_window=_UNEVEN_WINDOW,
+        )
+
+    def close(self) -> None:
+        """Let go of the others' words; compare nothing any more."""
+        with self._messages_lock:
+            self._missing.clear()
+            self._views.clear()
+            self._messages.clear()
+
+    def leave(self) -> None:
+        """Announce to the others that this process exits normally."""
+        self._mine[self._left_word] = 1
+
+    def enter(
+        self, sequence: int, header: int, sent: Sequence[int] = (), taken: Sequence[int] = ()
+    ) -> list[int]:
+        """Write the header of call ``sequence``; return the members there that differ from it.
+
+        Args:
+            sequence: the call's number, from 1.
+            header: its fingerprint.
+            sent, taken: how much goes to and comes from each member, for a verb whose members may
+                differ in that.
+        """
+        if self._missing:
+            self._find_missing()
+        if sent:
+            self._write_uneven(sequence, sent, taken)
+        word = (sequence & _LOW) << 32 | header
+        place = sequence % WINDOW
+        self._mine[place] = word
+        return self._differing(sequence, word, sent, taken)
+
+    def look_again(self, sequence: int) -> list[int] | None:
+        """The members whose call ``sequence`` differs from this member's, now that more have come.
+
+        None where none does and one has not come to it yet, this member included. Call it before
+        the words of that call are overwritten.
+        """
+        place = sequence % WINDOW
+        word = self._mine[place]
+        if word >> 32 != sequence & _LOW:
+            return None
+        sent: Sequence[int] = ()
+        taken: Sequence[int] = ()
+        start = self._uneven_start(sequence)
+        if self._mine[start] == sequence:
+            sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
+            sent, taken = sizes[: self._size], sizes[self._size :]
+        differing = self._differing(sequence, word, sent, taken)
+        if not differing and any(
+            _is_behind(view[place] >> 32, sequence) for _, view in self._views
+        ):
+            return None
+        return differing
+
+    def _differing(
+        self, sequence: int, word: int, sent: Sequence[int], taken: Sequence[int]
+    ) -> list[int]:
+        place = sequence % WINDOW
+        differing = []
+        for member, view in self._views:
+            theirs = view[place]
+            if theirs == word:
+                if sent and not self._fits(sequence, member, view, sent, taken):
+                    differing.append(member)
+            elif theirs >> 32 == word >> 32 and self._regions.is_current(member):
+                differing.append(member)
+        return differing
+
+    def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
+        """A member so far behind that call ``sequence`` would overwrite what it has not seen.
+
+        Call it before every uneven call and every ``CHECK_EVERY``-th other one; as long as there
+        is such a member the call has to wait.
+        """
+        window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - CHECK_EVERY
+        reached = sequence - window
+        if reached <= 0:
+            return None
+        if self._missing:
+            self._find_missing()
+        for member, view in self._views:
+            if _is_behind(view[reached % WINDOW] >> 32, reached) and self._regions.is_alive(member):
+                return member
+        return None
+
+    def send(self, peer: int, tag: int, header: int) -> int | None:
+        """Note a message to ``peer``; returns its number where the receive for it differs."""
+        return self._note(peer, tag << 1, header)
+
+    def recv(self, peer: int, tag: int, header: int) -> int | None:
+        """Note a receive from ``peer``; returns its number where the message differs."""
+        return self._note(peer, tag << 1 | 1, header)
+
+    def can_find_sender(self, tag: int) -> bool:
+        """Whether ``find_sender`` sees every message under ``tag`` that a member sends."""
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            return (
+                self._reaches_all
+                and not self._missing
+                and all(log.sees_sends(tag) for log in self._messages.values())
+            )
+
+    def find_sender(self, tag: int) -> int | None:
+        """A member that has noted a message under ``tag`` for which there is no receive yet.
+
+        Round robin, where several have. For tags for which ``can_find_sender`` was true.
+        """
+        with self._messages_lock:
+            for place, peer in enumerate(self._round_robin):
+                log = self._messages.get(peer)
+                if log is not None and log.has_sent(tag):
+                    self._round_robin.append(self._round_robin.pop(place))
+                    return peer
+        return None
+
+    def find_lost(self) -> int | None:
+        """A member whose process did not exit normally; or any, where all others have exited."""
+        gone = [member for member, _ in tuple(self._views) if not self._regions.is_alive(member)]
+        for member, view in tuple(self._views):
+            # In this order: a member that closes the group sets the word before it frees its words.
+            if member in gone and self._regions.is_current(member) and not view[self._left_word]:
+                return member
+        return gone[0] if gone and len(gone) == self._size - 1 else None
+
+    def recv_any(self, tag: int) -> None:
+        """Note a receive whose sender will not be known: its tag is compared no more."""
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            for log in self._messages.values():
+                log.note_any(tag)
+
+    def message_words(self, words: memoryview, reader: int) -> memoryview:
+        """Where in ``words``, a member's, it notes its messages with member ``reader``."""
+        start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MESSAGE_WORDS
+        return words[start : start + _MESSAGE_WORDS]
+
+    def publish(self) -> bool:
+        """Write notes of messages that had no room before; returns whether none is left."""
+        with self._messages_lock:
+            waiting = [log for log in self._messages.values() if not log.publish()]
+        return not waiting
+
+    def _find_messages_of(self, peer: int) -> memoryview | None:
+        """Where another member notes its messages with this one, if its words have been found."""
+        for member, view in self._views:
+            if member == peer:
+                return self.message_words(view, self._member)
+        return None
+
+    def _publish_later(self) -> None:
+        """Let a thread publish, as soon as others have read what is there."""
+        if self._publisher is None:
+            publisher = threading.Thread(
+                target=self._publish_all, name="meshdist-publisher", daemon=True
+            )
+            self._publisher = publisher
+            try:
+                publisher.start()
+            except RuntimeError:  # no thread to be had now: the next message tries again
+                self._publisher = None
+
+    def _publish_all(self) -> None:
+        pause, num_waiting = _PUBLISH_S, 0
+        while True:
+            time.sleep(pause)
+            with self._messages_lock:
+                self._publisher = None  # first: native callers note without this lock
+                waiting = [log for log in self._messages.values() if not log.publish()]
+                if not waiting:
+                    return
+                self._publisher = threading.current_thread()
+            num_before, num_waiting = num_waiting, sum(log.num_waiting for log in waiting)
+            has_moved = num_waiting < num_before
+            pause = _PUBLISH_S if has_moved else min(2 * pause, _LONGEST_PUBLISH_S)
+
+    @property
+    def _left_word(self) -> int:
+        return self.num_words(self._size) - 1
+
+    def _note(self, peer: int, kind: int, header: int) -> int | None:
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            log = self._messages.get(peer)
+            return None if log is None else log.note(kind, header) or None
+
+    def _find_missing(self) -> None:
+        with self._finding:
+            self._num_looks += 1
+            if self._num_looks > _PATIENT_LOOKS and self._num_looks % _PATIENT_LOOKS:
+                return
+            for member in list(self._missing):
+                view = self._regions.find(member, self.num_words(self._size))
+                if view is not None:
+                    self._missing.remove(member)
+                    self._views.append((member, view))
+
+    def _write_uneven(self, sequence: int, sent: Sequence[int], taken: Sequence[int]) -> None:
+        start = self._uneven_start(sequence)
+        for place, value in enumerate((*sent, *taken), start + 1):
+            self._mine[place] = value
+        self._mine[start] = sequence
+
+    def _fits(
+        self,
+        sequence: int,
+        member: int,
+        view: memoryview,
+        sent: Sequence[int],
+        taken: Sequence[int],
+    ) -> bool:
+        start = self._uneven_start(sequence)
+        for is_last_look in (False, True):
+            sent_to_me = view[start + 1 + self._member]
+            taken_from_me = view[start + 1 + self._size + self._member]
+            if view[start] != sequence:  # overwritten
+                return True
+            if sent_to_me == taken[member] and taken_from_me == sent[member]:
+                return True
+            if not is_last_look:  # words may arrive in another order than they were written in
+                time.sleep(_REORDERING_S)
+        return False
+
+    def _uneven_start(self, sequence: int) -> int:
+        return WINDOW + sequence % _UNEVEN_WINDOW * self._uneven_words
+
+
+def _is_behind(noted: int, sequence: int) -> bool:
+    """Whether the number of a noted call, of which 32 bits are kept, is below ``sequence``."""
+    return noted - sequence & _LOW >= 1 << 31

@@ -1,0 +1,198 @@
+"""The last calls of this rank on one communicator, noted at little cost at every verb."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..reduce_ops import ReduceKind
+from ..verb_table import SENDING_VERBS
+from .call_sites import is_between, program_frame, stack_above
+from .calls import Call, Data, GroupFacts, Message, Tensors, data_of
+from .debug_levels import shows_stacks
+
+__all__ = ["FORGOTTEN", "NUM_NOTES", "Recorder"]
+
+NUM_NOTES = 128
+"""How many calls a recorder keeps."""
+FORGOTTEN = "its call is no longer known"
+"""What stands for a call that is not kept any more."""
+
+_moments = count(1)
+_NO_STACK: Sequence[str] = ()
+_SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
+
+
+class Recorder:
+    """The last verbs that one rank called on one communicator.
+
+    A note is a tuple of the fields of ``Call``: shapes, dtypes, and a frame's code and position,
+    which cost little to take. ``Call`` makes text of it when a message needs it.
+    """
+
+    __slots__ = ("_counts", "_keeps_stacks", "_notes", "_num_messages")
+
+    def __init__(self) -> None:
+        self._keeps_stacks = shows_stacks()
+        self._counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
+        self._notes: list[tuple[Any, ...]] = [()] * NUM_NOTES
+        self._num_messages: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives were noted."""
+        return self._counts[_SEQUENCE]
+
+    @property
+    def moment(self) -> int:
+        """When the last call was noted, as a number that grows over all recorders of the process.
+
+        0 where none was.
+        """
+        return self._counts[_MOMENT]
+
+    @property
+    def num_notes(self) -> int:
+        """How many calls were noted; the last one bears this number."""
+        return self._counts[_NUM_NOTES]
+
+    def note(
+        self,
+        group: GroupFacts,
+        verb: str,
+        tensor: Tensors,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+    ) -> Data:
+        """Note a collective, the next in the members' common sequence; return its ``data``.
+
+        Args:
+            group, verb, op, root, sizes: as in ``Call``.
+            tensor: whose shape and dtype are noted; a list of such, or None.
+        """
+        self._counts[_SEQUENCE] += 1
+        data = data_of(tensor)
+        self._keep(sys._getframe(2), group, verb, data, op, root, sizes)
+        return data
+
+    def note_message(
+        self,
+        group: GroupFacts,
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        is_numbered: bool = True,
+    ) -> None:
+        """Note a send to or a receive from ``peer`` (None: any member).
+
+        It gets its number among those of its direction, peer and tag, except for a receive that
+        ``name_sender`` numbers later. It does not count in the sequence.
+        """
+        kind = (verb in SENDING_VERBS, peer, tag)
+        message = (*kind, self._count(kind) if is_numbered else 0)
+        data = (tensor.shape, tensor.dtype)
+        self._keep(sys._getframe(2), group, verb, data, message=message)
+
+    def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
+        """What the native core needs to note calls just as ``note`` does; None where it may not.
+
+        Args:
+            make: its class of that.
+            group: whose calls they are.
+        """
+        if self._keeps_stacks:
+            return None
+        return make(
+            self._counts,
+            self._notes,
+            self._num_messages,
+            moments=_moments,
+            is_between=is_between,
+            no_stack=_NO_STACK,
+            group=group,
+        )
+
+    def name_sender(self, number: int, peer: int, tag: int) -> None:
+        """Number a noted receive under ``tag`` as the next one from ``peer``.
+
+        Args:
+            number: of its note.
+            peer: the sender.
+            tag: of the message.
+        """
+        message = (False, peer, tag, self._count((False, peer, tag)))
+        if number > self.num_notes - NUM_NOTES + 1:  # the oldest may be overwritten right now
+            place = (number - 1) % NUM_NOTES
+            self._notes[place] = Call(*self._notes[place])._replace(message=message)
+
+    def find_note(self, number: int | None = None) -> Call | None:
+        """The call of the note of this number (None: the last one), if it is kept."""
+        if number is None:
+            number = self.num_notes
+        if not max(0, self.num_notes - NUM_NOTES) < number <= self.num_notes:
+            return None
+        return Call(*self._notes[(number - 1) % NUM_NOTES])
+
+    def find_call(self, sequence: int) -> Call | None:
+        """The collective of this number in the sequence, if it is kept."""
+        return self._find(lambda call: call.sequence == sequence and call.message is None)
+
+    def find_message(self, *message: Any) -> Call | None:
+        """The send or receive with these fields of ``Message``, if it is kept."""
+        return self._find(lambda call: call.message == message)
+
+    def text_about(self, about: dict[str, Any]) -> str | None:
+        """The call that a question of another rank is about; None where it was not noted yet.
+
+        Args:
+            about: the ``sequence`` of a collective, the number of a ``note``, or the fields of a
+                ``message``.
+        """
+        if "sequence" in about:
+            call, is_noted = self.find_call(about["sequence"]), about["sequence"] <= self.sequence
+        elif "note" in about:
+            call, is_noted = self.find_note(about["note"]), 0 < about["note"] <= self.num_notes
+        else:
+            *kind, number = about["message"]
+            call = self.find_message(*kind, number)
+            is_noted = number <= self._num_messages.get(tuple(kind), 0)
+        if call is not None:
+            return call.text
+        return FORGOTTEN if is_noted else None
+
+    def _count(self, kind: tuple[Any, ...]) -> int:
+        self._num_messages[kind] = number = self._num_messages.get(kind, 0) + 1
+        return number
+
+    def _keep(
+        self,
+        verb_frame: FrameType,
+        group: GroupFacts,
+        verb: str,
+        data: Data,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+        message: Message | None = None,
+    ) -> None:
+        counts = self._counts
+        counts[_MOMENT] = next(_moments)
+        frame = program_frame(verb_frame.f_back or verb_frame)
+        stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
+        sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
+        note = (sequence, group, verb, data, op, root, sizes, message, code, instruction, stack)
+        number = counts[_NUM_NOTES]
+        self._notes[number % NUM_NOTES] = note
+        counts[_NUM_NOTES] = number + 1
+
+    def _find(self, is_meant: Callable[[Call], bool]) -> Call | None:
+        calls = (Call(*note) for note in self._notes if note)
+        return next(filter(is_meant, calls), None)

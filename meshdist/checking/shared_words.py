@@ -1,0 +1,236 @@
+"""Shared words: memory that one process writes and the other processes of its host can read.
+
+Writing and reading take no system call. The memory has no name in any file system: other processes
+open it through ``/proc/PID/fd``, which the system grants to the same user alone, and nothing is
+left behind when the process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = [
+    "Regions",
+    "SharedWords",
+    "WordsAddress",
+    "SharedWordsView",
+    "make_shared_words",
+    "find_view",
+]
+
+_TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone
+_TOTAL_WORDS = _TOTAL_BYTES // 8
+_DIRECTORY_WORDS = 1 << 13
+_PAGE_WORDS = mmap.PAGESIZE // 8
+_NAME = "meshdist-words"
+_LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
+_NONCE, _COUNT, _ENTRIES = 0, 1, 2  # words of the directory; an entry is a key and where it lies
+
+
+@dataclass(frozen=True)
+class WordsAddress:
+    """Where other processes of the host find a process's shared words.
+
+    Args:
+        pid: the process.
+        file: its number for that memory.
+        nonce: a random number that stands at the beginning of the memory.
+    """
+
+    pid: int
+    file: int
+    nonce: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; ``from_json`` is the way back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> WordsAddress:
+        """Return the address that ``to_json`` gave."""
+        return cls(int(values["pid"]), int(values["file"]), int(values["nonce"]))
+
+
+class SharedWords:
+    """This process's shared words: regions of 64-bit words, each under a key of its own.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+
+    def __init__(self) -> None:
+        file = os.memfd_create(_NAME)
+        try:
+            os.ftruncate(file, _TOTAL_BYTES)
+            self._words = _mapped(file, mmap.ACCESS_WRITE)
+        except OSError:
+            os.close(file)
+            raise
+        self._file = file
+        self._end = _DIRECTORY_WORDS
+        self._slots: dict[int, _Slot] = {}
+        self._free: list[_Slot] = []
+        self._lock = threading.Lock()
+        self._words[_NONCE] = secrets.randbits(63)
+        self.address = WordsAddress(os.getpid(), file, self._words[_NONCE])
+
+    def reserve(self, key: int, num_words: int) -> memoryview:
+        """Return new words, all zero, that others find under ``key``.
+
+        Raises:
+            MemoryError: there is no room left.
+        """
+        num_words = -(-num_words // _PAGE_WORDS) * _PAGE_WORDS
+        with self._lock:
+            slot = next((slot for slot in self._free if slot.num_words == num_words), None)
+            if slot is None:
+                slot = self._new_slot(num_words)
+                region = self._words[slot.start : slot.start + num_words]
+            else:
+                self._free.remove(slot)
+                region = self._words[slot.start : slot.start + num_words]
+                region.cast("B")[:] = bytes(8 * num_words)
+            self._slots[key] = slot
+            self._words[slot.entry + 1] = slot.start
+            self._words[slot.entry] = key
+            self._words[_COUNT] = max((slot.entry - _ENTRIES) // 2 + 1, self._words[_COUNT])
+            return region
+
+    def release(self, key: int) -> None:
+        """Give a region back, for another key."""
+        with self._lock:
+            slot = self._slots.pop(key, None)
+            if slot is not None:
+                self._words[slot.entry] = 0
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """Let no other process open the memory any more; those that have it mapped keep it."""
+        os.close(self._file)
+
+    def _new_slot(self, num_words: int) -> _Slot:
+        entry = _ENTRIES + 2 * int(self._words[_COUNT])
+        if entry + 2 > _DIRECTORY_WORDS or self._end + num_words > _TOTAL_WORDS:
+            raise MemoryError("the shared words of this process are full")
+        slot = _Slot(entry, self._end, num_words)
+        self._end += num_words
+        return slot
+
+
+@dataclass(frozen=True)
+class _Slot:
+    entry: int
+    start: int
+    num_words: int
+
+
+class SharedWordsView:
+    """Another process's shared words, to read.
+
+    Raises:
+        OSError: it cannot be reached from here, or is not the one that was meant.
+    """
+
+    def __init__(self, address: WordsAddress) -> None:
+        self._path = path = f"/proc/{address.pid}/fd/{address.file}"
+        if not self._is_there():  # checked first: to open another file could have effects
+            raise OSError(f"{path} is no memory of meshdist")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if os.fstat(file).st_size != _TOTAL_BYTES:
+                raise OSError(f"{path} is no memory of meshdist")
+            self._words = _mapped(file, mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+        if self._words[_NONCE] != address.nonce:
+            raise OSError(f"{path} is the memory of another process")
+
+    def is_kept(self) -> bool:
+        """Whether the process lives, and has not closed its shared words."""
+        try:
+            return self._is_there()
+        except PermissionError:  # it lives, and has changed its user
+            return True
+        except OSError:
+            return False
+
+    def _is_there(self) -> bool:
+        return os.readlink(self._path).startswith(_LINK)
+
+    def find(self, key: int, num_words: int) -> memoryview | None:
+        """Return the words under ``key``, or None while there are none."""
+        entry = self._entry(key)
+        if entry is None:
+            return None
+        start = int(self._words[entry + 1])
+        return self._words[start : start + num_words] if self._entry(key) == entry else None
+
+    def has(self, key: int) -> bool:
+        """Whether there is a region under ``key`` still."""
+        return self._entry(key) is not None
+
+    def _entry(self, key: int) -> int | None:
+        count = int(self._words[_COUNT])
+        keys = self._words[_ENTRIES : _ENTRIES + 2 * count : 2].tolist()
+        return _ENTRIES + 2 * keys.index(key) if key in keys else None
+
+
+class Regions:
+    """The regions of a group's other members, found as soon as they are there.
+
+    Args:
+        find: a member's shared words (None where they cannot be reached), and the key of its region
+            there; None while they are not known yet.
+    """
+
+    def __init__(self, find: Callable[[int], tuple[SharedWordsView | None, int] | None]) -> None:
+        self._find = find
+        self._found: dict[int, tuple[SharedWordsView | None, int]] = {}
+
+    def find(self, member: int, num_words: int) -> memoryview | None:
+        """The words of a member, if they are there."""
+        if member not in self._found:
+            found = self._find(member)
+            if found is None:
+                return None
+            self._found[member] = found
+        view, key = self._found[member]
+        return None if view is None else view.find(key, num_words)
+
+    def is_current(self, member: int) -> bool:
+        """Whether the words of a member, which were found, are still this group's."""
+        view, key = self._found.get(member, (None, 0))
+        return view is not None and view.has(key)
+
+    def is_alive(self, member: int) -> bool:
+        """Whether a member may write more."""
+        view, _ = self._found.get(member, (None, 0))
+        return view is not None and view.is_kept() and self.is_current(member)
+
+
+def make_shared_words() -> SharedWords | None:
+    """Return new shared words for this process, or None where the system has none (no memfd)."""
+    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
+        return None
+    try:
+        return SharedWords()
+    except OSError:
+        return None
+
+
+def find_view(address: WordsAddress) -> SharedWordsView | None:
+    """Return the shared words at ``address``, or None where they cannot be reached from here."""
+    try:
+        return SharedWordsView(address)
+    except OSError:
+        return None
+
+
+def _mapped(file: int, access: int) -> memoryview:
+    return memoryview(mmap.mmap(file, _TOTAL_BYTES, access=access)).cast("Q")

@@ -1,0 +1,97 @@
+"""What the package knows of each dtype: one table, from which every other list of dtypes is made.
+
+A new dtype takes a row here. The native core has it by a row in ``native/codes.h``, and reduces it
+by loops in ``native/kernels_level.h``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DTYPES", "PLAIN_DTYPES", "QUANTIZED", "SIGNED", "DtypeFacts", "dtype_name"]
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype of torch or NumPy, for messages and for the native core: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class DtypeFacts:
+    """One row of the table.
+
+    Args:
+        dtype: torch's.
+        group: the row of the table of capabilities that shows it, with similar ones.
+        wide: the dtype in which it is reduced where its own is not there or rounds too often.
+        same_bits: the dtype of equal or half the width whose sums are the same bit for bit, where
+            some libraries lack this one.
+        mpi: the name of MPI's datatype that computes in it; "" where MPI only moves it.
+        is_in_c10d: whether all of c10d's classes know it; what they do not know moves as bytes.
+        is_in_numpy: whether NumPy and CuPy have it, under the same name.
+    """
+
+    dtype: torch.dtype
+    group: str
+    wide: torch.dtype | None = None
+    same_bits: torch.dtype | None = None
+    mpi: str = ""
+    is_in_c10d: bool = False
+    is_in_numpy: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its name in torch, in NumPy and in the native core."""
+        return dtype_name(self.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds whole numbers or bool."""
+        return self.group in ("integers", "unsigned", "bool")
+
+
+_TABLE = (
+    DtypeFacts(torch.float64, "floating", mpi="DOUBLE", is_in_c10d=True),
+    DtypeFacts(torch.float32, "floating", mpi="FLOAT", is_in_c10d=True),
+    DtypeFacts(torch.float16, "floating", torch.float32, is_in_c10d=True),
+    DtypeFacts(torch.bfloat16, "floating", torch.float32, is_in_c10d=True, is_in_numpy=False),
+    DtypeFacts(torch.int64, "integers", mpi="INT64_T", is_in_c10d=True),
+    DtypeFacts(torch.int32, "integers", mpi="INT32_T", is_in_c10d=True),
+    DtypeFacts(torch.int16, "integers", torch.int32, mpi="INT16_T"),
+    DtypeFacts(torch.int8, "integers", torch.int32, mpi="INT8_T", is_in_c10d=True),
+    DtypeFacts(torch.uint64, "unsigned", None, torch.int64, "UINT64_T"),
+    DtypeFacts(torch.uint32, "unsigned", torch.int64, torch.int32, "UINT32_T"),
+    DtypeFacts(torch.uint16, "unsigned", torch.int32, torch.int16, "UINT16_T"),
+    DtypeFacts(torch.uint8, "unsigned", torch.int32, mpi="UINT8_T", is_in_c10d=True),
+    DtypeFacts(torch.bool, "bool", mpi="UINT8_T", is_in_c10d=True),  # the byte that it lies in
+    DtypeFacts(torch.complex128, "complex", None, torch.float64, "C_DOUBLE_COMPLEX"),
+    DtypeFacts(torch.complex64, "complex", None, torch.float32, "C_FLOAT_COMPLEX"),
+    DtypeFacts(torch.complex32, "complex", torch.complex64, torch.float16, is_in_numpy=False),
+    DtypeFacts(torch.float8_e4m3fn, "float8", torch.float32, is_in_numpy=False),
+    DtypeFacts(torch.float8_e4m3fnuz, "float8", torch.float32, is_in_numpy=False),
+    DtypeFacts(torch.float8_e5m2, "float8", torch.float32, is_in_numpy=False),
+    DtypeFacts(torch.float8_e5m2fnuz, "float8", torch.float32, is_in_numpy=False),
+    DtypeFacts(torch.float8_e8m0fnu, "float8", torch.float32, is_in_numpy=False),
+)
+
+DTYPES = {facts.dtype: facts for facts in _TABLE}
+"""The dtypes that can be reduced. All others, such as bits that share a byte, are only moved."""
+
+SIGNED = {
+    dtype: facts.same_bits
+    for dtype, facts in DTYPES.items()
+    if facts.group == "unsigned" and facts.same_bits is not None
+}
+"""torch adds, orders and multiplies these only as signed numbers of the same width."""
+
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""Dtypes whose numbers need the scale of their tensor, which is not sent along."""
+
+PLAIN_DTYPES = frozenset(
+    one
+    for one in vars(torch).values()
+    if isinstance(one, torch.dtype) and not (one in QUANTIZED or one.is_complex)
+)
+"""Those of tensors whose memory is their values. (Complex tensors may hold conjugates.)"""

@@ -1,0 +1,1 @@
+"""Groups: ordered sets of ranks that communicate, and what goes wrong between them."""

@@ -1,0 +1,277 @@
+"""Members compare what they are about to make before anything is opened.
+
+Every member publishes its definition in the store and waits for the others'. Where two differ,
+every member raises the same error, which shows both. A member that waits for this rank in another
+agreement can never come: that is found too, and raised on every rank that waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.world import World
+from ..error_text import grouped_text, ranks_text
+from ..errors import AgreementError, CollectiveTimeoutError, StoreError
+from ..runtime.deadlines import Deadline, Grace, wait_until
+from .signal_thread import ask
+
+__all__ = ["Agreement", "Agreements", "digest_of_ranks"]
+
+_SLICE_S = 1.0
+_SURE_AFTER_SLICES = 3
+_SURE_AMONG_THREADS = 20
+_ALL_HAVE_COME = "all have come"
+
+
+def digest_of_ranks(ranks: Sequence[int]) -> str:
+    """A short name for a list of ranks, equal on all of them."""
+    return hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the members of one agreement know of each other.
+
+    Args:
+        name: its name in the store, equal on all members, and no other agreement's.
+        offers: for each member the communicators that it has open and could share, by slot.
+    """
+
+    name: str
+    offers: Mapping[int, Mapping[str, str]]
+
+    def label_for(self, ranks: Sequence[int], slot: str) -> str:
+        """The label of the communicator that ``ranks`` will use, equal on all of them.
+
+        That of the one they have open already, if all of them have it open still; else a new one.
+        """
+        offered = {self.offers[rank].get(slot, "") for rank in ranks}
+        if len(offered) == 1 and "" not in offered:
+            return offered.pop()
+        return f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """One agreement in the making.
+
+    Args:
+        name: its name in the store.
+        kind: what is being made.
+        text: the definition of this rank, for messages.
+        members: the ranks that take part.
+        timeout: how long they wait for each other.
+    """
+
+    name: str
+    kind: str
+    text: str
+    members: tuple[int, ...]
+    timeout: timedelta
+
+    def key(self, rank: int) -> str:
+        """Under which ``rank`` publishes its definition."""
+        return f"{self.name}/{rank}"
+
+    @property
+    def outcome_key(self) -> str:
+        """Under which the first member to find out writes how the meeting ended."""
+        return f"{self.name}/outcome"
+
+
+class Agreements:
+    """The agreements of one world, as one rank takes part in them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._has_notice = False  # whether the store shows what this rank waits for
+
+    def agree(
+        self,
+        ranks: Sequence[int],
+        kind: str,
+        definition: Mapping[str, Any],
+        timeout: timedelta,
+        offer: Mapping[str, str] | None = None,
+    ) -> Agreement:
+        """Return when all of ``ranks`` have come with an equal ``definition``.
+
+        Args:
+            ranks: the ranks that take part, this one among them, in any order.
+            kind: what is being made, for messages and keys ("mesh", "group").
+            definition: plain values; its "text" entry is shown where members differ.
+            timeout: how long to wait for the last member.
+            offer: what this rank could share with the others, by slot; may differ between members.
+
+        Raises:
+            AgreementError: the definitions differ, or members wait for each other in different
+                ones.
+            CollectiveTimeoutError: a member did not come; the text names it.
+        """
+        world, members = self._world, tuple(sorted(ranks))
+        count = world.next_number((kind, members))
+        name = f"agree/{kind}/{digest_of_ranks(members)}/{count}"
+        offer = dict(offer or {})
+        if len(members) == 1:
+            return Agreement(name, {world.rank: offer})
+        meeting = _Meeting(name, kind, definition["text"], members, timeout)
+        mine = json.dumps(definition, sort_keys=True)
+        try:
+            check_store_served(world)
+            store = store_of_thread(world)
+            store.set(meeting.key(world.rank), f"{mine}\n{json.dumps(offer)}")
+            self._await_all(meeting)
+            outcome = store.compare_set(meeting.outcome_key, "", _ALL_HAVE_COME).decode()
+            if outcome != _ALL_HAVE_COME:
+                raise CollectiveTimeoutError(
+                    f"others gave up to wait before rank {world.rank} came to make a {kind}",
+                    where=f"rank {world.rank}, {meeting.text}, for {ranks_text(members)}",
+                    expected=f"the same call on {ranks_text(members)}, at about the same time",
+                    found=outcome,
+                    fix=f"look at what kept rank {world.rank}, or raise the timeout",
+                )
+            entries = store.multi_get([meeting.key(rank) for rank in members])
+        except RuntimeError as error:
+            if isinstance(error, (AgreementError, CollectiveTimeoutError)) or world.is_simulated:
+                raise
+            raise StoreError(
+                f"the store was lost while ranks agreed on a {kind}",
+                where=f"rank {world.rank}, {meeting.text}",
+                found=str(error).splitlines()[0],
+                fix="look at the rank that ended first: its error is the cause",
+            ) from error
+        texts, offers = zip(*(entry.decode().split("\n") for entry in entries), strict=True)
+        if any(text != mine for text in texts):
+            raise AgreementError(
+                f"the ranks do not define the same {kind}",
+                where=f"rank {world.rank}, among {ranks_text(members)}",
+                expected=f"one and the same {kind} on every rank",
+                found=_grouped(members, [json.loads(text) for text in texts]),
+                fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
+            )
+        return Agreement(name, dict(zip(members, map(json.loads, offers), strict=True)))
+
+    def _await_all(self, meeting: _Meeting) -> None:
+        """Return when all members have published their definitions."""
+        world, members = self._world, meeting.members
+        store = store_of_thread(world)
+        keys = list(map(meeting.key, members))
+        if world.is_simulated:
+            store.wait(keys)
+            return
+        deadline = Deadline(meeting.timeout)
+        self._show_notice(None)
+        suspicion, times = "", 0
+        # Not store.wait, whose expiry torch reports on stderr.
+        while not wait_until(
+            lambda: store.check(keys),
+            Grace(deadline.slice_s(_SLICE_S)),
+            lambda: check_store_served(world),
+        ):
+            missing = [rank for rank in members if not store.check([meeting.key(rank)])]
+            if not missing:
+                break
+            if deadline.is_over:
+                seconds = meeting.timeout.total_seconds()
+                outcome = f"rank {world.rank} waited {seconds:g} s for {meeting.text}"
+                if store.compare_set(meeting.outcome_key, "", outcome).decode() == _ALL_HAVE_COME:
+                    break
+                raise self._late(meeting, missing)
+            self._show_notice(meeting)
+            found, patience = self._find_crossing(meeting, missing)
+            times = times + 1 if found == suspicion else 1
+            suspicion = found
+            if found and times >= patience:
+                # The notice stays in the store, so that the ranks that it names see it too.
+                raise AgreementError(
+                    f"the ranks do not define the same {meeting.kind}: they wait for each other",
+                    where=f"rank {world.rank}, among {ranks_text(members)}",
+                    expected="one and the same definition on every rank, in the same order",
+                    found=f"rank {world.rank}: {meeting.text}, for {ranks_text(members)}\n{found}",
+                    fix="make meshes and groups from equal arguments on all of their ranks",
+                )
+        self._show_notice(None)
+
+    def _show_notice(self, meeting: _Meeting | None) -> None:
+        """Show in the store what this rank waits for; None takes an older notice away."""
+        if self._has_notice == (meeting is not None):
+            return
+        notice = meeting and {
+            "name": meeting.name,
+            "ranks": meeting.members,
+            "text": meeting.text,
+            "has_threads": _has_other_threads(),
+        }
+        store_of_thread(self._world).set(_notice_key(self._world.rank), json.dumps(notice))
+        self._has_notice = meeting is not None
+
+    def _find_crossing(self, meeting: _Meeting, missing: list[int]) -> tuple[str, int]:
+        """Describe a missing rank that waits, elsewhere, for a rank that waits here; or "".
+
+        Returns as well how many equal findings in a row are proof: a rank with several threads may
+        yet come by another one.
+        """
+        store = store_of_thread(self._world)
+        arrived = set(meeting.members) - set(missing)
+        for rank in missing:
+            key = _notice_key(rank)
+            other = json.loads(store.get(key)) if store.check([key]) else None
+            if not other or other["name"] == meeting.name:
+                continue
+            for awaited in arrived.intersection(other["ranks"]):
+                if not store.check([f"{other['name']}/{awaited}"]):
+                    text = f"rank {rank}: {other['text']}, for {ranks_text(other['ranks'])}"
+                    has_threads = other["has_threads"] or _has_other_threads()
+                    return text, _SURE_AMONG_THREADS if has_threads else _SURE_AFTER_SLICES
+        return "", 1
+
+    def _late(self, meeting: _Meeting, missing: list[int]) -> CollectiveTimeoutError:
+        answers = ask(self._world, tuple(missing))
+        lines = []
+        for rank in missing:
+            answer = answers.get(rank)
+            if answer is None:
+                text = "gives no answer; it has not opened a group, or has ended"
+            elif not answer["calls"]:
+                text = "runs, and has called no verb"
+            else:
+                text = answer["calls"][-1]["text"]
+            lines.append(f"rank {rank}: {text}")
+        return CollectiveTimeoutError(
+            f"{ranks_text(missing)} did not come within {meeting.timeout.total_seconds():g} s "
+            f"to make a {meeting.kind}",
+            where=f"rank {self._world.rank}, {meeting.text}, for {ranks_text(meeting.members)}",
+            expected=f"the same call on {ranks_text(meeting.members)}",
+            found="\n".join(lines),
+            fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
+        )
+
+
+def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
+    """One line per distinct definition: its ranks, and every entry in which they differ."""
+    keys = sorted({key for definition in definitions for key in definition} - {"text"})
+    differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
+    lines = []
+    for rank, definition in zip(members, definitions, strict=True):
+        details = ", ".join(f"{key} {definition.get(key)}" for key in differing)
+        lines.append((rank, f"{definition['text']} ({details})" if details else definition["text"]))
+    return grouped_text(lines)
+
+
+def _notice_key(rank: int) -> str:
+    return f"agree/waiting/{rank}"
+
+
+def _has_other_threads() -> bool:
+    """Whether another thread of this process might open a group of its own."""
+    return any(
+        thread is not threading.current_thread() and not thread.name.startswith("meshdist-")
+        for thread in threading.enumerate()
+    )

@@ -1,0 +1,335 @@
+"""One group's way to move tensors of one device type, and what comes before each call on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..checking.calls import (
+    GroupFacts,
+    collective_fingerprints,
+    header,
+    message_fingerprint,
+    message_fingerprints,
+)
+from ..checking.debug_levels import (
+    TRACE,
+    DebugLevel,
+    get_debug_level,
+    verbs_log,
+)
+from ..checking.header_table import CHECK_EVERY, HeaderTable
+from ..errors import MeshdistError
+from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.deadlines import Deadline, wait_until
+from ..wires.communicator import Communicator, FastPath
+from ..wires.core import core
+from ..wires.failures import MembersDisagree, WireAborted, WireFailure, WireTimeout
+from ..wires.operations import Operation, Terms
+from ..wires.registry import Wire
+from ..wires.work import Work
+from .failures import Explainer, OtherMembers
+from .registry import OpenCommunicator
+
+__all__ = ["Channel"]
+
+_SUM = ReduceOp.SUM
+_SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
+
+
+class Channel:
+    """One group's way to move tensors of one device type.
+
+    Args:
+        group: whose way it is.
+        wire: what moves them.
+        opened: the communicator, which other groups may use as well.
+        device_type: of the tensors.
+        others: the other members, for the errors of failed calls.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_enter",
+        "_explainer",
+        "aborts",
+        "communicator",
+        "device_type",
+        "explain",
+        "fast_path",
+        "group",
+        "header_table",
+        "matching",
+        "opened",
+        "recorder",
+        "spans_hosts",
+        "timeout",
+        "wire",
+    )
+
+    def __init__(
+        self,
+        group: GroupFacts,
+        wire: Wire,
+        opened: OpenCommunicator,
+        device_type: str,
+        others: OtherMembers,
+    ) -> None:
+        self.group = group
+        self.wire = wire
+        self.opened = opened
+        self.aborts = opened.aborts
+        self.device_type = device_type
+        self.timeout = group.timeout
+        self.communicator: Communicator = opened.communicator
+        self.header_table = opened.header_table
+        self.matching = opened.matching
+        self.recorder = opened.recorder
+        self.spans_hosts = opened.spans_hosts
+        self._explainer = Explainer(group, self.recorder, others)
+        self.explain = self._explainer.explain
+        entry = self._native_entry()
+        self._enter = _is_not_entered if entry is None else entry.enter
+        self.fast_path: FastPath | None = None
+        if entry is not None:
+            self.fast_path = self.communicator.fast_path(entry, self.explain, self.timeout)
+
+    def enter(
+        self,
+        verb: str,
+        tensor: torch.Tensor | list[torch.Tensor] | None,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sent: Sequence[int] = (),
+        taken: Sequence[int] = (),
+    ) -> None:
+        """Note a collective that this rank is about to start, and compare it with the others'.
+
+        Args:
+            verb: its public name.
+            tensor: the tensor, or list of tensors, whose dtype and number of elements must be equal
+                on all members.
+            op: its reduction.
+            root: the place of its source or destination.
+            sent, taken: how many elements go to and come from each member, for a verb whose
+                members may differ in that; only the dtype of ``tensor`` must be equal then.
+
+        Raises:
+            AgreementError: another member has started another call in its place. Every member
+                that waits raises it.
+            CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
+        """
+        recorder = self.recorder
+        number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+        if not sent and self._enter(verb, tensor, op, number, root):
+            return
+        sizes = (sent, taken) if sent else ()
+        data = recorder.note(self.group, verb, tensor, op, root, sizes)
+        if verbs_log.isEnabledFor(TRACE):
+            self._log_last_call()
+        if self.aborts and self.is_broken():
+            raise self.explain(WireAborted("the group is broken"))
+        header_table = self.header_table
+        if header_table is not None:
+            sequence = recorder.sequence
+            if sent or not sequence % CHECK_EVERY:
+                self._wait_for_the_slowest(header_table, sequence, bool(sent))
+            found = collective_fingerprints[verb, data, number, root, bool(sent)]
+            if header_table.enter(sequence, found, sent, taken):
+                raise self.disagree(sequence)
+        if self.spans_hosts and get_debug_level() == DebugLevel.DETAIL:
+            self._compare_by_a_round(header(verb, data, number, root, bool(sent)), sent, taken)
+
+    def disagree(self, sequence: int) -> MeshdistError:
+        """The error of members whose calls number ``sequence`` differ; raised on all of them."""
+        return self._explainer.disagree_about_call(sequence)
+
+    def work(
+        self,
+        operation: Operation,
+        tensors: list[Any],
+        copy_back: Callable[[], None] | None = None,
+        *,
+        verb: str,
+        note: int | None = None,
+        is_transfer: bool = False,
+    ) -> Work:
+        """Wrap a started operation for a caller that waits later.
+
+        Args:
+            operation: the operation.
+            tensors: what holds its result.
+            copy_back: copies the result to where it belongs.
+            verb: its public name.
+            note: under which it was noted; None means last.
+            is_transfer: whether it is a send or a receive.
+        """
+        noted = self.recorder.num_notes if note is None else note
+        return Work(
+            operation,
+            self.timeout,
+            lambda failure: self.explain(failure, noted),
+            lambda: tensors,
+            copy_back,
+            verb=verb,
+            group=self.group.name,
+            is_transfer=is_transfer,
+        )
+
+    def is_broken(self) -> bool:
+        """Whether the group failed or was aborted, so that every call on it is refused."""
+        return self.opened.label in self.aborts
+
+    def note_message(
+        self,
+        verb: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        is_numbered: bool = True,
+    ) -> None:
+        """Note a send or receive; refuse it where the group is broken.
+
+        A receive for ``recv_later`` gets its number there.
+        """
+        self.recorder.note_message(self.group, verb, tensor, peer, tag, is_numbered=is_numbered)
+        if verbs_log.isEnabledFor(TRACE):
+            self._log_last_call()
+        if self.aborts and self.is_broken():
+            raise self.explain(WireAborted("the group is broken"))
+
+    def compare_message(
+        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
+    ) -> int | None:
+        """Compare a send or receive with its counterpart, if that is there.
+
+        Returns:
+            Its number, for ``refuse_message``, where the counterpart has another dtype or number of
+            elements, or one is of objects and the other of a tensor.
+        """
+        header_table = self.header_table
+        if header_table is None:
+            return None
+        if peer is None:
+            header_table.recv_any(tag)
+            return None
+        return (header_table.send if is_send else header_table.recv)(
+            peer, tag, message_fingerprint(verb, tensor)
+        )
+
+    def waits_for_sender(self, peer: int | None, tag: int) -> bool:
+        """Whether a receive is to be started by ``recv_later``."""
+        return self.matching is not None and self.matching.takes(peer, tag)
+
+    def recv_later(
+        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, note: int, *, waits: bool
+    ) -> Operation:
+        """Start a noted receive as soon as a member has noted a message for it, and compare them.
+
+        Args:
+            verb: its public name.
+            tensor: what is written.
+            peer: the sender; None for any member.
+            tag: of the message.
+            note: under which the recorder noted the call, without a number.
+            waits: whether the caller waits for it at once.
+        """
+        assert self.matching is not None  # else waits_for_sender was false
+        return self.matching.add(
+            tensor,
+            peer=peer,
+            tag=tag,
+            header=message_fingerprint(verb, tensor),
+            note=note,
+            timeout=self.timeout,
+            explain=partial(self.explain, note=note),
+            waits=waits,
+        )
+
+    def refuse_message(
+        self, is_send: bool, peer: int | None, tag: int, number: int
+    ) -> MeshdistError:
+        """The error of a noted message that differs from its counterpart."""
+        assert peer is not None  # recv_later compares a receive whose sender is not known yet
+        return self._explainer.disagree_about_message(is_send, peer, tag, number)
+
+    def _native_entry(self) -> Any:
+        """The native core's ``enter``, for plain calls; None where there is none."""
+        notes = None
+        if core is not None and not self.spans_hosts:
+            notes = self.recorder.for_core(core.Notes, self.group)
+        if notes is None:
+            return None
+        table, matching = self.header_table, self.matching
+        explain = self.explain  # which keeps no channel: the channel keeps what is made here
+
+        def disagree(number: int, message: tuple[bool, int, int] | None) -> BaseException:
+            return explain(MembersDisagree("the members' calls differ", number, message))
+
+        return core.Entry(
+            notes,
+            headers=None if table is None else table.for_core(core.Words, core.Headers),
+            receives=[] if matching is None else matching.receives,
+            aborts=self.aborts,
+            label=self.opened.label,
+            log=verbs_log,
+            log_level=TRACE,
+            ranks=self.group.ranks,
+            member=self.group.rank,
+            fingerprints=collective_fingerprints,
+            message_fingerprints=message_fingerprints,
+            disagree=disagree,
+        )
+
+    def _log_last_call(self) -> None:
+        call = self.recorder.find_note()
+        assert call is not None  # it was just noted
+        verbs_log.log(TRACE, "%s: %s", self.group.here, call.title)
+
+    def _wait_for_the_slowest(
+        self, header_table: HeaderTable, sequence: int, is_uneven: bool
+    ) -> None:
+        """Return when no member can still need what call ``sequence`` overwrites."""
+        find_behind = partial(header_table.find_behind, sequence, is_uneven)
+
+        def check() -> None:
+            if self.is_broken():
+                raise self.explain(WireFailure("aborted while waiting"))
+
+        limit = Deadline(self.timeout)
+        if wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=0.001):
+            return
+        member = find_behind()
+        if member is not None:
+            slow = f"rank {self.group.ranks[member]} is too many calls behind"
+            raise self.explain(WireTimeout(slow))
+
+    def _compare_by_a_round(
+        self, common: tuple[int, ...], sent: Sequence[int], taken: Sequence[int]
+    ) -> None:
+        """Compare headers by a gather of their own, where no memory is shared."""
+        size = len(self.group.ranks)
+        nothing = [0] * size
+        values = [*common, *(sent or nothing), *(taken or nothing)]
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device_type)
+        all_of_them = mine.new_empty(size * len(values))
+        try:
+            terms = Terms(self.timeout, waits=True)
+            self.communicator.all_gather(all_of_them, mine, terms).finish(self.timeout)
+        except WireFailure as failure:
+            raise self.explain(failure) from None
+        headers = all_of_them.view(size, -1).tolist()
+        commons = {tuple(row[: len(common)]) for row in headers}
+        sends = [row[len(common) :][:size] for row in headers]
+        takes = [row[len(common) + size :] for row in headers]
+        fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
+        if len(commons) > 1 or not fits:
+            raise self.disagree(self.recorder.sequence)
+
+
+def _is_not_entered(*_: Any) -> bool:
+    return False

@@ -1,0 +1,261 @@
+"""The error of a call that failed: it says what every member of the group did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checking.calls import Call, GroupFacts
+from ..checking.recorder import Recorder
+from ..error_text import ranks_text
+from ..errors import (
+    AbortedError,
+    AgreementError,
+    BackendError,
+    CollectiveTimeoutError,
+    MeshdistError,
+)
+from ..wires.failures import (
+    MemberLost,
+    MembersDisagree,
+    MessageMisfit,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+)
+
+__all__ = ["STORE_LOST", "Explainer", "OtherMembers"]
+
+STORE_LOST = "the store is lost: the rank that served it has ended"
+
+
+class OtherMembers:
+    """The other members of a communicator: what they report of a failure, and are notified of.
+
+    By itself it does nothing: its kinds override what their members can do.
+    """
+
+    compare_misfits = True
+    """Whether a sender raises, too, where its message does not fit what receives it."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this member has closed the communicator."""
+        return False
+
+    def compare_again(self) -> None:
+        """Compare, where members do so while they wait, the calls to which not all had come.
+
+        Raises:
+            MembersDisagree: calls differ.
+        """
+
+    def find_abort(self) -> dict[str, Any] | None:
+        """Which rank ended the communicator and why, if one did: ``rank``, ``reason``.
+
+        And ``disagreement``, the fields of an AgreementError, where that is why.
+        """
+        return None
+
+    def break_here(self, reason: str) -> None:
+        """Let every later call of this member be refused."""
+        raise NotImplementedError
+
+    def report(self, call: Call) -> str:
+        """How far each of them has come, for a timeout of ``call``."""
+        return ""
+
+    def silent(self) -> str:
+        """Which of them give no sign of life."""
+        return ""
+
+    def find_first_failure(self, call: Call, text: str) -> str:
+        """What the first member that failed reports; "" where that is this one, with ``text``."""
+        return ""
+
+    def agree_on_error(
+        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+    ) -> dict[str, str]:
+        """Let all members that disagree raise one error, and end the group where that ends it.
+
+        Args:
+            disagreement: the fields of an AgreementError, to be completed.
+            mine: this member's call, if it is still known.
+            about: the others' call, as ``Recorder.text_about`` takes it, and ``asked``, the members
+                to ask where not all are meant.
+
+        Returns:
+            The fields that the first member to see it has given.
+        """
+        raise NotImplementedError
+
+
+class Explainer:
+    """Turns failures of calls on one communicator into errors that name ranks, places and reasons.
+
+    Args:
+        group: whose calls they are.
+        recorder: where they are noted.
+        others: the other members.
+    """
+
+    def __init__(self, group: GroupFacts, recorder: Recorder, others: OtherMembers) -> None:
+        self._group = group
+        self._recorder = recorder
+        self._others = others
+
+    def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
+        """The error of the call noted under the number ``note``; None means the last one.
+
+        The first rank that fails leaves its reason in the store; later ones quote it.
+        """
+        try:
+            self._others.compare_again()
+        except MembersDisagree as disagreement:
+            failure = disagreement
+        call = self._find_call(note)
+        text = str(failure)
+        if isinstance(failure, MembersDisagree):
+            return self._disagreement(failure, call)
+        is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
+        if is_misfit and call.message is not None:
+            is_send, peer, tag, number = call.message
+            about = {"message": [not is_send, self._group.rank, tag, number]}
+            return self._misfit(call, peer, tag, about, text)
+        if isinstance(failure, MemberLost):
+            text = f"rank {self._group.ranks[failure.member]} {failure}"
+        abort = self._others.find_abort()
+        if abort is not None or isinstance(failure, WireAborted):
+            return self._aborted(call, text, abort)
+        if self._others.is_closed:
+            return self._failed(
+                call, text, "let the calls of all threads end before the group is destroyed"
+            )
+        # Others may end as soon as they see the group broken: ask them before it is.
+        report = self._others.report(call) if isinstance(failure, WireTimeout) else ""
+        self._others.break_here(f"{call.verb} failed before: {text}")
+        # Before this rank reports that it failed first: a rank whose timeout closes its connections
+        # is the first to fail.
+        is_known = isinstance(failure, (WireTimeout, MemberLost))
+        silent = "" if is_known else self._others.silent()
+        first = self._others.find_first_failure(call, text)
+        if isinstance(failure, WireTimeout):
+            found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
+            return self._late(call, failure, found)
+        return self._failed(
+            call,
+            "\n".join(filter(None, (text, silent, first))),
+            "look at the rank that ended or failed first; the group is broken now",
+        )
+
+    def disagree_about_call(self, sequence: int) -> MeshdistError:
+        """The error of members whose calls number ``sequence`` differ; raised on all of them."""
+        mine = self._recorder.find_call(sequence)
+        expected = "the same verb, dtype, number of elements, op and root on every member"
+        if mine is not None and mine.sizes:
+            expected = "the same verb and dtype, and what one member takes as the other sends it"
+        fields = {
+            "summary": f"the members of a group disagree about their call {sequence}",
+            "where": self._group.name,
+            "expected": expected,
+            "found": "",
+            "fix": "make every member call the same verbs in the same order, on fitting tensors",
+        }
+        return self._agreed_error(fields, mine, {"sequence": sequence})
+
+    def disagree_about_message(
+        self, is_send: bool, peer: int, tag: int, number: int
+    ) -> MeshdistError:
+        """The error of a sender and a receiver whose tensors differ; raised on both."""
+        mine = self._recorder.find_message(is_send, peer, tag, number)
+        about = {"message": [not is_send, self._group.rank, tag, number]}
+        return self._misfit(mine, peer, tag, about)
+
+    def _disagreement(self, failure: MembersDisagree, call: Call) -> MeshdistError:
+        """The error of a wire that compares calls itself."""
+        if failure.message is None:
+            return self.disagree_about_call(failure.number or call.sequence)
+        is_send, peer, tag = failure.message
+        if failure.other_number is None:
+            assert failure.number is not None
+            return self.disagree_about_message(is_send, peer, tag, failure.number)
+        mine = self._recorder.find_note(failure.number) if failure.number else call
+        return self._misfit(mine, peer, tag, {"note": failure.other_number})
+
+    def _misfit(
+        self,
+        mine: Call | None,
+        peer: int | None,
+        tag: int,
+        about: dict[str, Any],
+        found: str = "",
+    ) -> MeshdistError:
+        fields = {
+            "summary": "a message does not fit the tensor that receives it",
+            "where": f"{self._group.name}, tag {tag}",
+            "expected": "equal dtype and number of elements on both sides, and objects met by "
+            "objects",
+            "found": found,
+            "fix": "receive into a tensor like the one that is sent, or give messages of different "
+            "kinds different tags",
+        }
+        return self._agreed_error(fields, mine, {**about, "asked": [] if peer is None else [peer]})
+
+    def _agreed_error(
+        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+    ) -> MeshdistError:
+        call = self._find_call()
+        abort = self._others.find_abort()
+        if abort is not None:  # another member has seen it first
+            return self._aborted(call, "aborted", abort)
+        agreed = self._others.agree_on_error(disagreement, mine, about)
+        return self._agreement_error(call, agreed)
+
+    def _aborted(self, call: Call, text: str, abort: dict[str, Any] | None) -> MeshdistError:
+        if abort is None:
+            reason = self._others.find_first_failure(call, text) or text
+        elif abort.get("disagreement"):
+            return self._agreement_error(call, abort["disagreement"])
+        else:
+            reason = f"rank {abort['rank']}: {abort['reason']}"
+        return AbortedError(
+            f"{call.verb} on {self._group.name} was aborted",
+            where=self._where(call),
+            found=reason,
+            fix="let the rank that serves the store end last, and start the program anew"
+            if reason == STORE_LOST
+            else "make a new group or mesh on the ranks that are left",
+        )
+
+    def _agreement_error(self, call: Call, disagreement: dict[str, str]) -> AgreementError:
+        where = f"{disagreement['where']}\nraised on {self._where(call)}"
+        return AgreementError(**{**disagreement, "where": where})
+
+    def _late(self, call: Call, failure: WireFailure, found: str) -> MeshdistError:
+        seconds = (failure.limit or self._group.timeout).total_seconds()
+        fix = "look at the ranks that did not come to this call; the group is broken now"
+        if call.message is not None:
+            fix = (
+                "a message meets a receive of its tag, dtype and number of elements alone; "
+                "the group is broken now"
+            )
+        return CollectiveTimeoutError(
+            f"{call.verb} on {self._group.name} was not finished within {seconds:g} s",
+            where=self._where(call),
+            expected=call.waits_for or f"the same call on {ranks_text(self._group.ranks)}",
+            found=found,
+            fix=fix,
+        )
+
+    def _failed(self, call: Call, found: str, fix: str) -> MeshdistError:
+        return BackendError(
+            f"{call.verb} on {self._group.name} failed on wire {self._group.wire!r}",
+            where=self._where(call),
+            found=found,
+            fix=fix,
+        )
+
+    def _where(self, call: Call) -> str:
+        return f"{self._group.here}, {call.title}"
+
+    def _find_call(self, note: int | None = None) -> Call:
+        return self._recorder.find_note(note) or Call(0, self._group, "an earlier call", None)

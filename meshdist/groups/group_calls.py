@@ -1,0 +1,323 @@
+"""torch's own group calls, over the machinery that derives groups from meshes.
+
+Unlike in torch, only a group's members wait for each other: an outsider's call returns at once,
+and may as well be left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..bootstrap.world import World, get_usable_world
+from ..error_text import ranks_text
+from ..errors import ArgumentError, KindError, NotInGroupError
+from ..runtime.timeouts import check_timeout
+from ..wires.names import backends_in, parse_backends
+from ..wires.registry import get_wire
+from .process_group import GroupMember, ProcessGroup, resolve_group, world_group
+from .registry import get_registry
+
+__all__ = [
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup | int:
+    """Open a group of its own for ``ranks``; collective over its members alone.
+
+    Args:
+        ranks: global ranks; None means all.
+        timeout: how long a verb may wait; None takes the backend's default.
+        backend: as in ``init_process_group``; None takes the world's.
+        pg_options: the wire's own options.
+        use_local_synchronization: accepted; members never wait for outsiders here.
+        group_desc: a name for messages.
+        device_id: binds the group's NCCL wire to this device, so that it connects at once.
+        sort_ranks: whether the group's order is ascending instead of the one given.
+
+    Returns:
+        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it. Every call makes
+        another group with its own order of operations.
+
+    Raises:
+        ArgumentError: no ranks, a rank twice, or outside the world.
+        AgreementError: members called with different arguments.
+        CollectiveTimeoutError: a member did not come; the text names it.
+    """
+    world = get_usable_world()
+    members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
+    check_timeout(timeout)
+    _check_device_id(device_id)
+    backends = backends_in(world, world.backends if backend is None else parse_backends(backend))
+    if world.rank not in members:
+        return GroupMember.NON_GROUP_MEMBER
+    name = group_desc or f"group of {ranks_text(members)}"
+    definition = {"text": name, "ranks": members, "backends": backends}
+    default = max(get_wire(wire).default_timeout for wire in backends.values())
+    made = ProcessGroup(
+        world,
+        members,
+        name=name,
+        backends=None if backend is None else backends,
+        timeout=timeout or default,
+        options=pg_options,
+        is_private=True,
+        desc=group_desc or "undefined",
+        device=device_id,
+    )
+    limit = timeout or world.timeout or default
+    with get_registry(world).agreed(members, "group", definition, limit) as agreement:
+        made.open_all(agreement)
+    return made
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+    """Cut a group, in its order, into subgroups of ``group_size``.
+
+    Args:
+        group_size: must divide the group; None takes the number of CUDA devices.
+        group: what to cut; None means the world.
+        timeout, backend, pg_options, group_desc: as in ``new_group``.
+
+    Returns:
+        This rank's subgroup, and one entry per subgroup (``NON_GROUP_MEMBER`` where this rank
+        is outside).
+
+    Raises:
+        ArgumentError: the size does not divide the group, or there is none and no CUDA device.
+        What ``new_group`` raises.
+    """
+    parent = resolve_group(group)
+    if group_size is None:
+        if not torch.cuda.is_available():
+            raise ArgumentError(
+                "new_subgroups has no group_size, and there is no CUDA device to count",
+                fix="pass group_size",
+            )
+        group_size = torch.cuda.device_count()
+    if not isinstance(group_size, int):
+        raise KindError(
+            f"group_size must be a whole number, not {group_size!r}",
+            found=type(group_size).__name__,
+        )
+    if group_size < 1 or parent.size() % group_size:
+        raise ArgumentError(
+            f"subgroups of {group_size} do not divide a group of {parent.size()} ranks",
+            expected=f"a divisor of {parent.size()}",
+            fix="use new_subgroups_by_enumeration for uneven subgroups",
+        )
+    lists = [
+        list(parent.ranks[start : start + group_size])
+        for start in range(0, parent.size(), group_size)
+    ]
+    return _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=False)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+    """Make the listed subgroups, which must not overlap and may leave ranks out.
+
+    Args:
+        ranks_per_subgroup_list: the global ranks of each subgroup.
+        timeout, backend, pg_options, group_desc: as in ``new_group``.
+
+    Returns:
+        This rank's subgroup or None, and one entry per list (``NON_GROUP_MEMBER`` where this
+        rank is outside).
+
+    Raises:
+        ArgumentError: no lists, or a rank in two of them.
+        What ``new_group`` raises.
+    """
+    lists = _checked_lists(ranks_per_subgroup_list, "ranks_per_subgroup_list")
+    if not lists:
+        raise ArgumentError("the list of subgroups is empty", fix="pass at least one list of ranks")
+    world = get_usable_world()
+    seen: set[int] = set()
+    for ranks in lists:
+        _checked_ranks(world, ranks, sort_ranks=True)
+        if repeated := seen.intersection(ranks):
+            raise ArgumentError(
+                f"{ranks_text(sorted(repeated))} is in more than one subgroup",
+                expected="subgroups that do not overlap",
+                fix="call new_group once for each group that overlaps",
+            )
+        seen.update(ranks)
+    return _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=True)
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Split a group into the listed parts, given as ranks of the parent group, in that order.
+
+    Args:
+        parent_pg: what to split; None means the world.
+        split_ranks: for each part the ranks of the parent group, each in one part at most.
+        timeout, pg_options, group_desc, backend: as in ``new_group``.
+
+    Returns:
+        This rank's part, or None for a rank in no list.
+
+    Raises:
+        ArgumentError: no parts, an empty one, a rank in two of them or outside the parent.
+        What ``new_group`` raises.
+    """
+    parent = resolve_group(parent_pg)
+    parts = _checked_lists([] if split_ranks is None else split_ranks, "split_ranks")
+    if not parts:
+        raise ArgumentError(
+            "split_ranks is empty", fix="pass one list of the parent's ranks a part"
+        )
+    if not all(parts):
+        raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
+    seen: list[int] = [rank for part in parts for rank in part]
+    wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
+    if wrong or len(set(seen)) != len(seen):
+        raise ArgumentError(
+            f"split_ranks {split_ranks} does not split a group of {parent.size()} ranks",
+            expected=f"ranks of the parent group, 0 to {parent.size() - 1}, each at most once",
+            fix="count in the parent group, not in the world",
+        )
+    lists = [[parent.ranks[rank] for rank in part] for part in parts]
+    mine, _ = _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=False)
+    return mine
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Return the place of ``global_rank`` in ``group``. The inverse of ``get_global_rank``.
+
+    Raises:
+        NotInGroupError: it is no member.
+    """
+    target = resolve_group(group)
+    if global_rank not in target.ranks:
+        raise NotInGroupError(
+            f"global rank {global_rank} is not in {target.name}",
+            expected=f"one of {ranks_text(target.ranks)}",
+        )
+    return target.ranks.index(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Return the global rank at a place of ``group``. The inverse of ``get_group_rank``.
+
+    Raises:
+        NotInGroupError: the group has no such place.
+    """
+    target = resolve_group(group)
+    if not 0 <= group_rank < target.size():
+        raise NotInGroupError(
+            f"{target.name} has no group rank {group_rank}",
+            expected=f"0 to {target.size() - 1}",
+        )
+    return target.ranks[group_rank]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Return the global ranks of ``group``, in group order; None means the world."""
+    if group is None:
+        return list(world_group().ranks)
+    return list(resolve_group(group).ranks)
+
+
+def _open_subgroups(
+    lists: list[list[int]],
+    timeout: timedelta | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+    *,
+    sort_ranks: bool,
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+    """Return the group of each list, and the one that holds this rank."""
+    groups = [
+        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)
+        for ranks in lists
+    ]
+    return next((one for one in groups if isinstance(one, ProcessGroup)), None), groups
+
+
+def _check_device_id(device_id: object) -> None:
+    if device_id is None:
+        return
+    if not isinstance(device_id, torch.device):
+        raise KindError(
+            f"device_id must be a torch.device, not {device_id!r}",
+            fix="for example torch.device('cuda', 0)",
+        )
+    if device_id.type != "cpu" and device_id.index is None:
+        raise ArgumentError(f"device_id={device_id} has no index", fix=f"for example {device_id}:0")
+
+
+def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[int]]:
+    try:
+        return [[operator.index(rank) for rank in ranks] for ranks in lists]
+    except TypeError as error:
+        raise KindError(
+            f"{argument} must be a list of lists of ranks, not {lists!r}",
+            expected="for example [[0, 1], [2, 3]]",
+        ) from error
+
+
+def _checked_ranks(
+    world: World, ranks: Sequence[int] | None, *, sort_ranks: bool
+) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(world.size))
+    try:
+        members = tuple(operator.index(rank) for rank in ranks)
+    except TypeError as error:
+        raise KindError(
+            f"ranks must be a sequence of whole numbers, not {ranks!r}",
+            found=type(ranks).__name__,
+        ) from error
+    wrong = [rank for rank in members if not 0 <= rank < world.size]
+    if not members or wrong or len(set(members)) != len(members):
+        what = "is empty" if not members else "names a rank twice"
+        if wrong:
+            what = f"names {ranks_text(wrong)}, outside the world"
+        raise ArgumentError(
+            f"the list of ranks {what}",
+            where=f"rank {world.rank} of {world.size}",
+            expected=f"different ranks from 0 to {world.size - 1}",
+            found=str(list(members)),
+        )
+    return tuple(sorted(members)) if sort_ranks else members

@@ -1,0 +1,80 @@
+"""The header tables of one rank's communicators, shared with the other members on its host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ..bootstrap.thread_stores import store_of_thread, telling_lost_store
+from ..bootstrap.world import World
+from ..checking.header_table import HeaderTable
+from ..checking.shared_words import (
+    Regions,
+    SharedWords,
+    SharedWordsView,
+    WordsAddress,
+    find_view,
+    make_shared_words,
+)
+from ..wires.core import core
+
+__all__ = ["HeaderTables"]
+
+
+class HeaderTables:
+    """Makes and drops header tables; makes none where this rank has no shared words."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._words: SharedWords | None = None
+        self._views: dict[int, SharedWordsView | None] = {}
+
+    def publish(self) -> None:
+        """Make this rank's shared words, and show the others where they lie."""
+        self._words = make_shared_words()
+        address = None if self._words is None else self._words.address.to_json()
+        store_of_thread(self._world).set(_address_key(self._world.rank), json.dumps(address))
+
+    def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
+        """The table of a new communicator; None where no other member is on this host."""
+        key = _region_key(label)
+        regions = Regions(lambda member: self._find_region(ranks[member], key))
+        hosts = [self._world.hosts[rank] for rank in ranks]
+        me = ranks.index(self._world.rank)
+        new_log = None if core is None else core.MessageLog
+        return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
+
+    def drop(self, label: str, table: HeaderTable | None) -> None:
+        """End this member's part in a table, and free its place."""
+        if table is not None:
+            table.close()
+            if self._words is not None:
+                self._words.release(_region_key(label))
+
+    def close(self) -> None:
+        """End this rank's part in all tables."""
+        self._views.clear()
+        if self._words is not None:
+            self._words.close()
+            self._words = None
+
+    def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
+        """The region under ``key`` of a rank of this host; None while it is not known yet."""
+        if rank not in self._views:
+            with telling_lost_store(self._world):
+                store = store_of_thread(self._world)
+                if not store.check([_address_key(rank)]):
+                    return None
+                address = json.loads(store.get(_address_key(rank)))
+            self._views[rank] = address and find_view(WordsAddress.from_json(address))
+        return self._views[rank], key
+
+
+def _address_key(rank: int) -> str:
+    return f"shared words/{rank}"
+
+
+def _region_key(label: str) -> int:
+    """The key of a communicator's headers in every member's shared words; never 0."""
+    digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "little") | 1

@@ -1,0 +1,218 @@
+"""Receives that name no sender, on wires that want one: they start when a member has noted a send.
+
+Gloo ends the process that receives more than its tensor holds, and leaves part of a larger tensor
+unwritten without an error. A receive that names its sender compares the message first, so nothing
+is received from any member as long as all members note their messages where all can read it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from ..checking.header_table import HeaderTable
+from ..checking.recorder import Recorder
+from ..wires.communicator import Communicator
+from ..wires.failures import MemberLost, MembersDisagree, WireAborted
+from ..wires.operations import Deferred, Terms
+
+__all__ = ["Matching"]
+
+_PAUSE_S = 0.0001
+_LONGEST_PAUSE_S = 0.002
+_CHECK_S = 0.1
+_REST_PER_LOOK = 20.0  # times what a look took, as long as that is no hold-up
+_LONGEST_REST_S = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class _Receive:
+    # A weak reference, so that a Work that is dropped takes no message.
+    deferred: weakref.ref[Deferred]
+    tensor: torch.Tensor
+    peer: int | None
+    tag: int
+    header: int
+    note: int
+    timeout: timedelta
+    explain: Callable[[MembersDisagree], Exception]
+
+    def is_wanted(self) -> bool:
+        deferred = self.deferred()
+        return deferred is not None and not deferred.is_cancelled
+
+
+class Matching:
+    """The receives of one communicator that wait for their sender, in the order of their start.
+
+    Args:
+        communicator: what receives.
+        header_table: where members note what they send.
+        recorder: where this member's calls are noted.
+        is_broken: whether the communicator failed or was aborted.
+
+    Attributes:
+        receives: those that wait. ``takes`` is false for a named sender while there are none.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        header_table: HeaderTable,
+        recorder: Recorder,
+        is_broken: Callable[[], bool],
+    ) -> None:
+        self._communicator = communicator
+        self._header_table = header_table
+        self._recorder = recorder
+        self._is_broken = is_broken
+        self.receives: list[_Receive] = []
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._checked = 0.0
+
+    def takes(self, peer: int | None, tag: int) -> bool:
+        """Whether a receive is matched here: it names no sender, or follows one that names none."""
+        if peer is not None and not self.receives:
+            return False  # the common case
+        with self._lock:
+            if any(one.tag == tag for one in self.receives):
+                return True
+            return peer is None and self._header_table.can_find_sender(tag)
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        *,
+        peer: int | None,
+        tag: int,
+        header: int,
+        note: int,
+        timeout: timedelta,
+        explain: Callable[[MembersDisagree], Exception],
+        waits: bool,
+    ) -> Deferred:
+        """Receive ``tensor`` as soon as its sender is known.
+
+        Args:
+            tensor: what is written.
+            peer: the sender, where the program named it.
+            tag: of the message.
+            header: the fingerprint of the message that ``tensor`` takes.
+            note: under which the recorder noted the call, without a number.
+            timeout: how long it may take.
+            explain: notifies all members that a message does not fit, and makes the error.
+            waits: whether the caller waits for it at once, so that no other thread has to look.
+        """
+        deferred = Deferred(self._look, self._communicator.wait_for)
+        receive = _Receive(weakref.ref(deferred), tensor, peer, tag, header, note, timeout, explain)
+        with self._lock:
+            is_first = all(one.tag != tag for one in self.receives)
+            self.receives.append(receive)
+            if is_first:
+                self._start_if_sent(receive)
+            if self.receives and not waits and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._look_again, name="meshdist-matching", daemon=True
+                )
+                self._thread.start()
+        return deferred
+
+    def close(self) -> None:
+        """End the receives that still wait."""
+        self._end_all(
+            lambda: WireAborted("the group was closed while a receive waited for its sender")
+        )
+
+    def _look_again(self) -> None:
+        pause = _PAUSE_S
+        while True:
+            time.sleep(pause)
+            with self._lock:
+                num_receives, begin = len(self.receives), time.perf_counter()
+                self._look()
+                took = time.perf_counter() - begin
+                if not self.receives:
+                    self._thread = None
+                    return
+                has_found = len(self.receives) < num_receives
+            pause = _PAUSE_S if has_found else min(2 * pause, _LONGEST_PAUSE_S)
+            pause = max(pause, min(_REST_PER_LOOK * took, _LONGEST_REST_S))
+
+    def _look(self) -> None:
+        """Start every receive whose sender is known by now."""
+        with self._lock:
+            if not self.receives:
+                return
+            if self._is_broken():
+                self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
+                return
+            self.receives[:] = [one for one in self.receives if one.is_wanted()]
+            waiting = set()
+            for receive in tuple(self.receives):
+                if receive.tag not in waiting and not self._start_if_sent(receive):
+                    waiting.add(receive.tag)
+            if waiting and time.monotonic() - self._checked > _CHECK_S:
+                self._checked = time.monotonic()
+                self._check()
+
+    def _start_if_sent(self, receive: _Receive) -> bool:
+        peer, tag = receive.peer, receive.tag
+        try:
+            if peer is None:
+                is_mine = self._communicator.has_sent_itself(tag)
+                peer = self._communicator.rank if is_mine else self._header_table.find_sender(tag)
+                if peer is None:
+                    return False
+            self._recorder.name_sender(receive.note, peer, tag)
+            number = self._header_table.recv(peer, tag, receive.header)
+            if number is not None:
+                raise receive.explain(MembersDisagree("", number, (False, peer, tag)))
+        except Exception as failure:  # of any kind: raised where the receive is waited for
+            self._end(receive, failure)
+            return True
+        self._start(receive, peer)
+        return True
+
+    def _start(self, receive: _Receive, peer: int | None) -> None:
+        try:
+            terms = Terms(receive.timeout)
+            started = self._communicator.recv(receive.tensor, peer, receive.tag, terms)
+        except Exception as failure:
+            self._end(receive, failure)
+            return
+        self.receives.remove(receive)
+        deferred = receive.deferred()
+        if deferred is not None:
+            deferred.started = started
+
+    def _check(self) -> None:
+        """End all where a sender may have died; ask the wire where messages may go unseen."""
+        lost = self._header_table.find_lost()
+        if lost is not None:
+            self._end_all(lambda: MemberLost("has ended", lost))
+            return
+        tags = {one.tag for one in self.receives if one.peer is None}
+        unseen = {tag for tag in tags if not self._header_table.can_find_sender(tag)}
+        for tag in unseen:
+            self._header_table.recv_any(tag)
+        for receive in tuple(self.receives):  # in the order of their start
+            if receive.tag in unseen:
+                self._start(receive, receive.peer)
+
+    def _end_all(self, failure: Callable[[], Exception]) -> None:
+        with self._lock:
+            for receive in tuple(self.receives):
+                self._end(receive, failure())
+
+    def _end(self, receive: _Receive, failure: Exception) -> None:
+        self.receives.remove(receive)
+        deferred = receive.deferred()
+        if deferred is not None:
+            deferred.failure = failure

@@ -1,0 +1,160 @@
+"""The other members of a group, asked and notified when one of its calls fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.world import World
+from ..checking.calls import Call, GroupFacts
+from ..checking.recorder import FORGOTTEN
+from ..error_text import grouped_text, ranks_text
+from ..errors import StoreError
+from .failures import STORE_LOST, OtherMembers
+from .registry import OpenCommunicator, get_registry
+from .signal_thread import Answer, ask
+
+__all__ = ["MembersOfWorld", "last_call_text", "silent_ranks"]
+
+_LIFE_SIGN_S = 1.0
+_SILENT = "gives no answer: it has ended or is stopped"
+
+
+class MembersOfWorld(OtherMembers):
+    """The other members of a communicator of a world.
+
+    Processes are asked through the store; simulated ranks, which fail together, are not.
+
+    Args:
+        world: of all of them.
+        group: whose members they are.
+        opened: its communicator.
+    """
+
+    compare_misfits = False  # the wire reports what the comparison of headers has missed
+
+    def __init__(self, world: World, group: GroupFacts, opened: OpenCommunicator) -> None:
+        self._world = world
+        self._group = group
+        self._opened = opened
+        self._others = tuple(rank for rank in group.ranks if rank != world.rank)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._opened.is_closed
+
+    def find_abort(self) -> dict[str, Any] | None:
+        try:
+            check_store_served(self._world)
+            return get_registry(self._world).find_abort(self._opened.label)
+        except RuntimeError:
+            return None
+
+    def break_here(self, reason: str) -> None:
+        get_registry(self._world).break_here(self._opened.label, reason)
+
+    def report(self, call: Call) -> str:
+        if self._world.is_simulated:
+            return ""
+        try:
+            answers = ask(self._world, self._others)
+        except RuntimeError:
+            return STORE_LOST
+        lines = []
+        for rank in self._others:
+            answer = answers.get(rank)
+            line = last_call_text(answer)
+            if answer is not None:
+                line = line.removeprefix("runs, and ")
+                here = [one for one in answer["calls"] if one["label"] == self._opened.label]
+                if call.message is None:
+                    has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
+                    line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
+            lines.append(f"rank {rank}: {line}")
+        return "\n".join(lines)
+
+    def silent(self) -> str:
+        return silent_ranks(self._world, self._others)
+
+    def find_first_failure(self, call: Call, text: str) -> str:
+        if self._world.is_simulated:
+            return ""
+        mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.title})
+        try:
+            check_store_served(self._world)
+            store = store_of_thread(self._world)
+            first = store.compare_set(f"{self._opened.label}/failure", "", mine).decode()
+        except RuntimeError:
+            return STORE_LOST
+        if first == mine:
+            return ""
+        other = json.loads(first)
+        return f"rank {other['rank']} failed first, in {other['call']}: {other['text']}"
+
+    def agree_on_error(
+        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+    ) -> dict[str, str]:
+        registry, label = get_registry(self._world), self._opened.label
+        rank, asked = self._world.rank, self._others
+        if "asked" in about:
+            asked = tuple(self._group.ranks[member] for member in about["asked"])
+        where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
+        if "sequence" in about:
+            me = f"{self._group.here} saw it before it sent any data"
+            where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
+        disagreement = {**disagreement, "where": where, "fix": fix}
+        calls = {rank: FORGOTTEN if mine is None else mine.text}
+        try:
+            answers = ask(self._world, asked, {"label": label, **about})
+            calls |= {other: _answered(answers.get(other)) for other in asked}
+            found = "\n".join(
+                filter(None, (disagreement["found"], grouped_text(sorted(calls.items()))))
+            )
+            disagreement = {**disagreement, "found": found}
+            text = json.dumps(disagreement)
+            first = store_of_thread(self._world).compare_set(f"{label}/disagreement", "", text)
+            disagreement = json.loads(first.decode())
+            reason = f"{disagreement['summary']}: {disagreement['found']}"
+            if first.decode() == text:
+                message = {"reason": reason, "group": self._group.name}
+                registry.abort([label], {**message, "disagreement": disagreement})
+            else:  # no verb of this rank may use the wire before the other's signal arrives
+                registry.break_here(label, reason, disagreement=disagreement)
+        except StoreError as lost:  # then no rank can say what the others called
+            found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {STORE_LOST}"
+            disagreement = {**disagreement, "found": found}
+            registry.break_here(label, str(lost), disagreement=disagreement)
+        return disagreement
+
+
+def last_call_text(answer: Answer | None) -> str:
+    """The last call in a rank's answer, or that it gave none (None)."""
+    if answer is None:
+        return _SILENT
+    if not answer["calls"]:
+        return "runs, and has called no verb"
+    return f"last {answer['calls'][-1]['text']}"
+
+
+def silent_ranks(world: World, ranks: tuple[int, ...]) -> str:
+    """Which of some ranks, other than this one, give no sign of life; "" where all do."""
+    if world.is_simulated:
+        return ""
+    others = tuple(rank for rank in ranks if rank != world.rank)
+    try:
+        answers = ask(world, others, patience_s=_LIFE_SIGN_S)
+    except RuntimeError:  # the store is lost, as other lines say
+        return ""
+    silent = [rank for rank in others if rank not in answers]
+    if not silent:
+        return ""
+    if len(silent) == 1:
+        return f"rank {silent[0]}: {_SILENT}"
+    return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
+
+
+def _answered(answer: Answer | None) -> str:
+    if answer is None:
+        return _SILENT
+    return answer["about"] or "has not come there yet"

@@ -1,0 +1,396 @@
+"""Groups: an ordered set of ranks that communicate, and the connections that they use."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
+
+from ..bootstrap.thread_stores import store_of_thread
+from ..bootstrap.world import World, find_world, get_usable_world, get_world
+from ..checking.calls import GroupFacts
+from ..error_text import ranks_text
+from ..errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    KindError,
+    MeshdistError,
+    NotInGroupError,
+)
+from ..reduce_ops import ReduceOp, multiply, split_premul
+from ..runtime.forks import num_forks
+from ..wires.communicator import FastPath
+from ..wires.failures import WireFailure, WireRefused, WireTimeout
+from ..wires.opening import Opening
+from ..wires.operations import Terms
+from ..wires.registry import Wire, find_wire, get_wire
+from ..wires.work import Work
+from .agreement import Agreement
+from .channel import Channel
+from .other_members import MembersOfWorld, silent_ranks
+from .registry import get_registry
+
+__all__ = [
+    "GroupMember",
+    "ProcessGroup",
+    "group",
+    "resolve_group",
+    "world_group",
+]
+
+_log = logging.getLogger("meshdist.groups")
+
+
+class ProcessGroup:
+    """An ordered set of ranks that communicate, as one of its members sees it.
+
+    Made by a mesh for its axes, or by ``new_group``; a program rarely makes one itself.
+
+    Args:
+        world: the world of its ranks.
+        ranks: global ranks, in group order; this rank is one of them.
+        name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
+        backends: the wire per device type, where the program has named them for this group;
+            None takes the world's, or what serves in place of its default ones.
+        named_for: the device type for which alone the program has named a wire; "" for none.
+        timeout: how long a verb may wait; None takes the world's, else the wire's default.
+        options: the wire's own options, or None.
+        is_private: whether it opens communicators of its own instead of sharing equal ones.
+        desc: torch's ``group_desc``.
+        device: the device bound to its NCCL wire, which then connects at once; None takes the
+            world's.
+        agreement: what its members agreed when it was made; without one they agree when its
+            first communicator is opened.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ranks: tuple[int, ...],
+        *,
+        name: str,
+        backends: dict[str, str] | None = None,
+        named_for: str = "",
+        timeout: timedelta | None = None,
+        options: Any = None,
+        is_private: bool = False,
+        desc: str = "",
+        device: torch.device | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.name = name
+        self._chooses_wires = world.chooses_wires and backends is None
+        self.backends = backends or world.backends
+        self.named_for = named_for
+        if self._chooses_wires and world.spans_hosts(ranks):
+            self.backends = _across_hosts(self.backends)
+        self.options = options
+        self.device = device or world.device
+        self.is_private = is_private
+        self.group_desc = desc or name
+        self.own_timeout = timeout
+        self._group_rank = ranks.index(world.rank)
+        self._num_forks = num_forks()
+        self._agreement = agreement
+        self._channels: dict[str, Channel] = {}
+        self._closed = False
+        self.fast_path: FastPath | None = None
+        """The fast path of plain calls on CPU tensors, where the open wire has one."""
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self._group_rank
+
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    @property
+    def group_name(self) -> str:
+        """A name for messages; two groups may have the same."""
+        return self.name
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a verb may wait, on CPU tensors if the group serves them."""
+        return self._timeout_on(get_wire(self.wire_name(self._main_device_type())))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group, or its world, was closed."""
+        return self._closed or self.world.is_closed
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.name}, ranks={list(self.ranks)}, rank={self._group_rank})"
+
+    def wire_name(self, device_type: str) -> str:
+        """The wire that serves tensors of ``device_type`` here."""
+        name = self.backends.get(device_type)
+        if name is None:
+            served = ", ".join(f"{device}:{wire}" for device, wire in self.backends.items())
+            raise BackendError(
+                f"{self.name} has no backend for {device_type} tensors",
+                expected=f"tensors of one of its device types: {served}",
+                fix=f"name one at the start, for example backend='{served},{device_type}:gloo'",
+            )
+        return name
+
+    def open_channel(
+        self, device_type: str, agreement: Agreement | None = None, slot: str = ""
+    ) -> Channel:
+        """Return the open channel for ``device_type``; the first call opens it, with all members.
+
+        Args:
+            device_type: of the tensors.
+            agreement: what the members have just agreed upon, with their offers; None lets them
+                agree now.
+            slot: under which each of them made its offer.
+        """
+        if self._num_forks == num_forks():  # else a forked child, which may not
+            channel = self._channels.get(device_type)
+            if channel is not None:
+                return channel
+        return self._open_channel(device_type, agreement, slot)
+
+    def offer(self, device_type: str, slot: str = "") -> dict[str, str]:
+        """What this member could share for ``device_type``, for an agreement."""
+        wire = get_wire(self.wire_name(device_type))
+        label = ""
+        if not self.is_private:
+            label = get_registry(self.world).find_label(wire, self.ranks, self.options)
+        return {f"{slot}{wire.name}": label}
+
+    def open_all(self, agreement: Agreement | None = None) -> None:
+        """Open every wire of the group that this machine can serve, with all other members.
+
+        NCCL does not communicate yet, unless a device is bound.
+        """
+        for device_type, name in self.backends.items():
+            wire = find_wire(name)
+            if wire is None or not wire.is_available():
+                continue
+            if device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available()):
+                self.open_channel(device_type, agreement)
+
+    def first_device_type(self) -> str:
+        """The device type that was opened first; for verbs that carry no tensor."""
+        return next(iter(self._channels), None) or self._main_device_type()
+
+    def check_usable(self) -> None:
+        """Raise where the world or the group is closed, or this process is a forked child."""
+        self.world.check_usable()
+        if self._closed:
+            raise GroupClosedError(
+                f"{self.name} was closed",
+                where=f"rank {self.world.rank}",
+                fix="make a new mesh or group; a closed one stays closed",
+            )
+
+    def allreduce(self, tensors: list[torch.Tensor], op: Any = ReduceOp.SUM) -> Work:
+        """Start reducing the one tensor of ``tensors`` in place; the call of torch's comm hooks."""
+        (tensor,) = tensors
+        kind, factor = split_premul(op)
+        channel = self.open_channel(tensor.device.type)
+        channel.enter("allreduce", tensor, kind if factor is None else ReduceOp.PREMUL_SUM)
+        if factor is not None:
+            multiply(tensor, factor)
+        try:
+            terms = Terms(channel.timeout, "allreduce", channel.recorder.sequence)
+            operation = channel.communicator.all_reduce(tensor, kind, terms)
+        except WireFailure as failure:
+            raise channel.explain(failure) from None
+        return channel.work(operation, [tensor], verb="allreduce")
+
+    def close(self) -> None:
+        """End communication on this group; a communicator shared with others stays open."""
+        if self._closed:
+            return
+        self._closed = True
+        registry = get_registry(self.world)
+        channels = {id(c.opened): c for c in self._channels.values()}
+        self.forget_channels()
+        for channel in channels.values():
+            registry.release(channel.opened, self)
+
+    def forget_channels(self) -> None:
+        """Drop the references to all communicators; called when the world closes."""
+        self._channels = {}
+        self.fast_path = None
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
+        labels = [channel.opened.label for channel in self._channels.values()]
+        get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
+
+    def _main_device_type(self) -> str:
+        return "cpu" if "cpu" in self.backends else next(iter(self.backends))
+
+    def _timeout_on(self, wire: Wire) -> timedelta:
+        return self.own_timeout or self.world.timeout or wire.default_timeout
+
+    def _open_channel(self, device_type: str, agreement: Agreement | None, slot: str) -> Channel:
+        self.check_usable()
+        wire = get_wire(self.wire_name(device_type))
+        timeout = self._timeout_on(wire)
+        registry = get_registry(self.world)
+        for channel in self._channels.values():
+            if channel.wire is wire:
+                self._channels[device_type] = channel
+                return channel
+        agreement = agreement or self._agreement
+        if agreement is None:
+            definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
+            offer = self.offer(device_type)
+            with registry.agreed(self.ranks, "group", definition, timeout, offer) as agreed:
+                return self._open_channel(device_type, agreed, slot)
+        label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
+        opening = self._opening(label, device_type, timeout)
+        try:
+            opened = registry.acquire(wire, opening, label, self)
+        except WireRefused as refusal:
+            if not (self._chooses_wires and wire.replacement):
+                raise self._not_opened(wire, refusal) from None
+            _log.info("%s goes by %s: %s", self.name, wire.replacement, refusal)
+            self.backends = {**self.backends, device_type: wire.replacement}
+            return self._open_channel(device_type, agreement, slot)
+        except WireFailure as failure:
+            raise self._not_opened(wire, failure) from failure
+        facts = GroupFacts(
+            self.name, self.ranks, self._group_rank, opened.label, wire.name, timeout
+        )
+        others = MembersOfWorld(self.world, facts, opened)
+        channel = Channel(facts, wire, opened, device_type, others)
+        self._channels[device_type] = channel
+        if device_type == "cpu":
+            self.fast_path = channel.fast_path
+        where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"
+        _log.info("%s, on wire %s for %s tensors", where, wire.name, device_type)
+        return channel
+
+    def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
+        world = self.world
+        return Opening(
+            store=PrefixStore(label, store_of_thread(world)),
+            ranks=self.ranks,
+            rank=self._group_rank,
+            device_type=device_type,
+            timeout=timeout,
+            is_one_host=not world.spans_hosts(self.ranks),
+            options=self.options,
+            device=self.device,
+            name=self.name,
+            num_local=world.local_size,
+            hosts=tuple(world.hosts[rank] for rank in self.ranks),
+        )
+
+    def _not_opened(self, wire: Wire, failure: WireFailure) -> MeshdistError:
+        kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+        found = str(failure)
+        if isinstance(failure, WireRefused):
+            fix = f"name another backend, for example {wire.replacement or 'gloo'!r}"
+        else:
+            found = "\n".join(filter(None, (found, silent_ranks(self.world, self.ranks))))
+            fix = "see that all of these ranks come to this point, and that no one has ended"
+        return kind(
+            f"{self.name} could not be opened on wire {wire.name!r}",
+            where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
+            found=found,
+            fix=fix,
+        )
+
+
+def _across_hosts(backends: dict[str, str]) -> dict[str, str]:
+    """The default wires, for ranks of several hosts."""
+    wires = {kind: find_wire(name) for kind, name in backends.items()}
+    found = {kind: wire.across_hosts for kind, wire in wires.items() if wire and wire.across_hosts}
+    return {**backends, **found}
+
+
+def world_group(world: World | None = None) -> ProcessGroup:
+    """Return the group of all ranks of ``world`` (of the world in force)."""
+    world = world or get_world()
+    found = world.group
+    if not isinstance(found, ProcessGroup):
+        found = world.group = ProcessGroup(
+            world,
+            tuple(range(world.size)),
+            name="the world",
+            options=world.options,
+            desc="default_pg",
+            # A world is all of its ranks by nature; there is nothing to agree upon.
+            agreement=Agreement("world", {rank: {} for rank in range(world.size)}),
+        )
+    return found
+
+
+def resolve_group(group: object) -> ProcessGroup:
+    """Return the group that a verb's ``group`` argument means.
+
+    Args:
+        group: None (the world), a ProcessGroup, or a mesh: its axis, or its axes flattened
+            row-major.
+
+    Raises:
+        NotInGroupError: this rank is no member.
+        KindError: not one of these.
+    """
+    if group is None:
+        found = get_usable_world().group
+        return found if isinstance(found, ProcessGroup) else world_group()
+    if isinstance(group, ProcessGroup):
+        return group
+    group_of_mesh = getattr(group, "open_group", None)
+    if group_of_mesh is not None:
+        return group_of_mesh()  # type: ignore[no-any-return]
+    if group == GroupMember.NON_GROUP_MEMBER:
+        raise NotInGroupError(
+            "this rank is not a member of the group",
+            where=f"rank {get_world().rank}",
+            expected="calls on a group only by its members",
+            fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
+        )
+    raise KindError(
+        f"{group!r} is not a group of meshdist",
+        expected="a ProcessGroup, a mesh such as mesh['tp'], or None for the world",
+        found=f"{type(group).__module__}.{type(group).__qualname__}",
+        fix=_instead_of(group),
+    )
+
+
+def _instead_of(group: object) -> str | None:
+    """What to pass instead of something that is no group."""
+    if isinstance(group, str) or _is_names(group):
+        return f"name the axis on its mesh: group=mesh[{group!r}]"
+    if isinstance(group, TorchGroup):
+        return "make ours of the same ranks: meshdist.new_group(ranks)"
+    if type(group).__module__ == "torch.distributed.device_mesh":
+        return "make ours of it: DeviceMesh.from_torch(mesh)"
+    return None
+
+
+def _is_names(given: object) -> bool:
+    return isinstance(given, (tuple, list)) and all(isinstance(one, str) for one in given)
+
+
+class _MemberKinds(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:  # torch's name
+        """The group of all ranks, or None before there is a world."""
+        world = find_world()
+        return None if world is None else world_group(world)
+
+
+class GroupMember(metaclass=_MemberKinds):
+    """``GroupMember.WORLD`` is the world; outsiders of a new group get ``NON_GROUP_MEMBER``."""
+
+    NON_GROUP_MEMBER = -100
+
+
+class group(metaclass=_MemberKinds):  # torch's name
+    """``group.WORLD`` is the group of all ranks."""

@@ -1,0 +1,365 @@
+"""The communicators that this rank has open in its world, shared where equal.
+
+Two groups with equal ranks in equal order, on the same wire with the same options, use one
+communicator; private groups never share. Whether one can be shared depends on all members, since
+one of them may have closed it, or seen it fail, before the others: each offers what it has when
+they agree on what they make, and the agreement gives the communicator its label.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing.util
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+from ..bootstrap.thread_stores import (
+    check_store_served,
+    cloned,
+    store_of_thread,
+    telling_lost_store,
+)
+from ..bootstrap.world import World
+from ..checking.header_table import HeaderTable
+from ..checking.recorder import Recorder
+from ..runtime.deadlines import Grace, wait_until
+from ..wires.communicator import Communicator
+from ..wires.opening import Opening
+from ..wires.registry import Wire
+from .agreement import Agreement, Agreements
+from .header_tables import HeaderTables
+from .matching import Matching
+from .signal_thread import Answer, SignalThread, post, receipts_key
+
+__all__ = ["OpenCommunicator", "Registry", "get_registry"]
+
+_making = threading.Lock()
+_PATIENCE_S = 5.0
+_RECEIPTS_S = 1.0
+_NOTING_S = 0.01
+_NUM_OPENING = "group/opening"
+
+
+class User(Protocol):
+    """A group, as far as its communicators are concerned."""
+
+    is_private: bool
+
+    def forget_channels(self) -> None:
+        """Drop the references to all communicators."""
+
+
+@dataclass(eq=False)
+class OpenCommunicator:
+    """One communicator, its label (equal on all members), and the groups that use it."""
+
+    label: str
+    communicator: Communicator
+    recorder: Recorder
+    aborts: dict[str, dict[str, Any]]
+    header_table: HeaderTable | None = None
+    matching: Matching | None = None
+    spans_hosts: bool = False
+    options: Any = None  # kept, since equal options are known by their identity
+    share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
+    users: set[User] = field(default_factory=set)
+    is_closed: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self.communicator.size
+
+    def leave(self) -> None:
+        """Announce to the other members that this process exits normally."""
+        self.communicator.leave()
+        if self.header_table is not None:
+            self.header_table.leave()
+
+    def close(self) -> None:
+        """End this member's part; what waits fails."""
+        self.is_closed = True
+        if self.matching is not None:
+            self.matching.close()
+        self.communicator.close()
+
+
+class Registry:
+    """What one rank has open; made on first use and closed with the world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.aborts: dict[str, dict[str, Any]] = {}
+        """Why a communicator is broken, by label."""
+        self.beside_wires = Recorder()
+        """Calls that go through the store instead of a communicator."""
+        self.header_tables = HeaderTables(world)
+        self._agreements = Agreements(world)
+        self._by_label: dict[str, OpenCommunicator] = {}
+        self._lock = threading.RLock()
+        self._signals: SignalThread | None = None
+        self._last_abort = 0
+
+    def start(self) -> None:
+        """Look for signals of other processes; simulated ranks need none."""
+        if not self._is_among_processes:
+            return
+        self.header_tables.publish()
+        store = cloned(self.world.store)
+        self._signals = SignalThread(store, self.world.rank, self.answer, self._abort_here)
+        self.world.find_server = self._signals.is_store_served
+        atexit.register(self._end)  # runs before that of the signals, which was registered before
+        if multiprocessing.parent_process() is not None:  # a forked worker runs no such handlers
+            multiprocessing.util.Finalize(None, self._end, exitpriority=0)
+
+    @contextmanager
+    def agreed(
+        self,
+        ranks: tuple[int, ...],
+        kind: str,
+        definition: dict[str, Any],
+        timeout: timedelta,
+        offer: Mapping[str, str] | None = None,
+    ) -> Iterator[Agreement]:
+        """Agree with ``ranks``; in the context open what was agreed (see ``Agreements.agree``).
+
+        Meanwhile the rank that serves the store does not end.
+        """
+        if not self._is_among_processes:
+            yield self._agreements.agree(ranks, kind, definition, timeout, offer)
+            return
+        check_store_served(self.world)
+        store = store_of_thread(self.world)
+        store.add(_NUM_OPENING, 1)
+        try:
+            yield self._agreements.agree(ranks, kind, definition, timeout, offer)
+        finally:
+            with suppress(RuntimeError):  # the store is lost, as the error under way says
+                check_store_served(self.world)
+                store.add(_NUM_OPENING, -1)
+
+    def acquire(self, wire: Wire, opening: Opening, label: str, user: User) -> OpenCommunicator:
+        """Return the communicator called ``label``; opening a new one waits for all members.
+
+        Args:
+            wire: what opens it.
+            opening: how it is opened; its store is the world's.
+            label: what its members have agreed to call it.
+            user: the group that asks for it; where it is private, no other may share it.
+
+        Raises:
+            WireFailure: the wire could not open it.
+        """
+        with self._lock:
+            shared = self._by_label.get(label)
+            if shared is not None:
+                shared.users.add(user)
+                return shared
+        world, ranks, options = self.world, opening.ranks, opening.options
+        # The table comes first, so that members that have opened their side find it.
+        table = None if wire.compares_calls else self.header_tables.make(label, ranks)
+        communicator = None
+        try:
+            communicator = wire.open(opening)
+            if self._is_among_processes:
+                with telling_lost_store(world):
+                    store_of_thread(world).add(f"{label}/opened", 1)
+        except BaseException:
+            if communicator is not None:
+                communicator.close()
+            self.header_tables.drop(label, table)
+            raise
+        recorder = Recorder()
+        matching = None
+        if table is not None and communicator.wants_senders:
+            matching = Matching(communicator, table, recorder, lambda: label in self.aborts)
+        opened = OpenCommunicator(
+            label,
+            communicator,
+            recorder,
+            self.aborts,
+            table,
+            matching,
+            world.spans_hosts(ranks),
+            options,
+            None if user.is_private else (wire.name, ranks, id(options)),
+            {user},
+        )
+        with self._lock:
+            self._by_label[label] = opened
+        return opened
+
+    def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
+        """The label of the communicator that a new group could share, or ""."""
+        key = (wire.name, ranks, id(options))
+        with self._lock:
+            found = [entry.label for entry in self._by_label.values() if entry.share_key == key]
+        return found[-1] if found else ""
+
+    def release(self, opened: OpenCommunicator, user: User) -> None:
+        """Give up one use; the last one closes the communicator."""
+        with self._lock:
+            opened.users.discard(user)
+            if opened.users or self._by_label.pop(opened.label, None) is None:
+                return
+        self._await_members([opened])
+        opened.close()
+        self.header_tables.drop(opened.label, opened.header_table)
+
+    def abort(self, labels: list[str], message: dict[str, Any]) -> None:
+        """Free the ranks that wait in the named communicators, everywhere in the world."""
+        message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
+        store = store_of_thread(self.world)
+        try:
+            check_store_served(self.world)
+            for label in labels:
+                store.set(f"{label}/abort", json.dumps(message))
+            if self._signals is not None:
+                message["number"] = post(store, message)
+        finally:
+            self._abort_here(message)
+
+    def break_here(self, label: str, reason: str, **more: Any) -> None:
+        """Refuse every later verb of this rank on a failed communicator, with the reason."""
+        message = {"rank": self.world.rank, "labels": [label], "reason": reason, **more}
+        self._abort_here(message)
+
+    def find_abort(self, label: str) -> dict[str, Any] | None:
+        """Which rank aborted a communicator and why, if one did; asks the store."""
+        known = self.aborts.get(label)
+        if known is None:
+            check_store_served(self.world)
+            store = store_of_thread(self.world)
+            if store.check([f"{label}/abort"]):
+                known = json.loads(store.get(f"{label}/abort"))
+                # Its signal may not have arrived yet, and the next verb must not use the wire.
+                self._abort_here(known)
+        return known
+
+    def answer(self, about: dict[str, Any]) -> Answer:
+        """What this rank called last on each communicator and beside them; what is asked about."""
+        with self._lock:
+            recorders = [(entry.label, entry.recorder) for entry in self._by_label.values()]
+            asked = self._by_label.get(about.get("label", ""))
+        recorders.append(("", self.beside_wires))
+        used = [(label, recorder) for label, recorder in recorders if recorder.moment]
+        used.sort(key=lambda one: one[1].moment)
+        calls = [
+            {"label": label, "sequence": recorder.sequence, "text": call.title}
+            for label, recorder in used
+            if (call := recorder.find_note()) is not None
+        ]
+        text = None
+        if about and asked is not None:  # a message may be on its way and not noted yet
+            text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
+        return {"calls": calls, "about": text}
+
+    def close(self) -> None:
+        """Close all communicators and stop the signal thread."""
+        self._leave()
+        if self._signals is not None:
+            self._signals.stop()
+            self._signals = self.world.find_server = None
+        opened = self._all_opened()
+        for entry in opened:
+            for user in entry.users:
+                user.forget_channels()
+        self._by_label.clear()
+        for entry in opened:
+            if self.world.process_id != os.getpid():  # a forked child has no part in it
+                entry.communicator.close()
+                continue
+            entry.leave()
+            entry.close()
+            self.header_tables.drop(entry.label, entry.header_table)
+        self.header_tables.close()
+
+    @property
+    def _is_among_processes(self) -> bool:
+        return self.world.size > 1 and not self.world.is_simulated
+
+    def _all_opened(self) -> list[OpenCommunicator]:
+        with self._lock:
+            return list(self._by_label.values())
+
+    def _leave(self) -> None:
+        """Wait, a little, for ranks that still need this one to open what it has open already."""
+        atexit.unregister(self._end)
+        if not self._is_among_processes or self.world.process_id != os.getpid():
+            return
+        self._await_members(self._all_opened())
+        if self.world.rank == 0:  # it serves the store as a rule
+            if self._last_abort:
+                have_all_received = partial(operator.le, self.world.size)
+                self._await_count(
+                    receipts_key(self._last_abort), have_all_received, Grace(_RECEIPTS_S)
+                )
+            self._await_count(_NUM_OPENING, partial(operator.ge, 0), Grace(_PATIENCE_S))
+
+    def _end(self) -> None:
+        """Announce to the others that this process exits normally, unless an exception ends it."""
+        self._leave()
+        has_failed = hasattr(sys, "last_value") or sys.exc_info()[0] is not None
+        if self.world.process_id == os.getpid() and not has_failed:
+            for entry in self._all_opened():
+                entry.leave()
+
+    def _await_members(self, opened: list[OpenCommunicator]) -> None:
+        """Wait until every member has opened its side.
+
+        A member that ends first closes its connections, and Gloo then fails on the members that are
+        still connecting to each other.
+        """
+        if not self._is_among_processes:
+            return
+        grace = Grace(_PATIENCE_S)  # for all of them together
+        for entry in opened:
+            if entry.label not in self.aborts and entry.size > 1:
+                have_all_opened = partial(operator.le, entry.size)
+                self._await_count(f"{entry.label}/opened", have_all_opened, grace)
+
+    def _await_count(self, key: str, is_enough: Callable[[int], bool], grace: Grace) -> None:
+        """Return when a count in the store ``is_enough``, at the deadline, or without the store."""
+        store = store_of_thread(self.world)
+
+        def is_over() -> bool:
+            asking = nullcontext(True) if self._signals is None else self._signals.asking()
+            with asking as is_served:
+                return not is_served or is_enough(int(store.add(key, 0)))
+
+        with suppress(RuntimeError):  # the store is lost
+            wait_until(is_over, grace)
+
+    def _abort_here(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._last_abort = max(self._last_abort, message.get("number", 0))
+            for label in message["labels"]:
+                self.aborts.setdefault(label, message)
+            opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
+            for entry in opened:
+                entry.share_key = None  # no group that is made later shares a broken one
+        for entry in opened:
+            entry.communicator.abort()
+
+
+def get_registry(world: World) -> Registry:
+    """Return the world's registry, made on first use."""
+    registry = world.registry
+    if isinstance(registry, Registry):
+        return registry
+    with _making:
+        registry = world.registry
+        if not isinstance(registry, Registry):
+            registry = world.registry = Registry(world)
+            world.closers.append(registry.close)
+            registry.start()
+    return registry

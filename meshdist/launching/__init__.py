@@ -1,0 +1,1 @@
+"""Starts processes, watches them, and leaves none behind; imports no torch."""

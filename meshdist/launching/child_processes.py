@@ -1,0 +1,280 @@
+"""Child processes: started, watched, and ended with all that they have started themselves.
+
+Serves every way of starting processes, whatever the environments and the output of the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol
+
+from ..runtime.deadlines import Grace
+from . import guard
+from .guard import MARK, Family
+
+__all__ = ["GRACE_S", "Child", "Ending", "Guard", "Launch", "Watch", "exit_code_of", "signal_name"]
+
+GRACE_S = 3.0
+"""How long a process that was asked to end may take before it is killed."""
+
+_POLL_S = 0.02
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, as in SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_code_of(code: int) -> int:
+    """Return a shell's exit code for a subprocess return code: 128 + N for signal N."""
+    return 128 - code if code < 0 else code
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process ended. code is an exit code, or minus the signal that ended it."""
+
+    rank: int
+    pid: int
+    code: int
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell gives it: 128 + N for signal N."""
+        return exit_code_of(self.code)
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"failed with exit code {self.code}"
+        hint = " (the system does this when memory runs out)" if self.code == -9 else ""
+        return f"was ended by {signal_name(-self.code)}{hint}"
+
+
+class Child(Protocol):
+    """A started process: subprocess.Popen has this form."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def poll(self) -> int | None:
+        """Return None while it runs, then its exit code, or minus the signal that ended it."""
+
+
+class Watch:
+    """Watches child processes: finds in which order they end, and stops them.
+
+    Where the system has process file descriptors (Linux), the order is the true one. Not safe for
+    use by several threads.
+
+    Attributes:
+        running: the children that have not ended, by rank.
+        failed: how the first child that failed has ended; None as long as none has.
+        hurried: set it to make stop() kill without waiting.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[int, Child] = {}
+        self.failed: Ending | None = None
+        self.hurried = False
+        self._handles: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, rank: int, child: Child) -> None:
+        """Watch child as the given rank."""
+        self.running[rank] = child
+        with contextlib.suppress(AttributeError, OSError):
+            handle = os.pidfd_open(child.pid)
+            self._handles[rank] = handle
+            self._selector.register(handle, selectors.EVENT_READ, rank)
+
+    def attend(self, file: BinaryIO | int, read: Callable[[], bool]) -> None:
+        """Call read() whenever file is readable, until it returns False."""
+        self._selector.register(file, selectors.EVENT_READ, (file, read))
+
+    def step(self, timeout_s: float | None = None) -> list[Ending]:
+        """Wait until something happens, at most timeout_s; return what ended, first one first."""
+        is_polling = len(self._handles) < len(self.running)
+        if is_polling:
+            timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
+        ended = []
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, int):
+                ended += self._look_at(key.data)
+            else:
+                file, read = key.data
+                if not read():
+                    self._selector.unregister(file)
+        if is_polling:
+            for rank in sorted(self.running.keys() - self._handles.keys()):
+                ended += self._look_at(rank)
+        return ended
+
+    def _look_at(self, rank: int) -> list[Ending]:
+        child = self.running[rank]
+        code = child.poll()
+        if code is None:
+            return []
+        del self.running[rank]
+        self._forget_handle(rank)
+        ending = Ending(rank, child.pid, code)
+        if code != 0 and self.failed is None:
+            self.failed = ending
+        return [ending]
+
+    def _forget_handle(self, rank: int) -> None:
+        handle = self._handles.pop(rank, None)
+        if handle is not None:
+            self._selector.unregister(handle)
+            os.close(handle)
+
+    def stop(
+        self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
+    ) -> list[Ending]:
+        """End all children that still run.
+
+        Args:
+            signals: what to send in turn, and how many seconds to wait after each; SIGKILL follows
+                by itself. A child that leads a process group is signalled with its whole group.
+
+        Returns:
+            What ended meanwhile, first one first.
+        """
+        ended = []
+        for number, patience_s in signals:
+            self._send(number)
+            grace = Grace(patience_s)
+            while self.running and not self.hurried and not grace.is_over:
+                ended += self.step(grace.left_s)
+        self._send(signal.SIGKILL)
+        grace = Grace(1.0)
+        while self.running and not grace.is_over:
+            ended += self.step(grace.left_s)
+        return ended
+
+    def _send(self, number: int) -> None:
+        for child in self.running.values():
+            # Not reaped yet, so that no other process can have this number.
+            with contextlib.suppress(OSError):
+                if os.getpgid(child.pid) == child.pid:
+                    os.killpg(child.pid, number)
+                else:
+                    os.kill(child.pid, number)
+
+    def close(self) -> None:
+        """Release what watching needs; the children are left as they are."""
+        for rank in list(self._handles):
+            self._forget_handle(rank)
+        self._selector.close()
+
+
+class Launch(Watch):
+    """Children of one launch, and all that they start: none of them outlives this process.
+
+    Attributes:
+        mark: the name of the launch, which must stand in the environment of its processes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark = secrets.token_hex(8)
+        self._family = Family(self.mark)
+        self._guard = Guard(self.mark)
+        self._is_stopped = False
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        listener: socket.socket | None = None,
+        inherited: Sequence[int] = (),
+        **streams: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Start a child and watch it as the given rank.
+
+        Args:
+            rank: its rank.
+            command: program and arguments.
+            environment: its environment.
+            listener: a socket that it inherits, and that this process then gives up.
+            inherited: further files that it inherits.
+            streams: its standard streams, as subprocess.Popen takes them.
+
+        Raises:
+            OSError: the program cannot be executed.
+        """
+        inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=inherited,
+            start_new_session=True,
+            bufsize=0,
+            **streams,
+        )
+        if listener is not None:
+            listener.close()
+        self._guard.adopt(child.pid)
+        self._family.add(child.pid)
+        self.add(rank, child)
+        return child
+
+    def stop(
+        self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
+    ) -> list[Ending]:
+        """End all children that still run, as a Watch does, and then what they have started."""
+        self._is_stopped = True
+        ended = super().stop(signals)
+        self._family.kill()
+        return ended
+
+    def close(self) -> None:
+        """End what has not been stopped, at once, and release what watching needs."""
+        if not self._is_stopped:
+            self.stop(())
+        super().close()
+        self._guard.dismiss()
+
+
+class Guard:
+    """A process that ends a launch's family if this process dies, however it dies."""
+
+    def __init__(self, mark: str) -> None:
+        # Without the mark of an outer launch, which could end the guard before its work is done.
+        environment = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment,
+            bufsize=0,
+        )
+
+    def adopt(self, pid: int) -> None:
+        """Let the guard end a started process, too."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(f"{pid}\n".encode())
+
+    def dismiss(self) -> None:
+        """End the guard alone; the family must have ended before."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()

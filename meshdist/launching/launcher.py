@@ -1,0 +1,440 @@
+"""Starts the processes of a job on one host, watches them, and leaves none behind.
+
+Several launchers (one a host) make one job; they do not talk to each other. Neither this module nor
+what it imports loads torch or numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, BinaryIO, TextIO
+
+from ..error_text import ranks_text
+from ..runtime.deadlines import Grace
+from .child_processes import GRACE_S, Ending, Launch, Watch
+from .rank_environment import LaunchError, rank_environment, reserve_port
+from .root_cause import TRACEBACK, Failure, find_cause
+
+__all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
+
+DEFAULT_PORT = 29500
+"""The port of rank 0's store where several hosts must agree on one in advance; torch's."""
+
+_KEPT_BYTES = 32 * 1024
+_DRAIN_S = 0.5
+# How long a line may wait for its end; too short for a person to notice at a prompt.
+_LINE_S = 0.05
+# How long ranks may end by themselves once one has failed: the others then report what they saw,
+# and the cause may be among those that take longer to end. Then how long after SIGTERM.
+_ENDING_S = 2.0
+_STOPPING_S = 2.0
+
+
+# -- what the ranks write -----------------------------------------------------------------------
+
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n|\Z))")
+
+
+class _Stream:
+    """Shows what one rank writes into a pipe, and keeps the end of it.
+
+    Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
+
+    Attributes:
+        has_ended: whether the rank, and all that inherited the pipe, have closed it.
+        reported_at: when the last traceback began to come; None where none has come.
+    """
+
+    def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
+        self._kept = bytearray()
+        self._pipe = pipe
+        self._screen = screen
+        self._prefix = prefix
+        self._partial = b""
+        self._latest = 0.0
+        self._is_whole = True
+        self.has_ended = False
+        self.reported_at: float | None = None
+        os.set_blocking(pipe.fileno(), False)
+
+    def read(self) -> bool:
+        """Show what there is to read; return False at the end."""
+        try:
+            data = os.read(self._pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        if not data:
+            self.has_ended = True
+            return False
+        self._kept += data
+        if len(self._kept) > _KEPT_BYTES:
+            del self._kept[: len(self._kept) - _KEPT_BYTES]
+            self._is_whole = False
+        data = self._partial + data
+        lines = _LINE.findall(data)
+        self._partial = data[sum(map(len, lines)) :]
+        self._latest = time.monotonic()
+        if any(TRACEBACK in line for line in lines):
+            self.reported_at = self._latest
+        if lines:
+            _show(self._screen, b"".join(self._prefix + line for line in lines))
+        return True
+
+    def is_holding(self) -> bool:
+        """Return whether a line without an end waits to be shown."""
+        return bool(self._partial) and not self._prefix
+
+    def show_late_part(self) -> None:
+        """Show a line without an end, as in a prompt, if its end is long in coming."""
+        if self.is_holding() and time.monotonic() - self._latest >= _LINE_S:
+            _show(self._screen, self._partial)
+            self._partial = b""
+
+    def flush(self) -> None:
+        """Show what is held at the end of the output."""
+        if self._partial:
+            _show(self._screen, self._prefix + self._partial + (b"\n" if self._prefix else b""))
+            self._partial = b""
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._pipe.close()
+
+    def tail(self) -> bytes:
+        """Return the last lines, whole ones."""
+        if self._is_whole:
+            return bytes(self._kept)
+        return bytes(self._kept).partition(b"\n")[2]
+
+
+def _show(screen: TextIO, data: bytes) -> None:
+    # A reader that has gone away must not end the job.
+    with contextlib.suppress(OSError, ValueError):
+        binary = getattr(screen, "buffer", None)
+        if binary is None:
+            screen.write(data.decode(errors="replace"))
+        else:
+            screen.flush()
+            binary.write(data)
+        screen.flush()
+
+
+# -- signals to the launcher --------------------------------------------------------------------
+
+
+class _Signals:
+    """Notes the first signal that asks the launcher to end; a second one makes it hurry."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.received: int | None = None
+        self._watch = watch
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        watch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note signals while the block runs. Only the main thread can."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            wanted = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                wanted.append(signal.SIGHUP)
+            before = {number: signal.signal(number, self._note) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            os.close(self._writer)
+            os.close(self._reader)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.received is not None:
+            self._watch.hurried = True
+        self.received = self.received or number
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+
+# Python programs end tidily on SIGINT; those that were started to ignore it get SIGTERM.
+_ON_INTERRUPT = ((signal.SIGINT, 2.0), (signal.SIGTERM, 1.5))
+
+
+# -- the launch ---------------------------------------------------------------------------------
+
+
+def _check(
+    command: object, nprocs: int, nnodes: int, node_rank: int, address: str | None, port: int | None
+) -> None:
+    if not command:
+        raise LaunchError(
+            "there is no command to start",
+            expected="a script, or -m and a module",
+            fix="meshdist run -n 4 script.py",
+        )
+    if nprocs < 1:
+        raise LaunchError(
+            f"cannot start {nprocs} processes",
+            where="-n (nprocs)",
+            expected="at least 1",
+            found=str(nprocs),
+            fix="meshdist run -n 4 script.py",
+        )
+    if nnodes < 1:
+        raise LaunchError(
+            f"a job cannot run on {nnodes} hosts",
+            where="--nnodes",
+            expected="at least 1",
+            found=str(nnodes),
+        )
+    if not 0 <= node_rank < nnodes:
+        raise LaunchError(
+            f"host number {node_rank} does not exist in a job on {nnodes} host(s)",
+            where="--node-rank",
+            expected=f"0 to {nnodes - 1}: less than --nnodes",
+            found=str(node_rank),
+            fix="give each host its own number, from 0",
+        )
+    if nnodes > 1 and not address:
+        raise LaunchError(
+            f"a job on {nnodes} hosts needs the address of host 0",
+            where="--master-addr",
+            expected="a name or address by which every host reaches host 0",
+            found="nothing",
+            fix=f"meshdist run --nnodes {nnodes} --node-rank {node_rank} "
+            "--master-addr HOST0 -n 4 script.py",
+        )
+    if port is not None and not 0 <= port < 65536:
+        raise LaunchError(
+            f"{port} is no port",
+            where="--master-port",
+            expected="1 to 65535, or nothing to have one chosen on a single host",
+            found=str(port),
+        )
+
+
+def _say_where_the_store_listens(address: str, port: int, nnodes: int) -> None:
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    if is_loopback and nnodes == 1:
+        return
+    place = f"{address}, port {port}"
+    if not is_loopback and nnodes > 1:
+        place = f"every interface of this host, port {port}, for the others to reach as {address}"
+    print(
+        f"meshdist: rank 0's store listens on {place}; whoever reaches it can join or disturb "
+        "the job (it asks for no password), so keep the port inside the cluster",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def run_processes(
+    command: Sequence[str] | Callable[[int], Sequence[str]],
+    nprocs: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    prefix: bool = False,
+) -> int:
+    """Run command as nprocs ranks on this host, and return when all have ended.
+
+    When a rank fails, the others are stopped within five seconds; in the first two they may end by
+    themselves. The end of stderr of the rank that failed first, which may be one whose process took
+    longer to end, is shown once more, last. Whatever the ranks have started ends with them.
+    Standard output of the ranks goes where the caller's goes, standard input too; stderr is shown
+    as it comes.
+
+    Args:
+        command: program and arguments; or a function that gives them for a local rank.
+        nprocs: how many ranks this host, and every other one of the job, starts.
+        env: the environment to start from (default: this process's).
+        nnodes: how many hosts take part, each with a launcher of its own.
+        node_rank: the number of this host, from 0.
+        master_addr: where every host reaches host 0; not needed on a single host.
+        master_port: the port there; a free one is chosen on a single host, else 29500.
+        prefix: whether every line of output begins with the rank that wrote it.
+
+    Returns:
+        0 if all ranks succeeded; the exit code of the rank that failed first, 128 + N if signal N
+        ended it; 130, 143 or 129 if this process was asked to end by SIGINT, SIGTERM or SIGHUP
+        (which is noticed in the main thread only).
+
+    Raises:
+        LaunchError: the job cannot be started as asked; nothing is left running.
+    """
+    _check(command, nprocs, nnodes, node_rank, master_addr, master_port)
+    address = master_addr or "127.0.0.1"
+    # Port 0 asks for a free one, as it does everywhere.
+    port = master_port or None
+    with contextlib.ExitStack() as stack:
+        reservation = None
+        if nnodes == 1:
+            reservation = stack.enter_context(contextlib.closing(reserve_port(address, port)))
+            port = reservation.port
+        elif port is None:
+            port = DEFAULT_PORT
+        if node_rank == 0:
+            _say_where_the_store_listens(address, port, nnodes)
+        launch = stack.enter_context(contextlib.closing(Launch()))
+        signals = _Signals(launch)
+        stack.enter_context(signals.noted())
+        job = stack.enter_context(contextlib.closing(_Job(launch, signals, command, prefix)))
+        for local_rank in range(nprocs):
+            listener = reservation.listener if reservation and local_rank == 0 else None
+            environment = rank_environment(
+                os.environ if env is None else env,
+                local_rank=local_rank,
+                nprocs=nprocs,
+                nnodes=nnodes,
+                node_rank=node_rank,
+                master_addr=address,
+                master_port=port,
+                mark=launch.mark,
+                listen_fd=None if listener is None else listener.fileno(),
+            )
+            job.start(local_rank, environment, listener)
+        return job.finish()
+
+
+class _Job:
+    """The ranks of one launch on this host."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        signals: _Signals,
+        command: Sequence[str] | Callable[[int], Sequence[str]],
+        prefix: bool,
+    ) -> None:
+        self._launch = launch
+        self._signals = signals
+        self._command = command
+        self._prefix = prefix
+        self._errors: dict[int, _Stream] = {}
+        self._streams: list[_Stream] = []
+        self._ended: list[tuple[Ending, float]] = []
+
+    def start(
+        self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
+    ) -> None:
+        """Start one rank, which inherits listener; this process then gives it up."""
+        if self._signals.received:
+            return
+        rank = int(environment["RANK"])
+        command = self._command(local_rank) if callable(self._command) else self._command
+        try:
+            child = self._launch.start(
+                rank,
+                command,
+                environment,
+                listener=listener,
+                stdout=subprocess.PIPE if self._prefix else None,
+                stderr=subprocess.PIPE,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"cannot start {command[0]!r}: {error.strerror}",
+                where=f"rank {rank}, the command: {shlex.join(command)}",
+                expected="a program that can be executed",
+                fix="check its path and its permissions",
+            ) from None
+        prefix = f"[rank {rank}] ".encode() if self._prefix else b""
+        if child.stdout is not None:
+            self._show(child.stdout, sys.stdout, prefix)
+        if child.stderr is not None:
+            self._errors[rank] = self._show(child.stderr, sys.stderr, prefix)
+
+    def _show(self, pipe: Any, screen: TextIO, prefix: bytes) -> _Stream:
+        stream = _Stream(pipe, screen, prefix)
+        self._streams.append(stream)
+        self._launch.attend(pipe, stream.read)
+        return stream
+
+    def finish(self) -> int:
+        """Wait until the ranks have ended, stop all after the first failure; return the code."""
+        launch, signals = self._launch, self._signals
+        while launch.running and launch.failed is None and signals.received is None:
+            self._step()
+        received = signals.received
+        if launch.failed is not None:
+            grace = Grace(_ENDING_S)
+            while launch.running and signals.received is None and not grace.is_over:
+                self._step(grace.left_s)
+            stopped = len(launch.running)
+            launch.stop(((signal.SIGTERM, _STOPPING_S),))
+            self._drain()
+            return self._report(stopped)
+        if received == signal.SIGINT:
+            launch.stop(_ON_INTERRUPT)
+        else:
+            launch.stop(((received or signal.SIGTERM, GRACE_S),))
+        self._drain()
+        return 0 if received is None else 128 + received
+
+    def _step(self, timeout_s: float | None = None) -> None:
+        """Wait until something happens, and note what ended when."""
+        if any(stream.is_holding() for stream in self._streams):
+            timeout_s = _LINE_S if timeout_s is None else min(timeout_s, _LINE_S)
+        ended = self._launch.step(timeout_s)
+        now = time.monotonic()
+        self._ended += [(ending, now) for ending in ended]
+        for stream in self._streams:
+            stream.show_late_part()
+
+    def _drain(self) -> None:
+        # A process that left the family may hold a pipe open: do not wait for it.
+        grace = Grace(_DRAIN_S)
+        while not grace.is_over and not all(stream.has_ended for stream in self._streams):
+            self._launch.step(grace.left_s)
+        for stream in self._streams:
+            stream.flush()
+
+    def _report(self, stopped: int) -> int:
+        """Show once more what the rank that failed first wrote; return its exit code."""
+        failures = [self._failure(*ended) for ended in self._ended if ended[0].code != 0]
+        cause = find_cause(failures)
+        endings = [ending for ending, _ in self._ended]
+        before = sorted(e.rank for e in takewhile(lambda e: e.code == 0, endings))
+        after = sorted(other.ending.rank for other in failures if other is not cause)
+        ending, tail = cause.ending, cause.text
+        summary = f"meshdist: rank {ending.rank} (pid {ending.pid}) {ending}"
+        if after:
+            summary += f"; {ranks_text(after)} failed after it"
+        if before:
+            summary += f"; {ranks_text(before)} had ended before, with exit code 0"
+        if stopped:
+            summary += f"; stopped {stopped} other rank(s) of this host"
+        summary += ". The end of its stderr:" if tail.strip() else ". It wrote nothing to stderr."
+        _show(sys.stderr, f"{summary}\n".encode() + tail)
+        if tail and not tail.endswith(b"\n"):
+            _show(sys.stderr, b"\n")
+        return ending.exit_code
+
+    def _failure(self, ending: Ending, at: float) -> Failure:
+        stream = self._errors[ending.rank]
+        # What ends with a signal has raised nothing; an older traceback was caught.
+        if ending.code > 0 and stream.reported_at is not None:
+            at = min(at, stream.reported_at)
+        return Failure(ending, at, stream.tail())
+
+    def close(self) -> None:
+        """End what still runs, and close the pipes from the ranks."""
+        if self._launch.running:
+            self._launch.stop(())
+        for stream in self._streams:
+            stream.close()

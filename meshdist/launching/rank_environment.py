@@ -1,0 +1,203 @@
+"""The environment of a rank: its place in the job, and the port of rank 0's store.
+
+What a started process finds in its environment:
+
+    RANK, WORLD_SIZE               its number in the job, and how many there are
+    LOCAL_RANK, LOCAL_WORLD_SIZE   the same on this host
+    GROUP_RANK                     the number of this host
+    MASTER_ADDR, MASTER_PORT       where rank 0 serves the job's store
+    MESHDIST_RUN_ID                one random hexadecimal number for all ranks of a job on one host
+    MESHDIST_LISTEN_FD             rank 0 of a job on one host: an inherited TCP socket, bound to
+                                   MASTER_ADDR and MASTER_PORT, on which it is to listen
+    MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..error_text import ExplainedError
+from .guard import MARK, mark_value
+
+__all__ = [
+    "LaunchError",
+    "Reservation",
+    "foreign_rank_variables",
+    "rank_environment",
+    "reserve_port",
+]
+
+
+class LaunchError(ExplainedError, ValueError):
+    """The job cannot be started as asked; nothing of it runs."""
+
+
+# -- the environment of a rank ------------------------------------------------------------------
+
+_AGREED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# What other launchers say about a process. The first two names of each are its rank and the number
+# of ranks (PMIx has none); the pattern covers every variable about one process.
+_FOREIGN = (
+    ("SLURM_PROCID", "SLURM_NTASKS", r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", r"OMPI_COMM_WORLD_.*"),
+    ("PMIX_RANK", "", r"PMIX_(?!MCA_).*"),
+    ("PMI_RANK", "PMI_SIZE", r"PMI_.*|MPI_LOCAL(RANKID|NRANKS)"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", r"MV2_COMM_WORLD_.*"),
+)
+_OF_ANOTHER_LAUNCH = re.compile(
+    r"TORCHELASTIC_.*|ROLE_(NAME|RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MESHDIST_(LISTEN_FD|RUN_ID)"
+)
+
+
+def foreign_rank_variables(
+    environment: Mapping[str, str], *, nprocs: int, nnodes: int, node_rank: int
+) -> list[str]:
+    """Return the names in environment by which a started process would mistake its rank.
+
+    What torchrun says always belongs to another job. What Slurm or MPI say holds only where their
+    processes are the ranks of this job: one rank for each of their processes, in their order.
+    """
+    names = [name for name in environment if _OF_ANOTHER_LAUNCH.fullmatch(name)]
+    for rank, size, pattern in _FOREIGN:
+        if rank not in environment:
+            continue
+        is_ours = (
+            nprocs == 1
+            and environment[rank] == str(node_rank)
+            and environment.get(size, str(nnodes)) == str(nnodes)
+        )
+        if not is_ours:
+            names += [name for name in environment if re.fullmatch(pattern, name)]
+    return sorted(names)
+
+
+def rank_environment(
+    base: Mapping[str, str],
+    *,
+    local_rank: int,
+    nprocs: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str,
+    master_port: int,
+    mark: str,
+    listen_fd: int | None = None,
+) -> dict[str, str]:
+    """Return the environment of one rank: base, with its place in the job.
+
+    Args:
+        base: the launcher's own environment; what contradicts the rank's place is left out.
+        local_rank: the rank's number on this host.
+        nprocs: how many ranks each host has.
+        nnodes: how many hosts the job has.
+        node_rank: the number of this host.
+        master_addr: where rank 0 serves the store.
+        master_port: its port there.
+        mark: the name of this launch, random hexadecimal digits.
+        listen_fd: the inherited socket on which this rank is to listen, for rank 0 alone.
+    """
+    foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
+    environment = {name: value for name, value in base.items() if name not in foreign}
+    place = (node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs, node_rank)
+    environment.update(zip(_AGREED, map(str, place), strict=True))
+    environment["MASTER_ADDR"] = master_addr
+    environment["MASTER_PORT"] = str(master_port)
+    environment[MARK] = mark_value(base.get(MARK), mark)
+    if nnodes == 1:
+        # Launchers on several hosts have nothing by which to agree on a random number.
+        environment["MESHDIST_RUN_ID"] = mark
+    if listen_fd is not None:
+        environment["MESHDIST_LISTEN_FD"] = str(listen_fd)
+    if nprocs > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+# -- the port -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Reservation:
+    """A port that only rank 0 of this job will get: it is bound, and nothing listens on it yet.
+
+    The system gives a bound port to no process that asks for a free one. It must not listen before
+    rank 0 does, because a plain torch.distributed program binds it again, which Linux permits
+    (SO_REUSEADDR on both sides) as long as no socket listens.
+
+    Attributes:
+        address: what goes into MASTER_ADDR.
+        port: what goes into MASTER_PORT.
+        listener: bound to address and port, for rank 0 to inherit; close it once rank 0 has it, so
+            that the port refuses connections when rank 0 has ended.
+    """
+
+    address: str
+    port: int
+    listener: socket.socket
+    _everywhere: socket.socket | None = None
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.listener.close()
+        if self._everywhere is not None:
+            self._everywhere.close()
+
+
+def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _bound_everywhere() -> socket.socket:
+    with contextlib.suppress(OSError):
+        return _bound(socket.AF_INET6, ("::", 0))
+    return _bound(socket.AF_INET, ("0.0.0.0", 0))
+
+
+def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reservation:
+    """Bind a port of this host for rank 0's store; the system chooses it unless port is given.
+
+    Raises:
+        LaunchError: address is not one of this host, or something listens on the port already.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+        everywhere = None
+        if port is None:
+            # A port that is free on every interface: torch's own store listens on all of them.
+            everywhere = _bound_everywhere()
+            port = int(everywhere.getsockname()[1])
+            if sys.platform != "linux":
+                # Elsewhere a second socket on every interface is refused even when none listens.
+                everywhere.close()
+                everywhere = None
+        try:
+            bound = _bound(family, (target[0], port, *target[2:]))
+        except BaseException:
+            if everywhere is not None:
+                everywhere.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        place = address if port is None else f"{address}, port {port}"
+        raise LaunchError(
+            f"rank 0 cannot listen on {place}: {reason}",
+            where=f"host {socket.gethostname()}",
+            expected="an address of this host and a port that nobody uses",
+            fix="leave out --master-port and --master-addr on one host, or name others",
+        ) from None
+    return Reservation(address, port, bound, everywhere)

@@ -1,0 +1,191 @@
+"""What a mesh is before it has groups: world, device type, layout and options, all checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ..bootstrap.world import World, find_world, get_usable_world
+from ..errors import ArgumentError, MeshError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
+from ..wires.names import backends_in
+from ..worlds.initialization import init_process_group
+from .axis_options import AxisOptions, options_of_axes
+from .devices import check_device, check_device_type
+from .layout import Layout
+
+__all__ = ["MeshDefinition", "define_mesh", "definition_of_groups", "layout_of_ranks"]
+
+
+@dataclass(frozen=True)
+class MeshDefinition:
+    """What makes a mesh the mesh that it is; equal definitions make interchangeable meshes.
+
+    Args:
+        world: the world of its ranks.
+        device_type: where the tensors live.
+        layout: its ranks and axes.
+        options: one per axis.
+    """
+
+    world: World
+    device_type: str
+    layout: Layout
+    options: tuple[AxisOptions, ...]
+
+    def __hash__(self) -> int:  # a wire's options need not be hashable
+        return hash((self.device_type, self.layout))
+
+    @property
+    def text(self) -> str:
+        """How messages call the mesh: ``"DeviceMesh(dp=2, tp=4)"``."""
+        return f"DeviceMesh({self.layout.axis_text()})"
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long its ranks wait for each other to make it: the longest of its axes' timeouts."""
+        default = self.world.timeout or DEFAULT_TIMEOUT
+        return max(options.timeout or default for options in self.options)
+
+    def entries(self) -> dict[str, Any]:
+        """What must be equal on all of its ranks, as plain values."""
+        return {
+            "text": self.text,
+            "device_type": self.device_type,
+            "ranks": repr(self.layout),
+            "options": [repr((o.backend, str(o.timeout), o.private)) for o in self.options],
+        }
+
+    def make_group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        """The group over ``axes`` through this rank, by the first one's options; opens nothing."""
+        world, layout, options = self.world, self.layout, self.options[axes[0]]
+        labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
+        backends = None
+        if options.backend is not None:
+            backends = backends_in(world, {**world.backends, self.device_type: options.backend})
+        return ProcessGroup(
+            world,
+            layout.ranks_of_axes(axes, world.rank),
+            name=f"{'axis' if len(axes) == 1 else 'axes'} {labels} of {self.text}",
+            backends=backends,
+            named_for="" if backends is None else self.device_type,
+            timeout=options.timeout,
+            options=options.options if options.options is not None else world.options,
+            is_private=options.private,
+        )
+
+
+def define_mesh(
+    device_type: str,
+    layout_in: Callable[[int], Layout],
+    axis_options: Mapping[str | int, AxisOptions] | None = None,
+    backend_override: Mapping[str | int, Any] | None = None,
+    timeout: timedelta | None = None,
+    *,
+    open_groups: bool = True,
+) -> MeshDefinition:
+    """Return the definition of a mesh, all of it checked; starts the world when there is none.
+
+    Args:
+        device_type: as for ``init_device_mesh``.
+        layout_in: makes the layout, given the size of the world.
+        axis_options, backend_override, timeout: as for ``init_device_mesh``.
+        open_groups: whether the mesh shall communicate, for which its device must be there.
+
+    Raises:
+        What ``init_device_mesh`` raises.
+    """
+    check_device_type(device_type)
+    check_timeout(timeout)
+    if open_groups:
+        check_device(device_type)
+    if find_world() is None:
+        init_process_group(timeout=timeout)
+    world = get_usable_world()
+    layout = layout_in(world.size)
+    options = options_of_axes(layout, axis_options, backend_override, timeout)
+    return MeshDefinition(world, device_type, layout, options)
+
+
+def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
+    """Return the layout of an array of ranks, or one that was made before, in a world.
+
+    Raises:
+        MeshError, KindError: no such ranks, or a rank twice.
+        ArgumentError: names beside a Layout, which has its own.
+    """
+    if not isinstance(mesh, Layout):
+        return Layout.from_ranks(mesh, names, world_size=world_size)
+    if names is not None:
+        raise ArgumentError(
+            "a Layout has its own axis names",
+            where=f"layout ({mesh.axis_text()}), mesh_dim_names={names!r}",
+            fix="name the axes where the Layout is made",
+        )
+    if mesh.largest_rank >= world_size:
+        raise MeshError(
+            f"the mesh names rank {mesh.largest_rank}, which the world lacks",
+            where=f"layout ({mesh.axis_text()})",
+            expected=f"ranks from 0 to {world_size - 1}",
+            fix=f"start {mesh.largest_rank + 1} ranks, or use fewer",
+        )
+    return mesh
+
+
+def definition_of_groups(
+    group: ProcessGroup | Sequence[ProcessGroup],
+    device_type: str,
+    mesh: Any,
+    names: Sequence[str] | None,
+) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
+    """Return the definition of a mesh whose groups exist, and its groups, one per axis.
+
+    Raises:
+        MeshError: the mesh and the groups' ranks do not fit together.
+    """
+    check_device_type(device_type)
+    is_one = isinstance(group, ProcessGroup)
+    groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
+    if not groups:
+        raise MeshError("from_group has no groups", expected="one group per axis")
+    if not is_one and mesh is None:
+        raise MeshError(
+            "from_group has several groups and no mesh",
+            expected="mesh and mesh_dim_names, with as many dims as groups",
+        )
+    if not is_one and names is None:
+        raise MeshError("from_group has several groups and no mesh_dim_names")
+    world = groups[0].world
+    ranks = groups[0].ranks if mesh is None else mesh
+    layout = Layout.from_ranks(ranks, names, world_size=world.size)
+    if layout.ndim != len(groups):
+        raise MeshError(
+            f"from_group has {len(groups)} groups for a mesh of {layout.ndim} dims",
+            expected="one group per axis, in axis order",
+        )
+    is_member = layout.coordinate_of(world.rank) is not None
+    for axis, each in enumerate(groups):
+        expected = layout.ranks_of_axis(axis, world.rank) if is_member else ()
+        if expected != each.ranks:
+            raise MeshError(
+                f"the group of axis {axis} has other ranks than the mesh",
+                where=f"rank {world.rank} of DeviceMesh({layout.axis_text()})",
+                expected=str(list(expected)),
+                found=str(list(each.ranks)),
+            )
+    options = tuple(_options_of(each, device_type) for each in groups)
+    return MeshDefinition(world, device_type, layout, options), groups
+
+
+def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
+    """What an axis must choose to get such a group."""
+    backend = group.backends.get(device_type)
+    return AxisOptions(
+        backend=None if backend == group.world.backends.get(device_type) else backend,
+        timeout=group.own_timeout,
+        options=None if group.options is group.world.options else group.options,
+        private=group.is_private,
+    )

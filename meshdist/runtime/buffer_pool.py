@@ -1,0 +1,115 @@
+"""Memory for results that the library allocates: large ones lie on huge pages, and are used again.
+
+Linux hands out memory as pages that it clears at first touch: of 4 KiB that takes longer than to
+write the page, of 2 MiB a fraction. So large results lie on huge pages, and when the last tensor on
+such memory has gone, the next result takes it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+__all__ = ["forget", "new_like"]
+
+_HUGE_PAGE = 2 << 20
+_SMALLEST = 1 << 20
+_MOST_KEPT = 512 << 20
+_MOST_WASTE = 2  # times as large as needed
+
+
+class _Pool:
+    """Unused blocks of memory; ``_MOST_KEPT`` bytes at most."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._returned: deque[mmap.mmap] = deque()
+        self._changing = threading.Lock()
+
+    def take(self, num_bytes: int) -> np.ndarray | None:
+        """Return ``num_bytes`` bytes, which come back when the last reference to them goes.
+
+        None where the system has no such memory.
+        """
+        with self._changing:
+            self._collect()
+            fits = [one for one in self._free if num_bytes <= _room(one) <= _MOST_WASTE * num_bytes]
+            if fits:
+                block = min(fits, key=_room)
+                self._free.remove(block)
+            else:
+                try:
+                    block = _new_block(num_bytes)
+                except OSError:
+                    self._free.clear()
+                    return None
+        whole = np.frombuffer(block, np.uint8)
+        weakref.finalize(whole, self._give, block).atexit = False
+        start = -whole.ctypes.data % _HUGE_PAGE
+        return whole[start : start + num_bytes]
+
+    def _give(self, block: mmap.mmap) -> None:
+        # Called wherever a tensor dies, also by the garbage collector amidst ``take``.
+        self._returned.append(block)
+        if self._changing.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._changing.release()
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            if _room(block) <= _MOST_KEPT:  # a larger one would push out all others
+                self._free.append(block)
+        while sum(map(_room, self._free)) > _MOST_KEPT:
+            del self._free[0]
+
+
+def _new_block(num_bytes: int) -> mmap.mmap:
+    # Where mappings need not begin at a huge page, the first of them is looked for inside.
+    pages = -(-num_bytes // _HUGE_PAGE) + 1
+    block = mmap.mmap(-1, pages * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel may have none
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def _room(block: mmap.mmap) -> int:
+    return len(block) - _HUGE_PAGE
+
+
+_pool = _Pool()
+
+
+def forget() -> None:
+    """Give unused memory back; a forked child, where a thread may hold the pool, begins anew."""
+    global _pool
+    _pool = _Pool()
+
+
+os.register_at_fork(after_in_child=forget)
+
+
+def new_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of a dense tensor's shape, dtype and device, of any values.
+
+    On the CPU, from 1 MiB on, it lies on huge pages, used before where possible; such a tensor
+    cannot be resized beyond its memory. Sparse tensors have no contiguous form.
+    """
+    if tensor.layout is not torch.strided:
+        return torch.empty_like(tensor)
+    num_bytes = tensor.numel() * tensor.element_size()
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu
+    if is_plain and num_bytes >= _SMALLEST and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = _pool.take(num_bytes)
+        if memory is not None:
+            return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -1,0 +1,418 @@
+"""What every group of torch's over one of our wires is, apart from its verbs.
+
+Verbs that their callers wait for run in the caller's thread. What torch's C++ starts, and messages,
+go on in the background. Tensors of a device that the wire does not serve go by a group of torch's
+own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.autograd.profiler as profiler
+import torch.distributed as torch_distributed
+from torch._C._distributed_c10d import Backend
+from torch.distributed import PrefixStore, Store
+
+from ..checking.calls import Call, GroupFacts, Tensors
+from ..checking.recorder import Recorder
+from ..error_text import ranks_text
+from ..errors import (
+    AbortedError,
+    BackendError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    WorldError,
+)
+from ..groups.failures import Explainer
+from ..runtime.forks import num_forks
+from ..wires.communicator import Communicator
+from ..wires.failures import WireFailure, WireRefused, WireTimeout
+from ..wires.opening import Opening
+from ..wires.operations import Operation, Terms
+from ..wires.registry import Wire
+from ..wires.work import Work
+from ..wires.worker_queue import WorkerQueue
+from .comparing import Comparison
+from .monitored import meet_monitored
+from .other_devices import other_group
+from .other_members import MembersOfTorchGroup
+from .requests import Request, read_options
+from .works import TorchWork, begin_record
+
+__all__ = ["GroupOfWire", "Start"]
+
+
+Start = Callable[[Communicator, Terms], Operation]
+"""Starts a verb on a communicator, under the terms that it is given."""
+
+_open: weakref.WeakSet[GroupOfWire] = weakref.WeakSet()
+
+
+# Its methods take more than one form, which Python's cannot be declared to have.
+_TorchsGroup: Any = torch_distributed.ProcessGroup
+
+
+class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
+    """One group of torch's over one wire. Making one is collective over its members.
+
+    Args:
+        wire: what moves tensors of its device types.
+        opening: the group, as the wire is to open it.
+        name: what torch calls the group.
+
+    Raises:
+        BackendError: the wire could not be opened; CollectiveTimeoutError: a member did not come.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, wire: Wire, opening: Opening, name: str) -> None:
+        super().__init__(opening.rank, len(opening.ranks))
+        self._wire = wire
+        self._opening = opening
+        self._facts = GroupFacts(
+            f"group {name!r} ({ranks_text(opening.ranks)})",
+            *(opening.ranks, opening.rank),
+            wire=wire.name,
+            timeout=opening.timeout,
+        )
+        self._recorder = Recorder()
+        self._group_name = name
+        self._group_desc = "undefined"
+        self._timeout = opening.timeout
+        self._broken = ""
+        self._comparison: Comparison | None = None
+        if not wire.compares_calls:
+            self._comparison = Comparison(opening, lambda: bool(self._broken))
+            opening = replace(opening, look=self._comparison.compare_again)
+        # Opening is collective and calls need not be: so all that may be called for is opened here.
+        try:
+            self._carriers = {
+                kind: _opened(wire, opening, kind, self._facts)
+                for kind in sorted(wire.device_types)
+                if kind == opening.device_type or (kind == "cuda" and torch.cuda.is_available())
+            }
+        except BaseException:
+            if self._comparison is not None:
+                self._comparison.close()
+            raise
+        others = MembersOfTorchGroup(self._facts, opening.store, self._comparison, self._break)
+        self._explainer = Explainer(self._facts, self._recorder, others)
+        self._completer = WorkerQueue(self._abort_carriers)
+        self._starting = threading.Lock()
+        self._noting = threading.Lock()
+        self._num_meetings = 0
+        self._num_forks = num_forks()
+        self._is_closed = False
+        self._coalesced: list[TorchWork] | None = None
+        self._others: dict[str, Any] = {}
+        _open.add(self)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # torch's names, here and below
+        """The name of the wire."""
+        return self._wire.name
+
+    def name(self) -> str:
+        """The name of the wire."""
+        return self._wire.name
+
+    def getGroupName(self) -> str:
+        """What torch calls the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Let torch call it something else."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """What torch says that it is for."""
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Let torch say what it is for."""
+        self._group_desc = desc
+
+    def get_group_store(self) -> Store:
+        """The store whose keys belong to the group."""
+        return self._opening.store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = sorted(self._wire.device_types.union(self._others))
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Itself, or torch's own backend for a device that the wire does not serve."""
+        kind = torch.device(device).type
+        if kind in self._wire.device_types:
+            return self
+        return self._other(kind)._get_backend(device)
+
+    @property
+    def options(self) -> Any:
+        """What torch asks a backend for: the name and the timeout."""
+        return Backend.Options(self._wire.name, self._timeout)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether tensors for it come from memory of its own: they do not."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let every later call take so long."""
+        self._timeout = timeout
+        for group in self._others.values():
+            group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to be done: members count from the beginning."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._recorder.sequence
+
+    # -- several as one --------------------------------------------------------------------------
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device_type: torch.device) -> TorchWork:
+        coalesced, self._coalesced = self._coalesced or [], None
+        return TorchWork.joined(coalesced, self._completer)
+
+    start_coalescing = _start_coalescing  # as torch's C++ calls them
+    end_coalescing = _end_coalescing
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every member has come; where one does not come, rank 0 names it."""
+        self._check_open()
+        self._num_meetings += 1
+        limit = self._timeout if timeout is None else timeout
+        store = self._opening.store
+        meet_monitored(self._facts, store, self._num_meetings, limit, names_all=wait_all_ranks)
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Free every wait in the group, here and on the other members; it is unusable then."""
+        if self._is_inherited:
+            return
+        for group in self._others.values():
+            group.abort()
+        self._abort_carriers()
+
+    def _abort_carriers(self) -> None:
+        for carrier in self._carriers.values():
+            carrier.abort()
+
+    def shutdown(self) -> None:
+        """End this member's part; a second call does nothing."""
+        if self._is_closed or self._is_inherited:
+            return
+        self._is_closed = True
+        self._completer.end()
+        for carrier in self._carriers.values():
+            carrier.leave()
+            carrier.close()
+        if self._comparison is not None:
+            self._comparison.close()
+        for group in self._others.values():
+            group.shutdown()
+
+    def leave(self) -> None:
+        """Let the others know that this process ends in good order."""
+        if not self._is_closed and not self._is_inherited:
+            for carrier in self._carriers.values():
+                carrier.leave()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether it belongs to the process that this one was forked from."""
+        return self._num_forks != num_forks()
+
+    # -- how a verb runs -------------------------------------------------------------------------
+
+    def _request(self, verb: str, options: Any, first: str, **given: Any) -> Request:
+        """A call of ``verb``, asked as ``read_options`` has it."""
+        self._check_usable()
+        request = Request(verb, self._facts, read_options(options, first, **given))
+        if first == "root":
+            request.root = request.asked.root
+            request.check_place(request.root)
+        return request
+
+    def _run(
+        self,
+        request: Request,
+        noted: Tensors,
+        start: Start,
+        result: list[Any],
+        sizes: Sequence[Sequence[int]] = (),
+    ) -> TorchWork:
+        """Run a call that was checked.
+
+        Args:
+            request: the call.
+            noted: what it is noted and compared by.
+            start: starts it.
+            result: the tensors that hold its result, as torch nests them.
+            sizes: how many elements go to and come from each member, where members may differ.
+        """
+        request.noted, request.sizes = noted, sizes
+        is_async = request.asked.is_async
+        if not profiler._is_profiler_enabled:
+            return self._handed_out(self._started(request, start, result, is_async))
+        records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
+        work = self._started(request, start, result, is_async=True)
+        work.end_with(records)
+        if not is_async:
+            work.wait()
+        return self._handed_out(work)
+
+    def _started(
+        self, request: Request, start: Start, result: list[Any], is_async: bool
+    ) -> TorchWork:
+        limit = request.asked.timeout or self._timeout
+        tensors = request.tensors
+        carrier = self._carriers[tensors[0].device.type if tensors else "cpu"]
+        explain, works = self._explainer.explain, []
+        try:
+            with self._starting if is_async else nullcontext():
+                number, call = self._note(request)
+                explain = partial(explain, note=number)
+                if call.message is None:
+                    number = call.sequence
+                    if self._comparison is not None:
+                        self._comparison.enter(call, limit)
+                operation = start(carrier, Terms(limit, request.verb, number, not is_async))
+            if is_async:
+                work = Work(
+                    operation,
+                    limit,
+                    explain,
+                    lambda: result,
+                    request.settle,
+                    verb=request.verb,
+                    group=self._facts.name,
+                )
+                works.append(work)
+            else:
+                operation.finish(limit)
+                request.settle()
+        except WireFailure as failure:
+            failure.limit = limit
+            raise explain(failure) from None
+        return TorchWork(works, result, self._completer)
+
+    def _note(self, request: Request) -> tuple[int, Call]:
+        """Note a call; returns the note's number too."""
+        recorder, noted = self._recorder, request.noted
+        with self._noting:  # several threads may use the group
+            if request.message is None:
+                more = request.op, request.root, request.sizes
+                recorder.note(self._facts, request.verb, noted, *more)
+            else:
+                recorder.note_message(self._facts, request.verb, noted, *request.message)
+            call = recorder.find_note()
+            assert call is not None  # it was just noted
+            return recorder.num_notes, call
+
+    def _break(self, reason: str) -> None:
+        """Refuse all that follows, and free every wait.
+
+        After a timeout the members may be out of step: one that comes late would else meet another
+        call than its own. Calls that differ end the group where the wire does not compare them: it
+        has started those of some members.
+        """
+        self._broken = self._broken or reason
+        self._abort_carriers()
+
+    def _finished(self, result: list[Any]) -> TorchWork:
+        """The work of what is done."""
+        return self._handed_out(TorchWork([], result, self._completer))
+
+    def _handed_out(self, work: TorchWork) -> TorchWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise GroupClosedError(
+                f"{self._facts.name} was destroyed before",
+                where=self._facts.here,
+                fix="make a new group: torch.distributed.new_group(...)",
+            )
+        if self._is_inherited:
+            raise WorldError(
+                f"{self._facts.name} belongs to the process that this one was forked from",
+                where=self._facts.here,
+                fix="start processes by spawn, and initialize torch.distributed in each",
+            )
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._broken:
+            raise AbortedError(
+                f"{self._facts.name} cannot be used after a failure",
+                where=self._facts.here,
+                found=self._broken,
+                fix="make a new group on the ranks that are left",
+            )
+
+    def other_for(self, tensor: torch.Tensor | None) -> Any:
+        """Torch's own group for a tensor that the wire does not serve; None for all others."""
+        if tensor is None or tensor.device.type in self._wire.device_types:
+            return None
+        return self._other(tensor.device.type)
+
+    def _other(self, kind: str) -> Any:
+        if kind not in self._others:
+            self._check_open()
+            self._others[kind] = other_group(
+                self._facts, self._group_name, self._opening.store, kind, self._timeout
+            )
+        return self._others[kind]
+
+
+def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Communicator:
+    """What moves tensors of a device type."""
+    if kind != opening.device_type:
+        store = PrefixStore(kind, opening.store)
+        opening = replace(opening, device_type=kind, store=store)
+    try:
+        return wire.open(opening)
+    except WireFailure as failure:
+        is_late = isinstance(failure, WireTimeout)
+        raise (CollectiveTimeoutError if is_late else BackendError)(
+            f"{group.name} could not be opened on wire {wire.name!r}",
+            where=group.here,
+            found=str(failure),
+            fix="name another backend, for example 'gloo'"
+            if isinstance(failure, WireRefused)
+            else "see that all of these ranks come to this point, and that no one has ended",
+        ) from None
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Let members that still wait for this process see that it ended in good order."""
+    for group in list(_open):
+        with suppress(Exception):  # it may be broken already
+            group.leave()

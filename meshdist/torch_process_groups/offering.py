@@ -1,0 +1,66 @@
+"""Our wires under their names in torch.distributed, opened when a program asks for one.
+
+Imports nothing of ours or torch's: torch calls ``offer_at_import`` at the end of every ``import
+torch`` where the package is installed, also while the package, or this module, imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = ["offer", "offer_at_import"]
+
+_SET_BY_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def offer() -> None:
+    """Register the backends ``shm`` and ``mpi`` with torch.distributed; once is enough.
+
+    ``mpi`` is torch's own name, for a class that its wheels lack. It is filled where it is empty
+    and mpi4py is there: then torch's ``is_mpi_available()`` says True.
+    """
+    _offer(is_mpi_offered=True)
+
+
+def offer_at_import() -> None:
+    """As ``offer``, but ``mpi`` only in a process that mpiexec has started.
+
+    Programs that did not ask for ours choose a backend by ``is_mpi_available()``: for them it stays
+    False where MPI could not work.
+    """
+    _offer(is_mpi_offered=any(name in os.environ for name in _SET_BY_MPIEXEC))
+
+
+def _offer(*, is_mpi_offered: bool) -> None:
+    import torch.distributed as torch_distributed
+    from torch.distributed import distributed_c10d
+
+    if not torch_distributed.is_available():
+        return
+    if "SHM" not in torch_distributed.Backend._plugins:
+        torch_distributed.Backend.register_backend(
+            "shm", _make_shm, extended_api=True, devices=["cpu"]
+        )
+    torchs: Any = distributed_c10d
+    if is_mpi_offered and not torchs._MPI_AVAILABLE and find_spec("mpi4py") is not None:
+        torchs.ProcessGroupMPI = _Mpi
+        torchs._MPI_AVAILABLE = True
+
+
+def _make_shm(options: Any, wire_options: Any) -> Any:
+    from .opening import open_group
+
+    return open_group("shm", options, wire_options)
+
+
+class _Mpi:
+    """Stands in for torch's own class."""
+
+    @staticmethod
+    def create(ranks: list[int]) -> Any:
+        """The group of these global ranks, or of all; torch asks members alone."""
+        from .opening import open_mpi_group
+
+        return open_mpi_group(ranks)

@@ -1,0 +1,159 @@
+"""Torch's kind of Work over ours: torch's own code waits for it and chains futures on it.
+
+Torch's reducer waits for futures in C++, where nobody of ours is asked. So a thread of the group
+waits for the verbs one after the other: in the order in which members started them, they end. Each
+future is completed by a thread of its own, since that runs the callbacks, and a callback may wait
+for the future of another verb.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as torch_distributed
+from torch._C._profiler import _RecordFunctionFast
+
+from ..errors import BackendError
+from ..wires.work import Work
+from ..wires.worker_queue import WorkerQueue
+
+__all__ = ["TorchWork", "begin_record"]
+
+_UNSET = timedelta(0)
+_PATIENCE_S = 1.0
+
+_completing: WeakSet[threading.Thread] = WeakSet()
+
+
+class TorchWork(torch_distributed.Work):
+    """One verb, or several as one, for torch.
+
+    Args:
+        works: the verbs in flight; none where all is done.
+        result: the tensors that hold the result, as torch nests them.
+        completer: completes the futures of its group.
+    """
+
+    def __init__(self, works: Sequence[Work], result: list[Any], completer: WorkerQueue) -> None:
+        super().__init__()
+        self._works = works
+        self._result = result
+        self._completer = completer
+        self._future: torch.futures.Future[Any] | None = None
+        self._recordings: list[threading.Thread] = []
+
+    @classmethod
+    def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
+        """Several as one, whose result is that of all."""
+        works = [work for part in parts for work in part._works]
+        joint = cls(works, [x for part in parts for x in part._result], completer)
+        joint._recordings = [thread for part in parts for thread in part._recordings]
+        return joint
+
+    def wait(self, timeout: timedelta = _UNSET) -> bool:
+        """Return True when all is done; each verb may take ``timeout``, or the group's for zero.
+
+        Raises:
+            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: the verb failed.
+        """
+        try:
+            for work in self._works:
+                work.wait(timeout)
+            return True
+        finally:
+            for thread in self._recordings:
+                thread.join()
+
+    def end_with(self, records: list[Any]) -> None:
+        """Let the profiler's record of the verb, taken out of the list, end when the verb does.
+
+        Another thread ends it, and holds it last: so the profiler sees that the verb went on in the
+        background.
+        """
+        thread = threading.Thread(target=self._record, args=(records,), daemon=True)
+        self._recordings.append(thread)
+        thread.start()
+
+    def _record(self, records: list[Any]) -> None:
+        with suppress(Exception):  # wait() raises it
+            for work in self._works:
+                work.wait()
+        records.pop().__exit__(None, None, None)
+
+    def synchronize(self) -> None:
+        """The same as ``wait()``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all is done, or has failed, without waiting."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all is done and nothing has failed."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """The error of the first verb that has failed, or None."""
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[Any]:
+        """Wait, and return the tensors that hold the result."""
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        """The group rank that a finished receive came from."""
+        for work in self._works:
+            return work.source_rank()
+        raise BackendError("only a receive has a source rank", fix="call it on one of irecv")
+
+    _source_rank = source_rank  # as torch's front end calls it
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A Future of the result's tensors; ``then`` chains callbacks.
+
+        The error of a verb that failed comes as the RuntimeError that torch's futures make of one.
+        """
+        if self._future is None:
+            done: torch.futures.Future[None] = torch.futures.Future()
+            # What a callback raises is an error for C++ too, which a Future's own exception is not.
+            self._future = done.then(self._outcome)
+            if self.is_completed():
+                done.set_result(None)
+            else:
+                self._completer.start(lambda: self._complete(done))
+        return self._future
+
+    def _complete(self, done: torch.futures.Future[None]) -> None:
+        with suppress(Exception):  # the callback raises it
+            self.wait()
+        thread = threading.Thread(target=done.set_result, args=(None,), daemon=True)
+        thread.start()
+        _completing.add(thread)
+
+    def _outcome(self, _: object) -> list[Any]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._result
+
+
+@atexit.register
+def _await_callbacks() -> None:
+    """Let callbacks end before the interpreter does, which their threads would not survive."""
+    for thread in list(_completing):
+        thread.join(_PATIENCE_S)
+
+
+def begin_record(title: str, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Begin a record of torch's profiler, with the shapes of these tensors; for ``end_with``."""
+    records = [_RecordFunctionFast(title, list(tensors))]
+    records[0].__enter__()
+    return records

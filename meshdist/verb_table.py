@@ -1,0 +1,136 @@
+"""What the package knows of each verb: two tables, from which every other list of verbs is made.
+
+``VERBS`` has the public verbs, ``WIRE_VERBS`` the methods of a communicator that carry them. This
+module imports the standard library alone, so that the command line can use it without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "OBJECT_VERBS",
+    "REDUCING_VERBS",
+    "SENDING_VERBS",
+    "VERBS",
+    "WIRE_VERBS",
+    "Verb",
+    "WireVerb",
+]
+
+
+@dataclass(frozen=True)
+class WireVerb:
+    """A verb of a communicator.
+
+    Args:
+        name: the method.
+        reduces: whether it takes an op.
+        root: "to" where the data go to one member, "from" where they come from one, else "".
+    """
+
+    name: str
+    reduces: bool = False
+    root: str = ""
+
+
+WIRE_VERBS = {
+    verb.name: verb
+    for verb in (
+        WireVerb("all_reduce", reduces=True),
+        WireVerb("all_reduce_list", reduces=True),
+        WireVerb("reduce", reduces=True, root="to"),
+        WireVerb("reduce_scatter", reduces=True),
+        WireVerb("reduce_scatter_list", reduces=True),
+        WireVerb("broadcast", root="from"),
+        WireVerb("all_gather"),
+        WireVerb("all_gather_list"),
+        WireVerb("gather", root="to"),
+        WireVerb("scatter", root="from"),
+        WireVerb("all_to_all"),
+        WireVerb("all_to_all_single"),
+        WireVerb("barrier"),
+        WireVerb("send"),
+        WireVerb("recv"),
+    )
+}
+"""The verbs of a communicator, by name."""
+
+REDUCING_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.reduces)
+"""The verbs of a communicator that take an op."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A public verb.
+
+    Args:
+        name: as in torch.
+        wire_verbs: the verbs of a communicator that carry it.
+        is_plain: whether one call of it is one call of that verb; else it is built above the wire.
+        alias_of: torch's older name of the same verb, if it has one.
+        sends: whether it sends a message; receives do not.
+        is_of_objects: whether it moves pickled objects.
+    """
+
+    name: str
+    wire_verbs: tuple[str, ...]
+    is_plain: bool = True
+    alias_of: str = ""
+    sends: bool = False
+    is_of_objects: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it takes an op."""
+        return not REDUCING_VERBS.isdisjoint(self.wire_verbs)
+
+
+def _objects(name: str, *wire_verbs: str, sends: bool = False) -> Verb:
+    return Verb(name, wire_verbs, is_plain=False, sends=sends, is_of_objects=True)
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("all_reduce", ("all_reduce",)),
+        Verb("all_reduce_coalesced", ("all_reduce_list",)),
+        Verb("reduce", ("reduce",)),
+        Verb("reduce_scatter_tensor", ("reduce_scatter",)),
+        Verb("reduce_scatter_single", ("reduce_scatter",), alias_of="reduce_scatter_tensor"),
+        Verb("reduce_scatter", ("reduce_scatter_list",)),
+        Verb("broadcast", ("broadcast",)),
+        Verb("all_gather_into_tensor", ("all_gather",)),
+        Verb("all_gather_single", ("all_gather",), alias_of="all_gather_into_tensor"),
+        Verb("all_gather", ("all_gather_list",)),
+        Verb("all_gather_coalesced", ("all_gather",), is_plain=False),
+        Verb("gather", ("gather",)),
+        Verb("scatter", ("scatter",)),
+        Verb("all_to_all", ("all_to_all",)),
+        Verb("all_to_all_single", ("all_to_all_single",)),
+        Verb("barrier", ("barrier",)),
+        Verb("send", ("send",), sends=True),
+        Verb("isend", ("send",), sends=True),
+        Verb("recv", ("recv",)),
+        Verb("irecv", ("recv",)),
+        Verb("batch_isend_irecv", ("send", "recv")),
+        Verb("all_reduce_multigpu", ("all_reduce",), is_plain=False),
+        Verb("reduce_multigpu", ("reduce",), is_plain=False),
+        Verb("broadcast_multigpu", ("broadcast",), is_plain=False),
+        Verb("all_gather_multigpu", ("all_gather",), is_plain=False),
+        Verb("monitored_barrier", (), is_plain=False),  # by way of the store
+        _objects("all_gather_object", "all_gather", "all_gather_list"),
+        _objects("gather_object", "all_gather", "all_to_all_single"),
+        _objects("broadcast_object_list", "all_gather", "broadcast"),
+        _objects("scatter_object_list", "broadcast", "all_to_all_single"),
+        _objects("send_object_list", "send", "recv", sends=True),
+        _objects("recv_object_list", "send", "recv"),
+    )
+}
+"""The public verbs, by name."""
+
+SENDING_VERBS = frozenset(verb.name for verb in VERBS.values() if verb.sends)
+"""The public verbs that send one message."""
+
+OBJECT_VERBS = frozenset(verb.name for verb in VERBS.values() if verb.is_of_objects)
+"""The public verbs that move pickled objects."""

@@ -1,0 +1,1 @@
+"""Torch's own wires: Gloo, NCCL, UCC, XCCL, and backends written for torch.distributed."""

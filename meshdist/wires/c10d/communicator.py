@@ -1,0 +1,485 @@
+"""What torch's own wires have in common; Gloo and NCCL have modules of their own.
+
+The classes are built directly, without torch.distributed's world: no other rank takes part, and
+a group's rank order is the one that its mesh gives. A verb that a class lacks is built from those
+that it has; so is a reduction (``substitutes``). What is only moved travels as bytes where the
+class does not know its dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from ...dtypes import DTYPES
+from ...reduce_ops import ReduceKind, ReduceOp
+from ...verb_table import REDUCING_VERBS
+from .. import fallbacks
+from ..communicator import Communicator
+from ..failures import WireAborted, WireFailure, WireTimeout
+from ..mailbox import Mailbox
+from ..operations import DONE, Chain, Operation, Terms
+from ..packing import parts
+from ..reductions import find_lack
+from .substitutes import Arithmetic, Substitute, read_as
+
+__all__ = [
+    "CLOSED",
+    "C10dCommunicator",
+    "C10dTransfer",
+    "is_timeout",
+    "plain_text",
+]
+
+_MOVED = frozenset(dtype for dtype, facts in DTYPES.items() if facts.is_in_c10d)
+"""The dtypes that all of these classes move as they are."""
+
+_NOT_MADE: tuple[timedelta | None, Any] = (None, None)
+
+_LACKING = re.compile(
+    r"^(?:Backend .*|ProcessGroup\w+) does not support \w+|No backend type associated with"
+)
+
+
+class _Closed:
+    """What stands in the place of a process group that was closed."""
+
+    supports_coalescing = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # looked up by code that inspects objects
+            raise AttributeError(name)
+        raise RuntimeError("the group's connection was closed, as at the end of the program")
+
+
+CLOSED = _Closed()
+"""Takes the place of a communicator's process group when it ends."""
+
+
+class _VerbLacking(WireFailure):
+    """The class has no such verb, and said so before anything was sent."""
+
+
+def plain_text(error: Exception) -> str:
+    """The first sentence of an error from c10d, without source positions."""
+    text = str(error).splitlines()[0] if str(error) else repr(error)
+    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", text)
+    return text.split(". This is typically caused")[0].strip()
+
+
+def is_timeout(text: str) -> bool:
+    """Whether an error from c10d is a timeout."""
+    return "timed out" in text.lower() or "timeout" in text.lower()
+
+
+class C10dOperation(Operation):
+    """A collective that c10d has started.
+
+    Args:
+        communicator: which has started it.
+        work: what c10d gave.
+    """
+
+    __slots__ = ("_communicator", "work")
+
+    def __init__(self, communicator: C10dCommunicator, work: Any) -> None:
+        self._communicator = communicator
+        self.work = work
+
+    def finish(self, timeout: timedelta) -> None:
+        self._communicator.finish_work(self.work, timeout)
+
+    def poll(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+class C10dTransfer(C10dOperation):
+    """A send or receive.
+
+    Args:
+        communicator, work: as of any operation.
+        peer: the other side; None where that may be any.
+    """
+
+    __slots__ = ("_peer",)
+
+    def __init__(self, communicator: C10dCommunicator, work: Any, peer: int | None) -> None:
+        super().__init__(communicator, work)
+        self._peer = peer
+
+    def source(self) -> int:
+        return int(self.work._source_rank()) if self._peer is None else self._peer
+
+
+class C10dCommunicator(Communicator):
+    """One group's connection over a c10d process group that is made already."""
+
+    arithmetic: ClassVar[Arithmetic | None] = None
+    """What the class reduces correctly; None where that is not known."""
+    lacking: ClassVar[frozenset[str]] = frozenset()
+    """Verbs that the class lacks, or that are better built from its others."""
+    gathers_uneven: ClassVar[bool] = False
+    """Whether its all-gather takes tensors of several sizes."""
+
+    def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
+        super().__init__(wire, rank, size)
+        self._group = process_group
+        self._aborted = False
+        self._mailbox = Mailbox(rank)
+        self._batch: list[C10dTransfer] | None = None
+        self._options: dict[Any, tuple[timedelta | None, Any]] = {}
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if verb in REDUCING_VERBS:
+            if cls.arithmetic is not None and find_lack(op, dtype) is not None:
+                return ""
+            substitute = cls._substitute(op, dtype)
+            if substitute is None or not substitute.is_view:
+                return "built"
+        if verb in cls.lacking:
+            return "built"
+        return super().support(verb, device_type, dtype, op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+        dtype = tensor.dtype
+        key = AllreduceOptions, op, dtype
+        last_timeout, options = self._options.get(key, _NOT_MADE)
+        timeout = terms.timeout
+        if last_timeout is not timeout:
+            substitute = self._substitute(op, dtype)
+            if substitute is None or substitute.dtype is not dtype:
+                return self._all_reduce_otherwise(tensor, op, substitute, terms)
+            options = AllreduceOptions()
+            options.reduceOp = substitute.op  # type: ignore[assignment]
+            options.timeout = self.own_timeout(timeout)
+            self._options[key] = timeout, options
+        try:
+            work = self._group.allreduce([tensor], options)
+        except RuntimeError as error:
+            raise self.failure(error) from None
+        return self._operation(work, terms)
+
+    def all_reduce_list(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        started = [self._all_reduce_alike(some, op, terms) for some in by_dtype.values()]
+        return started[0] if len(started) == 1 else Chain(started)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+        substitute = self._view("reduce", op, tensor.dtype)
+        if substitute is not None:
+            options = self._options_for(ReduceOptions, terms, root, substitute.op)
+            started = self._start_if_there(
+                terms, "reduce", [read_as(tensor, substitute.dtype)], options
+            )
+            if started is not None:
+                return started
+        return super().reduce(tensor, op, root, terms)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+        options = self._options_for(BroadcastOptions, terms, root)
+        return self._start(terms, "broadcast", [_movable(tensor)], options)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+        if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
+            return self.all_reduce(_movable(output), ReduceOp.MAX, terms)
+        options = self._options_for(AllgatherOptions, terms)
+        started = self._start_if_there(
+            terms, "_allgather_base", _movable(output), _movable(tensor), options
+        )
+        if started is not None:
+            return started
+        blocks = parts(output, [tensor.numel()] * self.size)
+        return self._start(terms, "allgather", [_all_movable(blocks)], [_movable(tensor)], options)
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
+    ) -> Operation:
+        count = tensor.numel()
+        if self.gathers_uneven or all(out.numel() == count for out in outputs):
+            options = self._options_for(AllgatherOptions, terms)
+            lists = [_all_movable(outputs)]
+            started = self._start_if_there(terms, "allgather", lists, [_movable(tensor)], options)
+            if started is not None:
+                return started
+        return super().all_gather_list(outputs, tensor, terms)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
+    ) -> Operation:
+        options = self._options_for(GatherOptions, terms, root)
+        lists = [_all_movable(outputs)] if self.rank == root else []
+        started = self._start_if_there(terms, "gather", lists, [_movable(tensor)], options)
+        return super().gather(outputs, tensor, root, terms) if started is None else started
+
+    def scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
+    ) -> Operation:
+        options = self._options_for(ScatterOptions, terms, root)
+        lists = [_all_movable(inputs)] if self.rank == root else []
+        started = self._start_if_there(terms, "scatter", [_movable(tensor)], lists, options)
+        return super().scatter(tensor, inputs, root, terms) if started is None else started
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
+    ) -> Operation:
+        if tensor.numel() == 0:
+            return self.all_reduce(_movable(tensor), ReduceOp.SUM, terms)
+        substitute = self._view("reduce_scatter", op, tensor.dtype)
+        if substitute is not None:
+            whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
+            options = self._options_for(ReduceScatterOptions, terms, op=substitute.op)
+            started = self._start_if_there(terms, "_reduce_scatter_base", mine, whole, options)
+            if started is not None:
+                return started
+        sizes = [output.numel()] * self.size
+        return fallbacks.reduce_scatter_by_exchange(self, output, tensor, sizes, op, terms)
+
+    def reduce_scatter_list(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        substitute = self._view("reduce_scatter_list", op, output.dtype)
+        if substitute is not None:
+            views = [read_as(part, substitute.dtype) for part in inputs]
+            mine = read_as(output, substitute.dtype)
+            options = self._options_for(ReduceScatterOptions, terms, op=substitute.op)
+            started = self._start_if_there(terms, "reduce_scatter", [mine], [views], options)
+            if started is not None:
+                return started
+        sizes = [part.numel() for part in inputs]
+        whole = self.scratch.take(sum(sizes), output)
+        with torch.inference_mode():
+            torch.cat([part.view(-1) for part in inputs], out=whole)
+        started = fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, terms)
+        return Chain([started], lambda: self.scratch.give(whole))
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
+    ) -> Operation:
+        some, data = _all_movable(outputs), _all_movable(inputs)
+        if "all_to_all" in self.lacking:
+            return fallbacks.all_to_all_by_packing(self, some, data, terms)
+        started = self._start_if_there(
+            terms, "alltoall", some, data, self._options_for(AllToAllOptions, terms)
+        )
+        return super().all_to_all(outputs, inputs, terms) if started is None else started
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        terms: Terms,
+    ) -> Operation:
+        whole, data = _movable(output), _movable(tensor)
+        takes, sends = output_sizes, input_sizes
+        if data.dtype is not tensor.dtype:
+            takes, sends = ([n * tensor.itemsize for n in sizes] for sizes in (takes, sends))
+        options = self._options_for(AllToAllOptions, terms)
+        started = self._start_if_there(terms, "alltoall_base", whole, data, takes, sends, options)
+        if started is not None:
+            return started
+        return super().all_to_all_single(output, tensor, output_sizes, input_sizes, terms)
+
+    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+        options = BarrierOptions()
+        options.timeout = self.own_timeout(terms.timeout)
+        if device is not None:
+            options.device = device
+        return self._start(terms, "barrier", options)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+        if peer == self.rank:
+            return self._mailbox.send(tensor, tag)
+        slot = self._slot(tag, tensor)
+        work = self._call("send", [_movable(tensor)], peer, slot)
+        return self._transfer(work, peer, terms)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+        if peer == self.rank:
+            return self._mailbox.recv(tensor, tag)
+        slot = self._slot(tag, tensor)
+        if peer is None:
+            if self.size == 1 or self._mailbox.has_sent(tag):
+                return self._mailbox.recv(tensor, tag)
+            # c10d refuses to receive nothing from anyone; a place for one byte takes it as well.
+            place = _movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
+            work = self._call("recv_anysource", [place], slot)
+        else:
+            work = self._call("recv", [_movable(tensor)], peer, slot)
+        return self._transfer(work, peer, terms)
+
+    def has_sent_itself(self, tag: int) -> bool:
+        return self._mailbox.has_sent(tag)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        if not getattr(self._group, "supports_coalescing", False):
+            yield
+            return
+        # NCCL and its kin run what is started alone in the order of its start, so that two ranks
+        # which both receive first would wait for ever; what goes out as one call has no order.
+        self._call("_start_coalescing")
+        transfers = self._batch = []
+        try:
+            yield
+        except BaseException:
+            with suppress(WireFailure):
+                self._end_batch(transfers)
+            raise
+        self._end_batch(transfers)
+
+    def finish_work(self, work: Any, timeout: timedelta) -> None:
+        """Wait for what c10d has started; raises WireFailure."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.failure(error) from None
+
+    def own_timeout(self, timeout: timedelta) -> timedelta:
+        """The timeout to give c10d for an operation, on a clock that nothing pauses."""
+        return timeout
+
+    def failure(self, error: RuntimeError) -> WireFailure:
+        """The failure that an error from c10d means."""
+        text = plain_text(error)
+        if self._aborted:
+            return WireAborted(text)
+        return WireTimeout(text) if is_timeout(text) else WireFailure(text)
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._mailbox.abort()
+        if self._group is not CLOSED:
+            self._group.abort()
+
+    def close(self) -> None:
+        self._group = CLOSED
+
+    @classmethod
+    def _substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+        if cls.arithmetic is None:
+            return Substitute(op, dtype, True)
+        return cls.arithmetic.find(op, dtype)
+
+    def _view(self, verb: str, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+        """What the class's own ``verb`` reduces in the tensor's memory; None where it does not."""
+        found = None if verb in self.lacking else self._substitute(op, dtype)
+        return found if found is not None and found.is_view else None
+
+    def _all_reduce_otherwise(
+        self, tensor: torch.Tensor, op: ReduceKind, substitute: Substitute | None, terms: Terms
+    ) -> Operation:
+        if substitute is None:
+            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
+        if substitute.is_view:
+            return self.all_reduce(read_as(tensor, substitute.dtype), substitute.op, terms)
+        return fallbacks.all_reduce_widened(self, tensor, op, substitute.dtype, terms)
+
+    def _all_reduce_alike(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        """``all_reduce_list`` where all dtypes are equal."""
+        substitute = self._view("all_reduce_list", op, tensors[0].dtype)
+        if len(tensors) > 1 and substitute is not None:
+            options = AllreduceCoalescedOptions()
+            options.reduceOp = substitute.op  # type: ignore[assignment]
+            options.timeout = self.own_timeout(terms.timeout)
+            views = tensors
+            if substitute.dtype is not tensors[0].dtype:
+                views = [read_as(tensor, substitute.dtype) for tensor in tensors]
+            started = self._start_if_there(terms, "allreduce_coalesced", views, options)
+            if started is not None:
+                return started
+        return super().all_reduce_list(tensors, op, terms)
+
+    def _options_for(
+        self, kind: Any, terms: Terms, root: int | None = None, op: ReduceKind | None = None
+    ) -> Any:
+        """c10d's options, made once for calls that repeat."""
+        key, timeout = (kind, root, op), terms.timeout
+        last_timeout, options = self._options.get(key, _NOT_MADE)
+        if last_timeout is not timeout:
+            options = kind()
+            options.timeout = self.own_timeout(timeout)
+            if root is not None:
+                options.rootRank = root
+            if op is not None:
+                options.reduceOp = op
+            self._options[key] = timeout, options
+        return options
+
+    def _start_if_there(self, terms: Terms, verb: str, *arguments: Any) -> Operation | None:
+        """Start it, as ``_start`` does; None where the class lacks it."""
+        try:
+            return self._start(terms, verb, *arguments)
+        except _VerbLacking:
+            return None
+
+    def _start(self, terms: Terms, verb: str, *arguments: Any) -> Operation:
+        """Start a collective of c10d."""
+        return self._operation(self._call(verb, *arguments), terms)
+
+    def _operation(self, work: Any, terms: Terms) -> Operation:
+        """The operation of a collective; finished, where the caller waits."""
+        if terms.waits:
+            self.finish_work(work, terms.timeout)
+            return DONE
+        return C10dOperation(self, work)
+
+    def _call(self, verb: str, *arguments: Any) -> Any:
+        """Call a method of the c10d process group."""
+        try:
+            return getattr(self._group, verb)(*arguments)
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) or _LACKING.search(str(error)):
+                raise _VerbLacking(plain_text(error)) from None
+            raise self.failure(error) from None
+
+    def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
+        transfer = C10dTransfer(self, work, peer)
+        if self._batch is not None:
+            self._batch.append(transfer)
+        return transfer
+
+    def _end_batch(self, transfers: list[C10dTransfer]) -> None:
+        """Send the batch off; its one work is that of every transfer."""
+        self._batch = None
+        work = self._call("_end_coalescing")
+        for transfer in transfers:
+            transfer.work = work
+
+    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
+        """The wire's own tag for a message."""
+        return tag
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
+    return read_as(tensor, tensor.dtype if tensor.dtype in _MOVED else torch.uint8)
+
+
+def _all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_movable(tensor) for tensor in tensors]

@@ -1,0 +1,412 @@
+"""Gloo, opened for the members of one group alone.
+
+Seen on torch 2.13: a wait on a collective that expires changes nothing and can be repeated, so
+collectives are waited for in short slices that notice an abort and Ctrl-C. A wait on a send or
+receive that expires closes all connections of its communicator at once, which frees everything
+that waits there: ``abort`` uses just that, since Gloo's own abort frees no thread.
+
+Gloo counts time on a clock that cannot be paused. So it is asked to wait almost for ever, and how
+long a verb may take is counted here: by slices, and for a send or receive by a timer.
+
+Sums and products of float16 and bfloat16 are rounded at every step; the smallest or largest of
+numbers one of which is NaN may be either, but the same on every member.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
+
+from ...reduce_ops import ReduceKind
+from ...runtime.deadlines import Deadline, clock, wait_until
+from ...runtime.hosts import num_cores
+from ...runtime.timers import Timer
+from ..communicator import Communicator
+from ..failures import WireAborted, WireFailure, WireTimeout
+from ..opening import Opening
+from ..operations import Chain, Operation, Terms
+from ..packing import write
+from ..registry import Wire, register_wire
+from ..tag_numbers import TagNumbers
+from .communicator import (
+    CLOSED,
+    C10dCommunicator,
+    C10dTransfer,
+    is_timeout,
+    plain_text,
+)
+from .gloo_devices import connects_late, gloo_devices, gloo_interfaces
+from .substitutes import GLOO
+
+__all__ = ["GlooCommunicator", "GlooWire"]
+
+_SLICE = timedelta(milliseconds=500)
+_SPIN_S = 0.0005
+_ABORT_LOOK_S = 0.1
+_LONGEST_PAUSE_S = 0.001
+_AT_ONCE = timedelta(milliseconds=10)
+_ALMOST_FOR_EVER = timedelta(days=3650)
+_EXPIRED_SLICE = "Operation timed out!"
+_ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
+_LARGE_TAG = 1 << 13
+_NUMBERED_SLOT = 1 << 28
+_SMALL_SLOT = 1 << 29
+_LARGE_SLOT = 1 << 30
+_MOST_NUMBERED = 1 << 12
+
+
+class GlooCommunicator(C10dCommunicator):
+    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
+
+    Args:
+        wire, rank, size, process_group: as for any of c10d.
+        store: where members number the large tags that they use.
+        spins: whether waits may spin at first, since no rank of this host needs the core.
+    """
+
+    arithmetic = GLOO
+    wants_senders = True
+    # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
+    # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
+    # equal sizes only, and a member does not know those of the others.
+    lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
+
+    def __init__(
+        self,
+        wire: str,
+        rank: int,
+        size: int,
+        process_group: Any,
+        store: Store,
+        *,
+        spins: bool = False,
+    ) -> None:
+        super().__init__(wire, rank, size, process_group)
+        self._tag_numbers = TagNumbers(store)
+        self._spins = spins and hasattr(os, "sched_yield")
+        self._process_id = os.getpid()
+        self._is_lazy = connects_late()
+        self.posts_at_once = not self._is_lazy
+        _open.add(self)
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if verb in ("send", "recv") and device_type != "cpu":
+            return "built"
+        return super().support(verb, device_type, dtype, op)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+        # Gloo leaves partial results on the other members.
+        if self.rank == root:
+            return super().reduce(tensor, op, root, terms)
+        target = self.scratch.take(tensor.numel(), tensor)
+        write(target, tensor)
+        started = super().reduce(target, op, root, terms)
+        return Chain([started], lambda: self.scratch.give(target))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+        if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
+            tensor = tensor.cpu()
+        return super().send(tensor, peer, tag, terms)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+        if peer == self.rank or tensor.is_cpu:
+            return super().recv(tensor, peer, tag, terms)
+        host = torch.empty_like(tensor, device="cpu")
+        received = super().recv(host, peer, tag, terms)
+        return Chain([received], lambda: write(tensor, host))
+
+    def finish_work(self, work: Any, timeout: timedelta) -> None:
+        if self._spins and threading.current_thread() is threading.main_thread():
+            _spin_until(work.is_completed)  # another thread would take the time from this one
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if str(error) != _EXPIRED_SLICE:
+                raise self.failure(error) from None
+            self._finish_slowly(work, timeout)
+
+    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
+        if self._spins:
+            _spin_until(condition)
+        if not wait_until(condition, Deadline(timeout), longest_pause_s=_LONGEST_PAUSE_S):
+            raise WireTimeout.after(timeout)
+
+    def own_timeout(self, timeout: timedelta) -> timedelta:
+        return timeout if self._is_lazy else _ALMOST_FOR_EVER
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether this member has given it up."""
+        return self._aborted
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has come to its end."""
+        return self._group is CLOSED
+
+    def disconnect(self) -> None:
+        """Close all connections; whatever waits for one fails."""
+        group = self._group
+        if group is not CLOSED:
+            _expire(_start_expiring(group, peer) for peer in self._peers())
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._mailbox.abort()
+        if not self._is_lazy:  # closing what still connects would end the process
+            self.disconnect()
+
+    def close(self) -> None:
+        group, self._group = self._group, CLOSED
+        if group is CLOSED:
+            return
+        if self._process_id != os.getpid():  # a forked child
+            # Its threads stayed with the parent, and its end would wait for them for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            return
+        if self._is_lazy:
+            return
+        # The group ends only when all of its operations have, and one may be in flight that other
+        # members do not come to.
+        messages = [_start_expiring(group, peer) for peer in self._peers()]
+        timer = Timer(group.options._timeout, partial(_expire, messages))
+        try:
+            del group
+        finally:
+            timer.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
+        # Gloo ends the process where a message is larger than the tensor that receives it, and
+        # takes a smaller one without an error. So size and dtype are part of its tag: a message
+        # that does not fit is not received, and the timeout's report shows both calls. The usual
+        # tag 0 has most room for that; large tags have it by their number, the first of them.
+        if tag == 0:
+            return _code(tensor.numel(), tensor.dtype)
+        base = _SMALL_SLOT | tag << 16
+        if tag >= _LARGE_TAG:
+            number = self._number_of(tag)
+            if number >= _MOST_NUMBERED:
+                return _LARGE_SLOT + tag
+            base = _NUMBERED_SLOT | number << 16
+        return base | _code(tensor.numel(), tensor.dtype) & 0xFFFF
+
+    def _number_of(self, tag: int) -> int:
+        try:
+            return self._tag_numbers.number_of(tag, lambda: self._aborted)
+        except DistNetworkError:  # the store's server has ended: no tag has a new number
+            return _MOST_NUMBERED
+        except RuntimeError as error:
+            raise self.failure(error) from None
+
+    def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
+        return GlooTransfer(self, work, peer, terms.timeout)
+
+    def _finish_slowly(self, work: Any, timeout: timedelta) -> None:
+        # The first slice is over already, unless the clock was paused.
+        deadline = Deadline(timeout if clock.is_paused() else timeout - _SLICE)
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if str(error) != _EXPIRED_SLICE:
+                    raise self.failure(error) from None
+            if self._aborted:
+                raise WireAborted("aborted while waiting")
+            if deadline.is_over:
+                self.disconnect()
+                raise WireTimeout.after(timeout)
+
+
+class GlooTransfer(C10dTransfer):
+    """A send or receive; its wait must not be cut into slices.
+
+    Gloo learns that a message has come or gone only while a thread waits for it: so the first poll
+    starts such a thread.
+
+    Args:
+        gloo, work, peer: as of any transfer.
+        timeout: how long it may take from its first poll on.
+    """
+
+    __slots__ = ("_deadline", "_error", "_gloo", "_is_late", "_timeout", "_waiter")
+
+    def __init__(
+        self, gloo: GlooCommunicator, work: Any, peer: int | None, timeout: timedelta
+    ) -> None:
+        super().__init__(gloo, work, peer)
+        self._gloo = gloo
+        self._timeout = timeout
+        self._waiter: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+        self._is_late = False
+
+    def finish(self, timeout: timedelta) -> None:
+        if self._gloo.is_closed:
+            self._finish_closed()
+        elif self._peer is None or self._waiter is not None:
+            self._finish_beside(timeout)
+        else:
+            self._finish_here(timeout)
+
+    def poll(self) -> bool:
+        return self._join(0.0)
+
+    def _finish_closed(self) -> None:
+        """Finish what was done before the end; nothing could free a thread that waits longer."""
+        try:
+            self.work.wait(_AT_ONCE)
+        except RuntimeError:
+            raise WireFailure("the group was closed before this message came or went") from None
+
+    def _finish_here(self, timeout: timedelta) -> None:
+        timer = Timer(timeout, self._gloo.disconnect)
+        try:
+            self.work.wait(self._gloo.own_timeout(timeout))
+        except RuntimeError as error:
+            if timer.cancel() or self._gloo.is_aborted:
+                raise self._gloo.failure(error) from None
+            raise WireTimeout.after(timeout) from None
+        if not timer.cancel():
+            raise WireTimeout.after(timeout)
+
+    def _finish_beside(self, timeout: timedelta) -> None:
+        # A receive from any member belongs to no connection, so that closing all of them does
+        # not free it: another thread waits, and this one looks for the abort.
+        is_over = self._join(0.0)
+        self._deadline = Deadline(timeout)
+        while not is_over:
+            if self._gloo.is_aborted:
+                raise WireAborted("aborted while waiting for a message")
+            is_over = self._join(_ABORT_LOOK_S)
+        if self._is_late:
+            raise WireTimeout.after(timeout)
+        if self._error is not None:
+            raise self._gloo.failure(self._error) from None
+
+    def _join(self, seconds: float) -> bool:
+        """Let another thread wait for it; return whether that ends within ``seconds``, or is late.
+
+        When it is late all connections are closed.
+        """
+        if self._waiter is None:
+            self._deadline = Deadline(self._timeout)
+            self._waiter = threading.Thread(
+                target=self._wait, name="meshdist-transfer", daemon=True
+            )
+            self._waiter.start()
+        self._waiter.join(seconds)
+        if not self._waiter.is_alive():
+            return True
+        if not self._is_late and self._deadline.is_over:
+            self._is_late = True
+            self._gloo.disconnect()
+        return self._is_late
+
+    def _wait(self) -> None:
+        try:
+            self.work.wait(self._gloo.own_timeout(self._timeout))
+        except RuntimeError as error:
+            self._error = error
+
+
+class GlooWire(Wire):
+    """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
+
+    name = "gloo"
+    device_types = frozenset({"cpu", "cuda"})
+    communicator_kind = GlooCommunicator
+
+    def is_available(self) -> bool:
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        kind: Any = ProcessGroupGloo
+        given = isinstance(opening.options, kind._Options)
+        options = opening.options if given else kind._Options()
+        options._devices = gloo_devices(gloo_interfaces(opening.is_one_host))
+        options._timeout = opening.timeout
+        try:
+            group = kind(opening.store, opening.rank, len(opening.ranks), options)
+        except RuntimeError as error:
+            text = plain_text(error)
+            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
+        return GlooCommunicator(
+            self.name,
+            opening.rank,
+            len(opening.ranks),
+            group,
+            opening.store,
+            spins=opening.num_local <= num_cores(),
+        )
+
+
+def _spin_until(condition: Callable[[], bool]) -> None:
+    """Return when ``condition()``, or when sleeping costs less than to spin on.
+
+    An idle core falls asleep, and to wake it takes longer than a small message; by yielding, this
+    thread leaves it to Gloo's threads whenever one of those can run.
+    """
+    end = time.perf_counter() + _SPIN_S
+    while not condition() and time.perf_counter() < end:
+        os.sched_yield()
+
+
+@lru_cache(1024)
+def _code(numel: int, dtype: torch.dtype) -> int:
+    """28 bits that differ for tensors of another size or dtype; cached, since calls repeat."""
+    digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
+
+
+def _start_expiring(group: Any, peer: int) -> Any:
+    """A receive of what is never sent; None where the connection is lost."""
+    try:
+        return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
+    except RuntimeError:
+        return None
+
+
+def _expire(messages: Iterable[Any]) -> None:
+    """Let the first receive that can still expire do so, which closes all connections."""
+    for message in messages:
+        if message is None:
+            continue
+        try:
+            message.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if is_timeout(str(error)):
+                return
+            # That connection was lost already, and with it nothing expires: try the next.
+
+
+def _close_all() -> None:
+    """Close what the program left open, while there are threads that can end it."""
+    for communicator in tuple(_open):
+        communicator.close()
+
+
+_open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+atexit.register(_close_all)
+
+
+register_wire(GlooWire())

@@ -1,0 +1,114 @@
+"""What a wire is asked to reduce in place of an op or dtype that it lacks.
+
+Where the same bits read as another dtype give the same result, nothing is copied: sums of uint32
+are sums of int32, bits of int16 are bits of bytes, the or of bool is its maximum. Where a wider
+dtype holds all values, a copy is reduced and rounded once. What has neither (bits over NCCL, the
+order of uint64) is gathered and reduced in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ...dtypes import DTYPES, DtypeFacts
+from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp
+
+__all__ = ["GLOO", "NCCL", "UCC", "Arithmetic", "Substitute", "read_as"]
+
+_SUM, _AVG, _PRODUCT = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT
+_MIN, _MAX = ReduceOp.MIN, ReduceOp.MAX
+_BITS = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_WRAPPING = frozenset({_SUM, _PRODUCT, *_BITS})
+
+_OF_BYTES = {ReduceOp.BOR: _MAX, ReduceOp.BAND: _MIN}
+"""Equal on bytes that are 0 or 1."""
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """What to reduce instead.
+
+    Args:
+        op: the op to ask for.
+        dtype: the dtype to reduce in.
+        is_view: whether the tensor's own bits are read as ``dtype``; else its values are
+            converted, and the result is converted back.
+    """
+
+    op: ReduceKind
+    dtype: torch.dtype
+    is_view: bool
+
+
+class Arithmetic:
+    """Which reductions a wire computes rightly.
+
+    Args:
+        ops: by dtype, the ops that it has.
+    """
+
+    def __init__(self, ops: Mapping[torch.dtype, frozenset[ReduceKind]]) -> None:
+        self._ops = ops
+        self.find = cache(self._find)
+
+    def has(self, op: ReduceKind, dtype: torch.dtype) -> bool:
+        """Whether the wire reduces ``dtype`` by ``op`` as it is."""
+        return op in self._ops.get(dtype, ())
+
+    def _find(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+        """Return what to ask for; None where there is nothing but gathering."""
+        for candidate in _candidates(op, dtype):
+            if self.has(candidate.op, candidate.dtype):
+                return candidate
+        return None
+
+
+def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[Substitute]:
+    yield Substitute(op, dtype, True)
+    if dtype is torch.bool and ON_BOOL.get(op) in _OF_BYTES:
+        yield Substitute(_OF_BYTES[ON_BOOL[op]], dtype, True)
+    facts = DTYPES.get(dtype, DtypeFacts(dtype, ""))
+    if facts.same_bits is not None and (op in _WRAPPING or dtype.is_complex):
+        yield Substitute(op, facts.same_bits, True)
+    if op in _BITS:
+        yield Substitute(op, torch.uint8, True)
+    if facts.wide is not None:
+        yield Substitute(op, facts.wide, False)
+
+
+def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat tensor of ``dtype``."""
+    if dtype is tensor.dtype:
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
+    # One element, or none, counts as contiguous whatever its stride, but is not read as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
+
+
+_NUMBERS = frozenset({_SUM, _PRODUCT, _MIN, _MAX})
+_MEAN = frozenset({*_NUMBERS, _AVG})
+_KNOWN = [facts for facts in DTYPES.values() if facts.is_in_c10d]
+_INTEGERS = [facts.dtype for facts in _KNOWN if facts.is_whole and facts.group != "bool"]
+_FLOATS = [facts.dtype for facts in _KNOWN if facts.group == "floating"]
+
+GLOO = Arithmetic(
+    dict.fromkeys(_INTEGERS, _NUMBERS | _BITS)
+    | dict.fromkeys(_FLOATS, _MEAN)
+    # Gloo averages by a sum, which float16 overflows; and adds bool as bytes, up to 255.
+    | {torch.float16: _NUMBERS, torch.bool: frozenset({_MIN, _MAX, *_BITS})}
+    | {torch.complex32: frozenset({_SUM})}
+    | dict.fromkeys((torch.complex64, torch.complex128), frozenset({_SUM, _AVG}))
+)
+UCC = Arithmetic(
+    dict.fromkeys(_INTEGERS, _NUMBERS | _BITS)
+    | dict.fromkeys(_FLOATS, _MEAN)
+    | {torch.bool: frozenset({_MIN, _MAX, *_BITS})}
+)
+NCCL = Arithmetic(
+    dict.fromkeys(_INTEGERS, _NUMBERS)
+    | dict.fromkeys(_FLOATS, _MEAN)
+    | {torch.bool: frozenset({_MIN, _MAX})}
+)

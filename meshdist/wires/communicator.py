@@ -1,0 +1,304 @@
+"""One group's connection over one wire: the verbs that a wire writes, and those built from them.
+
+Tensors that reach a wire are contiguous torch tensors of a device type it serves, without
+gradients, checked by the verbs above; roots and peers count inside the group; only numbers of
+elements matter, never shapes.
+
+A wire writes the verbs that are abstract here; the others have a way of their own where the wire
+has one, and else are built from those. Results are the same bits on every member, since every
+member reduces in group order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ..reduce_ops import ReduceKind
+from ..runtime.deadlines import Deadline, wait_until
+from .failures import WireFailure, WireTimeout
+from .operations import Chain, Operation, Terms
+from .packing import blocks, packed, parts, write, write_blocks
+from .scratch import Scratch
+
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "FastPath"]
+
+LARGEST_TAG = (1 << 30) - 3
+"""What every wire takes; larger ones belong to the verbs and wires themselves."""
+
+EXCHANGE_TAG = (1 << 30) - 1
+"""The tag of messages that belong to an all-to-all; no program's message bears it."""
+
+
+class FastPath(Protocol):
+    """What the native core does for blocking calls on plain CPU tensors.
+
+    A method has the name of its verb, does all that the verb does, and returns what it returns; or
+    it does nothing, and returns False, where the call is not that plain. It raises what the verb
+    raises. Roots and peers are places in the group.
+    """
+
+    def all_reduce(self, tensor: Any, /) -> bool | None:
+        """The sum, in place."""
+        ...
+
+    def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
+        """To member ``root``."""
+        ...
+
+    def broadcast(self, tensor: Any, root: int, /) -> bool | None:
+        """From member ``root``."""
+        ...
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, /) -> bool | None:
+        """In either form of the output."""
+        ...
+
+    def all_gather_single(self, output: Any, tensor: Any, /) -> bool | None:
+        """The same."""
+        ...
+
+    def reduce_scatter_tensor(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
+        """In either form of the input."""
+        ...
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
+        """The same."""
+        ...
+
+    def all_gather(self, outputs: Any, tensor: Any, /) -> bool | None:
+        """Into a list of tensors as large as this member's."""
+        ...
+
+    def gather(self, tensor: Any, outputs: Any, root: int, /) -> bool | None:
+        """To member ``root``; ``outputs`` is None on the others."""
+        ...
+
+    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool | None:
+        """From member ``root``; ``inputs`` is None on the others."""
+        ...
+
+    def all_to_all(self, outputs: Any, inputs: Any, /) -> bool | None:
+        """Of lists of tensors of one size."""
+        ...
+
+    def all_to_all_single(self, output: Any, tensor: Any, /) -> bool | None:
+        """In equal parts."""
+        ...
+
+    def barrier(self) -> bool | None:
+        """Over all members."""
+        ...
+
+    def send(self, tensor: Any, peer: int, tag: Any, /) -> bool | None:
+        """To member ``peer``."""
+        ...
+
+    def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> int:
+        """From member ``peer``, or from any."""
+        ...
+
+
+class Communicator(ABC):
+    """One group's connection over one wire.
+
+    Each verb starts an operation at once and returns it; nothing is kept of the tensors once it is
+    finished. Operations of one communicator are started in program order by one thread at a time;
+    where it ``wants_senders``, another thread may call ``recv`` meanwhile.
+    """
+
+    wants_senders: ClassVar[bool] = False
+    """Whether a receive should name its sender, where members note what they send."""
+
+    posts_at_once = False
+    """Whether starting a receive neither waits nor needs the terms' number."""
+
+    def __init__(self, wire: str, rank: int, size: int) -> None:
+        self.wire = wire
+        self.rank = rank
+        self.size = size
+        self.scratch = Scratch()
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        """Whether a verb that works is ``"native"``, or ``"built"`` from others; for ``Wire``."""
+        ours = getattr(Communicator, verb)
+        is_built = getattr(cls, verb) is ours and not getattr(ours, "__isabstractmethod__", False)
+        return "built" if is_built else "native"
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+        """Reduce ``tensor`` in place; every member then holds the same bits."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+        """Give every member the tensor of member ``root``."""
+
+    @abstractmethod
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+        """Copy the members' tensors one after the other, in group order, into ``output``."""
+
+    @abstractmethod
+    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+        """Finished on a member when every member has started it.
+
+        ``device`` is the CUDA device to run on, for a wire that needs one; None lets it choose.
+        """
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+        """Send to member ``peer``; finished when ``tensor`` may be written again."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+        """Receive from member ``peer``, or from any member."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Free every thread of this process that waits for an operation; any thread may call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the communicator when nothing waits in it."""
+
+    def leave(self) -> None:  # noqa: B027 (most wires announce nothing)
+        """Announce to the others that this process exits normally."""
+
+    def has_sent_itself(self, tag: int) -> bool:
+        """Whether a message of this member to itself waits under ``tag``."""
+        return False
+
+    def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
+        """New bytes of this member's own, in memory that all members map; equal on all of them.
+
+        Collective. Ordinary memory where the wire shares none.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Sends and receives started inside wait for each other in no order, whatever theirs is.
+
+        Nothing is to be done where starting one never waits.
+        """
+        return nullcontext()
+
+    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
+        """Return when ``condition()``, as an operation's ``finish`` does; raises WireFailure."""
+        if not wait_until(condition, Deadline(timeout)):
+            raise WireTimeout.after(timeout)
+
+    def fast_path(
+        self,
+        entry: Any,
+        explain: Callable[[WireFailure, int | None], BaseException],
+        timeout: timedelta,
+    ) -> FastPath | None:
+        """The fast path of a group on this wire; None where there is none.
+
+        Args:
+            entry: the native core's, which looks at tensors, and notes and compares calls.
+            explain: makes the error to raise of a failure, given the number of the call's note.
+            timeout: how long a call may take.
+        """
+        return None
+
+    # -- verbs built from those above, for a wire without a way of its own ------------------------
+
+    def all_reduce_list(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        """Reduce each of ``tensors`` (one dtype or several) in place, as if one after the other."""
+        return Chain([self.all_reduce(tensor, op, terms) for tensor in tensors])
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+        """Reduce in place on member ``root``; the other members' tensors stay as they are.
+
+        Built: an all-reduce, in a copy on all members but the root.
+        """
+        return self.all_reduce(tensor if self.rank == root else tensor.clone(), op, terms)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
+    ) -> Operation:
+        """Give member ``root`` everyone's tensor: ``outputs[j]``, of equal size, is member j's.
+
+        ``outputs`` is empty on the other members. Built: an all-gather, of which the root alone
+        keeps the result.
+        """
+        whole = tensor.new_empty(self.size * tensor.numel())
+        gathered = self.all_gather(whole, tensor, terms)
+        return Chain([gathered], lambda: write_blocks(outputs, whole))
+
+    def scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
+    ) -> Operation:
+        """Give every member its tensor of those on ``root``: ``inputs[j]``, of equal size, to j.
+
+        ``inputs`` is empty on the other members. Built: a broadcast of everything, of which each
+        member keeps its part.
+        """
+        count = tensor.numel()
+        whole = packed(inputs) if self.rank == root else tensor.new_empty(self.size * count)
+        sent = self.broadcast(whole, root, terms)
+        return Chain([sent], lambda: write(tensor, whole[self.rank * count :][:count]))
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
+    ) -> Operation:
+        """Write member j's tensor into ``outputs[j]``; sizes may differ between members.
+
+        Built: one all-gather where sizes are equal, else one broadcast from each member.
+        """
+        if all(output.numel() == tensor.numel() for output in outputs):
+            whole = tensor.new_empty(self.size * tensor.numel())
+            gathered = self.all_gather(whole, tensor, terms)
+            return Chain([gathered], lambda: write_blocks(outputs, whole))
+        write(outputs[self.rank], tensor)
+        return Chain([self.broadcast(output, root, terms) for root, output in enumerate(outputs)])
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
+    ) -> Operation:
+        """Cut ``tensor`` into one equal block per member; ``output`` is my block, reduced."""
+        return self.reduce_scatter_list(output, blocks(tensor, self.size), op, terms)
+
+    def reduce_scatter_list(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        """``output`` is the reduction of all members' ``inputs[my rank]``; sizes may differ.
+
+        Built: an all-reduce of all inputs one after the other, of which each member keeps its own.
+        """
+        whole = packed(inputs)
+        start = sum(part.numel() for part in inputs[: self.rank])
+        reduction = self.all_reduce(whole, op, terms)
+        return Chain([reduction], lambda: write(output, whole[start:][: output.numel()]))
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
+    ) -> Operation:
+        """Send ``inputs[j]`` to member j, and receive member j's into ``outputs[j]``; any sizes.
+
+        Built: one message to and from each other member.
+        """
+        write(outputs[self.rank], inputs[self.rank])
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        later = terms._replace(waits=False)  # a receive that waits would keep others from sending
+        receives = [self.recv(outputs[j], j, EXCHANGE_TAG, later) for j in others]
+        return Chain([*receives, *(self.send(inputs[j], j, EXCHANGE_TAG, later) for j in others)])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        terms: Terms,
+    ) -> Operation:
+        """As ``all_to_all`` over consecutive parts of flat tensors; sizes in elements."""
+        return self.all_to_all(parts(output, output_sizes), parts(tensor, input_sizes), terms)

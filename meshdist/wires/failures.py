@@ -1,0 +1,80 @@
+"""How a wire fails; the verbs turn it into an error that explains."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+__all__ = [
+    "MemberLost",
+    "MembersDisagree",
+    "MessageMisfit",
+    "WireAborted",
+    "WireFailure",
+    "WireRefused",
+    "WireTimeout",
+]
+
+
+class WireFailure(Exception):
+    """A wire could not finish an operation; the verbs turn it into an error that explains."""
+
+    limit: timedelta | None = None
+    """How long the caller was ready to wait, where that is not the group's timeout."""
+
+
+class WireTimeout(WireFailure):
+    """An operation was not finished in time."""
+
+    @classmethod
+    def after(cls, timeout: timedelta) -> WireTimeout:
+        """Of an operation that may take ``timeout``."""
+        return cls(f"not finished after {timeout.total_seconds():g} s")
+
+
+class WireAborted(WireFailure):
+    """The communicator was aborted while an operation waited."""
+
+
+class WireRefused(WireFailure):
+    """The wire cannot serve this group; every member raises this."""
+
+
+class MemberLost(WireFailure):
+    """A member has ended, or left the group, while others waited for it.
+
+    Args:
+        text: what it did, for example ``has ended``.
+        member: its place in the group.
+    """
+
+    def __init__(self, text: str, member: int) -> None:
+        super().__init__(text)
+        self.member = member
+
+
+class MessageMisfit(WireFailure):
+    """A message came that is longer or shorter than what was to receive it."""
+
+
+class MembersDisagree(WireFailure):
+    """A wire that compares calls found that members have started different ones.
+
+    Args:
+        text: what differs.
+        number: of the call; None for the last. Of a message what the verbs gave as ``number``
+            where the peer's is known as well; else how many of its kind there were.
+        message: for a message whether it is a send, the peer and the tag.
+        other_number: what the peer's verb gave as ``number``.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        number: int | None,
+        message: tuple[bool, int, int] | None = None,
+        other_number: int | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.number = number
+        self.message = message
+        self.other_number = other_number

@@ -1,0 +1,312 @@
+"""The wire of groups that span hosts: shared memory inside each host, Gloo between hosts.
+
+What crosses the network is the least there is, over as many connections as every host has members
+at least (``two_level``). 16-bit floats are added up in float32 inside a host; the hosts' sums are
+rounded, and Gloo rounds at every step.
+
+Gather, scatter and messages go over Gloo among all members: a receive from any member has to see
+all messages in one place.
+
+Calls are compared inside a host before they start. A collective that fails on one member frees the
+others, whatever level they wait on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from ...reduce_ops import ReduceKind
+from ...runtime.deadlines import Deadline, wait_until
+from ...verb_table import REDUCING_VERBS
+from .. import fallbacks
+from ..c10d.gloo import GlooCommunicator
+from ..communicator import Communicator
+from ..failures import (
+    MemberLost,
+    MembersDisagree,
+    WireAborted,
+    WireFailure,
+    WireRefused,
+    WireTimeout,
+)
+from ..opening import Opening
+from ..operations import DONE, Chain, Operation, Terms
+from ..packing import parts
+from ..registry import Wire, find_wire, get_wire, register_wire
+from ..shm.communicator import ShmCommunicator
+from ..worker_queue import WorkerQueue
+from . import two_level
+from .host_places import HostPlaces
+from .two_level import Stages
+
+__all__ = ["HierarchicalCommunicator", "HierarchicalWire"]
+
+_OVER_ALL = frozenset({"gather", "scatter", "send", "recv"})
+
+
+class HierarchicalCommunicator(Communicator):
+    """One member's part of a group that spans hosts.
+
+    Args:
+        opening: the group.
+        places: where the members are.
+        inside: shared memory with the members of this host; None where there are no others.
+        across: Gloo among the owners at this member's place, one for each host; None if it is none.
+        over_all: Gloo among all members.
+    """
+
+    def __init__(
+        self,
+        opening: Opening,
+        places: HostPlaces,
+        inside: Communicator | None,
+        across: Communicator | None,
+        over_all: Communicator,
+    ) -> None:
+        super().__init__("hierarchical", opening.rank, len(opening.ranks))
+        self._places = places
+        self._inside = inside
+        self._across = across
+        self._over_all = over_all
+        self._levels = [level for level in (inside, across, over_all) if level is not None]
+        self._is_aborted = False
+        self._failure = ""
+        self._queue = WorkerQueue(self._release)
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        """Native where shared memory reduces it; what goes over Gloo alone is what Gloo does."""
+        if verb in REDUCING_VERBS:
+            return "native" if _reduces(dtype, op) else "built"
+        if verb in _OVER_ALL:
+            return GlooCommunicator.support(verb, device_type, dtype, op)
+        return super().support(verb, device_type, dtype, op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+        if not _reduces(tensor.dtype, op):
+            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
+        return self._start(terms, two_level.all_reduce, tensor, op)
+
+    def all_reduce_list(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        dtype = tensors[0].dtype
+        is_alike = all(tensor.dtype is dtype for tensor in tensors)
+        if len(tensors) == 1 or not is_alike or not _reduces(dtype, op):
+            return super().all_reduce_list(tensors, op, terms)
+        return self._start(terms, two_level.all_reduce_together, tensors, op)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+        if not _reduces(tensor.dtype, op):
+            return super().reduce(tensor, op, root, terms)
+        return self._start(terms, two_level.reduce, tensor, op, root)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+        return self._start(terms, two_level.broadcast, tensor, root)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+        outputs = parts(output, [tensor.numel()] * self.size)
+        return self._start(terms, two_level.all_gather, outputs, tensor, output)
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
+    ) -> Operation:
+        return self._start(terms, two_level.all_gather, outputs, tensor)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
+    ) -> Operation:
+        inputs = parts(tensor, [output.numel()] * self.size)
+        return self.reduce_scatter_list(output, inputs, op, terms)
+
+    def reduce_scatter_list(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        if not _reduces(output.dtype, op):
+            return super().reduce_scatter_list(output, inputs, op, terms)
+        return self._start(terms, two_level.reduce_scatter, output, inputs, op)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
+    ) -> Operation:
+        return self._over_all.gather(outputs, tensor, root, terms)
+
+    def scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
+    ) -> Operation:
+        return self._over_all.scatter(tensor, inputs, root, terms)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
+    ) -> Operation:
+        here = self._places.here
+        near_out, near_in = [outputs[k] for k in here], [inputs[k] for k in here]
+        far_out, far_in = _without(outputs, here), _without(inputs, here)
+        # Started without waiting: the part inside the host, which compares the calls, is first.
+        far = self._over_all.all_to_all(far_out, far_in, terms._replace(waits=False))
+        near = self._start(terms, two_level.all_to_all_here, near_out, near_in)
+        return Chain([near, far])
+
+    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+        return self._start(terms, two_level.barrier)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+        return self._over_all.send(tensor, peer, tag, terms)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+        return self._over_all.recv(tensor, peer, tag, terms)
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        self._release()
+
+    def leave(self) -> None:
+        if self._inside is not None:
+            self._inside.leave()
+
+    def close(self) -> None:
+        self._queue.end()
+        for level in self._levels:
+            level.close()
+
+    def _release(self) -> None:
+        """Free every thread that waits in any level, on all members."""
+        for level in self._levels:
+            level.abort()
+
+    def _start(self, terms: Terms, act: Callable[..., None], *arguments: Any) -> Operation:
+        """Do ``act(stages, *arguments)`` now, or in the queue behind what is under way."""
+        perform = partial(self._perform, terms, act, arguments)
+        if terms.waits and self._queue.is_idle:
+            perform()
+            return DONE
+        return self._queue.start(perform)
+
+    def _perform(self, terms: Terms, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Do a collective; where it fails, free those that wait."""
+        if self._is_aborted:
+            raise WireAborted("aborted before")
+        if self._failure:
+            raise WireFailure(f"a collective failed before: {self._failure}")
+        try:
+            with torch.inference_mode():  # it may be a parameter, or an inference tensor
+                act(Stages(self._places, self._inside, self._across, terms.timeout), *arguments)
+        except (WireTimeout, MembersDisagree) as failure:  # the others learn it by themselves
+            self._failure = str(failure)
+            if isinstance(failure, MembersDisagree):
+                failure.number = terms.number
+            raise
+        except WireFailure as failure:
+            self._failure = str(failure)
+            self._release()
+            if self._is_aborted:
+                raise WireAborted(str(failure)) from None
+            if isinstance(failure, MemberLost):
+                raise MemberLost(str(failure), self._places.here[failure.member]) from None
+            if isinstance(failure, WireAborted):
+                raise WireFailure("a member of this host gave up in this call") from None
+            raise
+
+
+class HierarchicalWire(Wire):
+    """Shared memory inside hosts and Gloo between them: CPU tensors."""
+
+    name = "hierarchical"
+    device_types = frozenset({"cpu"})
+    replacement = "gloo"
+    communicator_kind = HierarchicalCommunicator
+
+    def is_available(self) -> bool:
+        """Whether shared memory is available."""
+        wire = find_wire("shm")
+        return wire is not None and wire.is_available()
+
+    def why_unavailable(self) -> tuple[str, str]:
+        """Why shared memory is not available, and the fix."""
+        shm = find_wire("shm")
+        return super().why_unavailable() if shm is None else shm.why_unavailable()
+
+    def open(self, opening: Opening) -> Communicator:
+        """Open all levels; a group on one host gets shared memory's communicator.
+
+        Raises WireRefused on every member where one host has no memory to share.
+        """
+        if opening.is_one_host:
+            return get_wire("shm").open(opening)
+        if len(opening.hosts) != len(opening.ranks):
+            raise WireRefused("nobody knows on which hosts its ranks run")
+        places = HostPlaces.of(opening.hosts, opening.rank)
+        inside, refusal = None, ""
+        if len(places.here) > 1:
+            try:
+                inside = get_wire("shm").open(
+                    _among(opening, f"host {places.host}", places.here, is_one_host=True)
+                )
+            except WireRefused as refused:
+                refusal = str(refused)
+        gloo, across = get_wire("gloo"), None
+        try:
+            _agree(opening.store, places, refusal, opening.timeout)
+            if places.local < places.num_owners:
+                owners = tuple(members[places.local] for members in places.members)
+                across = gloo.open(_among(opening, f"owners {places.local}", owners))
+            over_all = gloo.open(_among(opening, "all", tuple(range(len(opening.ranks)))))
+        except BaseException:
+            for level in (inside, across):
+                if level is not None:
+                    level.close()
+            raise
+        return HierarchicalCommunicator(opening, places, inside, across, over_all)
+
+
+def _among(
+    opening: Opening, part: str, members: tuple[int, ...], *, is_one_host: bool = False
+) -> Opening:
+    """The opening of a communicator among some of the members."""
+    return replace(
+        opening,
+        store=PrefixStore(part, opening.store),
+        ranks=tuple(opening.ranks[k] for k in members),
+        rank=members.index(opening.rank),
+        hosts=tuple(opening.hosts[k] for k in members),
+        is_one_host=is_one_host,
+        options=None,
+    )
+
+
+def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -> None:
+    """Return when all hosts can share memory; raises on every member where one cannot."""
+    if places.local == 0:
+        store.set(f"host {places.host} says", refusal or "yes")
+    deadline = Deadline(timeout)
+    refusals = []
+    for host in range(len(places.members)):
+        key = f"host {host} says"
+        if not wait_until(partial(store.check, [key]), deadline):
+            raise WireTimeout("a host did not come")
+        said = store.get(key).decode()
+        if said != "yes":
+            refusals.append(said)
+    if refusals:
+        raise WireRefused("; ".join(refusals))
+
+
+def _reduces(dtype: torch.dtype, op: ReduceKind) -> bool:
+    """Whether shared memory reduces it as it is; what it lacks is gathered, and rounded once."""
+    return ShmCommunicator.support("all_reduce", "cpu", dtype, op) == "native"
+
+
+def _without(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> list[torch.Tensor]:
+    """``tensors``, with nothing in place of those of some members."""
+    nothing = tensors[0].new_empty(0)
+    return [nothing if k in members else tensor for k, tensor in enumerate(tensors)]
+
+
+register_wire(HierarchicalWire())

@@ -1,0 +1,303 @@
+"""Collectives of a group that spans hosts, stage by stage: inside hosts, across them, inside.
+
+A tensor is cut into as many parts as every host has members at least: each part has an owner on
+every host, and its owners exchange it among themselves. A small one goes whole, by one owner.
+Everything here waits, and writes into the tensors that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...reduce_ops import ReduceKind, ReduceOp
+from ...runtime.deadlines import Deadline
+from .. import fallbacks
+from ..communicator import Communicator
+from ..operations import Terms
+from ..packing import packed, parts, write_all
+from .host_places import HostPlaces, cuts
+
+__all__ = [
+    "Stages",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_together",
+    "all_to_all_here",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+]
+
+_WHOLE_BYTES = 2 * 1024 * 1024
+"""What is smaller goes whole: an all-reduce of 1 MiB on two hosts of two ranks then takes 0.6 of
+the time, one of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
+
+_LEAST = timedelta(milliseconds=1)
+
+
+class Stages:
+    """What one collective does on one level after the other, within its time.
+
+    Args:
+        places: where the members are.
+        inside: the communicator of this host's members; None where there are no others.
+        across: that of the owners at this member's place, one for each host; None if it is none.
+        timeout: for all stages together.
+    """
+
+    def __init__(
+        self,
+        places: HostPlaces,
+        inside: Communicator | None,
+        across: Communicator | None,
+        timeout: timedelta,
+    ) -> None:
+        self.places = places
+        self.size = len(places.by_host)
+        self._inside = inside
+        self._across = across
+        self._deadline = Deadline(timeout)
+
+    def inside(self, verb: str, *arguments: Any) -> None:
+        """A collective of this host's members; nothing where there is one."""
+        if self._inside is not None:
+            self._do(self._inside, verb, arguments)
+
+    def across(self, verb: str, *arguments: Any) -> None:
+        """A collective of the owners at this member's place."""
+        assert self._across is not None
+        self._do(self._across, verb, arguments)
+
+    def exchange_reducing(
+        self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int], op: ReduceKind
+    ) -> None:
+        """A reduce-scatter of consecutive parts of ``tensor`` among the owners at this place."""
+        assert self._across is not None
+        terms = self._terms()
+        fallbacks.reduce_scatter_by_exchange(self._across, output, tensor, sizes, op, terms).finish(
+            terms.timeout
+        )
+
+    def spread(self, whole: torch.Tensor, num_parts: int) -> None:
+        """Give this host's members what its owners hold: each its part of ``whole``."""
+        if num_parts == 1:
+            self.inside("broadcast", whole, 0)
+        else:
+            mine = self.parts(whole, num_parts)
+            self.inside("all_gather_list", mine, mine[self.places.local])
+
+    def num_parts(self, whole: torch.Tensor) -> int:
+        """In how many parts a tensor is exchanged."""
+        num_bytes = whole.numel() * whole.element_size()
+        return 1 if num_bytes < _WHOLE_BYTES else self.places.num_owners
+
+    def parts(self, whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
+        """A part of a flat tensor for each of the owners here, and nothing for the others."""
+        others = len(self.places.here) - num_parts
+        return list(whole.split(cuts(whole.numel(), num_parts) + [0] * others))
+
+    def average(self, total: torch.Tensor, op: ReduceKind) -> None:
+        """Make a mean of the sum over all members, where ``op`` is one."""
+        if op == ReduceOp.AVG:
+            total.div_(self.size)
+
+    def _do(self, level: Communicator, verb: str, arguments: tuple[Any, ...]) -> None:
+        terms = self._terms()
+        getattr(level, verb)(*arguments, terms).finish(terms.timeout)
+
+    def _terms(self) -> Terms:
+        return Terms(max(self._deadline.left, _LEAST), waits=True)
+
+
+def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
+    """Reduce inside to the owners, then across, and spread."""
+    if _overflows(tensor.dtype, op):
+        wide = tensor.float()
+        all_reduce(stages, wide, op)
+        tensor.copy_(wide)
+        return
+    whole, local = tensor.view(-1), stages.places.local
+    num_parts = stages.num_parts(whole)
+    parts = stages.parts(whole, num_parts)
+    if num_parts == 1:
+        stages.inside("reduce", whole, _step(op), 0)
+    else:
+        stages.inside("reduce_scatter_list", parts[local], parts, _step(op))
+    if local < num_parts:
+        stages.across("all_reduce", parts[local], _step(op))
+        stages.average(parts[local], op)
+    stages.spread(whole, num_parts)
+
+
+def all_reduce_together(stages: Stages, tensors: Sequence[torch.Tensor], op: ReduceKind) -> None:
+    """Reduce tensors of one dtype as one."""
+    whole = packed(tensors)
+    all_reduce(stages, whole, op)
+    write_all(tensors, _parts_like(whole, tensors))
+
+
+def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> None:
+    """Reduce inside to the owners, then across to those on the root's host, and gather there."""
+    places = stages.places
+    root_host, root_local = places.find(root)
+    is_root = places.host == root_host and places.local == root_local
+    if _overflows(tensor.dtype, op):
+        wide = tensor.float()
+        reduce(stages, wide, op, root)
+        if is_root:
+            tensor.copy_(wide)
+        return
+    whole = tensor.view(-1)
+    num_parts = stages.num_parts(whole)
+    parts = stages.parts(whole, num_parts)
+    is_at_root = False
+    if num_parts == 1:
+        owner = root_local if root_local < places.num_owners else 0
+        is_owner, is_at_root = places.local == owner, owner == root_local
+        mine = whole.clone() if is_owner and not is_root else whole
+        stages.inside("reduce", mine, _step(op), owner)
+    else:
+        is_owner = places.local < num_parts
+        mine = torch.empty_like(parts[places.local])
+        stages.inside("reduce_scatter_list", mine, parts, _step(op))
+    if is_owner:
+        stages.across("reduce", mine, _step(op), root_host)
+        if places.host == root_host:
+            stages.average(mine, op)
+    if places.host != root_host or is_at_root:
+        return
+    gives = [whole.new_empty(0)] * len(places.here)
+    takes = list(gives)
+    if is_owner:
+        gives[root_local] = mine
+    if is_root:
+        takes = parts
+    stages.inside("all_to_all", takes, gives)
+
+
+def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
+    """Broadcast on the root's host, then across by the owners, and spread on the other hosts."""
+    places, whole = stages.places, tensor.view(-1)
+    root_host, root_local = places.find(root)
+    num_parts = stages.num_parts(whole)
+    if places.host == root_host:
+        stages.inside("broadcast", whole, root_local)
+    if places.local < num_parts:
+        stages.across("broadcast", stages.parts(whole, num_parts)[places.local], root_host)
+    if places.host != root_host:
+        stages.spread(whole, num_parts)
+
+
+def all_gather(
+    stages: Stages,
+    outputs: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    together: torch.Tensor | None = None,
+) -> None:
+    """Gather inside, exchange what each host has, and spread it.
+
+    Args:
+        stages: the group.
+        outputs: for each member what its tensor is written into; sizes may differ.
+        tensor: this member's.
+        together: the tensor that ``outputs`` are consecutive parts of, if there is one.
+    """
+    places, order = stages.places, stages.places.by_host
+    in_order = [outputs[member] for member in order]
+    is_in_place = together is not None and list(order) == sorted(order)
+    whole = together.view(-1) if together is not None and is_in_place else _room_for(outputs)
+    of_hosts = whole.split([_numel([outputs[k] for k in members]) for members in places.members])
+    here = _parts_like(of_hosts[places.host], [outputs[k] for k in places.here])
+    if len(here) == 1:
+        here[0].copy_(tensor.view(-1))
+    else:
+        stages.inside("all_gather_list", here, tensor.view(-1))
+    num_parts = stages.num_parts(whole)
+    if places.local < num_parts:
+        mine = [stages.parts(whole, num_parts)[places.local] for whole in of_hosts]
+        stages.across("all_gather_list", mine, mine[places.host])
+    for host, of_host in enumerate(of_hosts):
+        if host != places.host:
+            stages.spread(of_host, num_parts)
+    if not is_in_place:
+        write_all(in_order, _parts_like(whole, in_order))
+
+
+def reduce_scatter(
+    stages: Stages, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind
+) -> None:
+    """Reduce inside, to each owner what passes through it; exchange across; hand out inside."""
+    if _overflows(output.dtype, op):
+        wide = output.float()
+        reduce_scatter(stages, wide, [part.float() for part in inputs], op)
+        output.copy_(wide)
+        return
+    places = stages.places
+    num_owners, here, local = places.num_owners, places.here, places.local
+    nothing = output.new_empty(0)
+    piles = [places.pile(owner) for owner in range(num_owners)]
+    packs = [packed([inputs[k] for members in pile for k in members]) for pile in piles]
+    packs += [nothing] * (len(here) - num_owners)
+    mine = packs[local]
+    stages.inside("reduce_scatter_list", mine, packs, _step(op))
+    all_own = len(here) == num_owners
+    gives, takes = [nothing] * len(here), [nothing] * len(here)
+    if local < num_owners:
+        pile = piles[local]
+        sizes = [_numel([inputs[k] for k in members]) for members in pile]
+        got = output.view(-1) if all_own else output.new_empty(sizes[places.host])
+        stages.exchange_reducing(got, mine, sizes, _step(op))
+        stages.average(got, op)
+        members = pile[places.host]
+        for member, part in zip(
+            members, _parts_like(got, [inputs[k] for k in members]), strict=True
+        ):
+            gives[here.index(member)] = part
+    if not all_own:
+        takes[local % num_owners] = output.view(-1)
+        stages.inside("all_to_all", takes, gives)
+
+
+def all_to_all_here(
+    stages: Stages, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
+    """An all-to-all among this host's members alone."""
+    if len(outputs) == 1:
+        outputs[0].copy_(inputs[0])
+    else:
+        stages.inside("all_to_all", outputs, inputs)
+
+
+def barrier(stages: Stages) -> None:
+    """Meet inside each host, then across hosts, then inside each host again."""
+    stages.inside("barrier")
+    if stages.places.local == 0:
+        stages.across("barrier")
+    stages.inside("barrier")
+
+
+def _overflows(dtype: torch.dtype, op: ReduceKind) -> bool:
+    """Whether the sum that becomes a mean may leave the dtype's range where the mean does not."""
+    return op == ReduceOp.AVG and dtype is torch.float16
+
+
+def _step(op: ReduceKind) -> ReduceKind:
+    """What every level does of an op: means are sums, divided in the end."""
+    return ReduceOp.SUM if op == ReduceOp.AVG else op
+
+
+def _numel(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _room_for(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.empty(_numel(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+
+
+def _parts_like(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return parts(whole, [tensor.numel() for tensor in tensors])

@@ -1,0 +1,1 @@
+"""MPI, by mpi4py: the ranks that mpiexec has started."""

@@ -1,0 +1,196 @@
+"""Which members have come to a collective, so that all may go into MPI's blocking call together.
+
+MPI's blocking calls are faster than what is started and tested, but cannot be ended. On one host a
+member enters one when all others have arrived at it, with equal headers, and wait for it: then
+nothing can hold it up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from functools import cache, partial
+from typing import Any
+
+from ...checking.shared_words import SharedWords, make_shared_words
+from ..failures import WireAborted, WireFailure
+from .link import Link
+
+__all__ = ["Arrivals", "Turnout", "words_of_process"]
+
+_WINDOW = 1024
+_CHECK_EVERY = 256
+_LEAVING_S = 0.001
+_SETTLING = timedelta(seconds=5)
+_GOES_ON, _WAITS, _LEAVES, _LEFT = range(4)
+_STATE = 3  # the bits of a word that hold one of them
+_EVEN = 4
+_NUMBER_SHIFT = 3
+
+
+class Turnout(IntEnum):
+    """How the members come to a collective."""
+
+    APART = 0
+    """Some do not wait for it: no member may go into MPI's blocking call."""
+    TOGETHER = 1
+    """All wait."""
+    EVEN = 2
+    """All wait, and the parts of each are of one size."""
+
+
+class Arrivals:
+    """The collectives that members of a group on one host have come to, in memory that all read.
+
+    Each member counts its collectives, and writes for each whether it waits for it or goes on, and
+    whether all parts that it gives and takes are of one size, so that MPI's alltoall will do. One
+    that gives up waiting writes so first, and looks once more: if all have come meanwhile it stays,
+    since the others may have entered MPI's blocking call by then.
+
+    Args:
+        link: how to wait.
+        mine: this member's words; the others can only read them.
+        others: the other members' words.
+    """
+
+    num_words = _WINDOW + 1  # one for each collective in the window, and how many there were
+
+    def __init__(self, link: Link, mine: memoryview, others: Sequence[memoryview]) -> None:
+        self._link = link
+        self._mine = mine
+        self._others = others
+        self._interruption: BaseException | None = None
+
+    def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
+        """What the native core needs to do what ``enter`` does while the others come soon.
+
+        Args:
+            words: the core's class of words of 64 bits.
+            make: its class of what is returned.
+        """
+        return make(
+            words(self._mine),
+            [words(theirs) for theirs in self._others],
+            window=_WINDOW,
+            check_every=_CHECK_EVERY,
+            waits=_WAITS,
+            left=_LEFT,
+            even=_EVEN,
+            number_shift=_NUMBER_SHIFT,
+        )
+
+    def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> Turnout:
+        """Come to the next collective, and wait for the others.
+
+        Where it returns that all wait the caller must go into MPI's call at once: what a signal's
+        handler raises in between leaves the others there.
+
+        Args:
+            waits: whether this member waits for it. One that does not returns at once.
+            timeout: how long it may take until the others have come.
+            is_even: whether all parts that this member gives and takes are of one size.
+        """
+        number = self._mine[_WINDOW] = self._mine[_WINDOW] + 1
+        if not number % _CHECK_EVERY:
+            self._wait_for_the_slowest(number, timeout)
+        if not waits:
+            self._write(number, _GOES_ON)
+            return Turnout.APART
+        try:
+            self._write(number, _WAITS, is_even)
+            return self._wait_for_all(number, timeout)
+        except BaseException as error:  # Ctrl-C, too
+            return self.leave(error)
+
+    def wait_for_all(self, timeout: timedelta) -> Turnout:
+        """Go on with ``enter``, for a native caller that has written that it waits.
+
+        Where a signal's handler raises before the first line runs, the caller must ``leave``.
+        """
+        try:
+            return self._wait_for_all(self._mine[_WINDOW], timeout)
+        except BaseException as error:
+            return self.leave(error)
+
+    def leave(self, error: BaseException) -> Turnout:
+        """Give up waiting, and raise ``error``; or stay, and keep it for ``end``.
+
+        Where all have come by now the others may be inside MPI's call, which takes this one, too.
+        """
+        number = self._mine[_WINDOW]
+        is_even = bool(self._mine[number % _WINDOW] & _EVEN)
+        self._write(number, _LEAVES, is_even)
+        time.sleep(_LEAVING_S)
+        # Others may leave at the same time, and the last one to come have seen all of them wait: it
+        # is inside MPI's call then, so those that leave count as there.
+        if not self._are_there(number):
+            self._write(number, _LEFT, is_even)
+            raise error
+        self._write(number, _WAITS, is_even)
+        self._interruption = None if isinstance(error, WireFailure) else error
+        self._link.wait(partial(self._look_for_all, number), _SETTLING)
+        return self._turnout(number)
+
+    def end(self) -> None:
+        """After MPI's call: raise what interrupted the wait before it."""
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
+
+    def _wait_for_all(self, number: int, timeout: timedelta) -> Turnout:
+        word = number << _NUMBER_SHIFT | _WAITS
+        if any(theirs[number % _WINDOW] & ~_EVEN != word for theirs in self._others):
+            self._link.wait(partial(self._look_for_all, number, progress=True), timeout)
+        return self._turnout(number)
+
+    def _turnout(self, number: int) -> Turnout:
+        words = [words[number % _WINDOW] for words in (self._mine, *self._others)]
+        # A member that is at _LEAVES for its moment waits with all others in the end.
+        if any(word & _STATE == _GOES_ON for word in words):
+            return Turnout.APART
+        return Turnout.EVEN if all(word & _EVEN for word in words) else Turnout.TOGETHER
+
+    def _write(self, number: int, state: int, is_even: bool = False) -> None:
+        self._mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state
+
+    def _are_there(self, number: int) -> bool:
+        words = [theirs[number % _WINDOW] for theirs in self._others]
+        return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
+
+    def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
+        """Whether all others are there, else let MPI go on; raises where one has given up."""
+        for theirs in self._others:
+            word = theirs[number % _WINDOW]
+            if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:
+                if progress:
+                    self._link.progress()
+                return False
+            if word & _STATE == _LEFT:
+                raise WireAborted("a member has given up waiting for this call")
+        return True
+
+    def _wait_for_the_slowest(self, number: int, timeout: timedelta) -> None:
+        """Return when no member can still look for a word that is about to be overwritten."""
+        past = number - _WINDOW // 2
+        if past > 0:
+
+            def look_for_all() -> bool:
+                self._link.progress()
+                return all(
+                    theirs[past % _WINDOW] >> _NUMBER_SHIFT >= past for theirs in self._others
+                )
+
+            self._link.wait(look_for_all, timeout)
+
+
+def words_of_process() -> SharedWords | None:
+    """The shared words of this process for all its groups over MPI; None where it can have none."""
+    return _words_of(os.getpid())
+
+
+@cache
+def _words_of(process_id: int) -> SharedWords | None:
+    return make_shared_words()

@@ -1,0 +1,491 @@
+"""MPI, by mpi4py: the ranks that mpiexec has started.
+
+A collective is one call of MPI's, in its blocking form where all members wait for it (see
+``Arrivals``), and else in the nonblocking one, which goes on while it is polled. What MPI does not
+reduce itself is done in another dtype (``ops``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...arrays import apart
+from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
+from ...reduce_ops import ReduceKind, ReduceOp
+from ...verb_table import REDUCING_VERBS
+from .. import fallbacks
+from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, FastPath
+from ..failures import WireAborted, WireFailure
+from ..mailbox import Mailbox
+from ..opening import Opening
+from ..operations import DONE, Chain, Operation, Terms
+from ..packing import parts
+from ..registry import Wire, register_wire
+from ..tag_numbers import TagNumbers
+from .arrivals import Arrivals, Turnout
+from .buffers import Buffers, packed, unpacked
+from .fast_path import make_fast_path
+from .link import Link
+from .opening import open_link
+from .ops import (
+    Plan,
+    find_plan,
+    mpi_type,
+    op_of,
+    plain_sums,
+    plan_of,
+)
+from .staging import StagedCommunicator
+
+__all__ = ["MpiCommunicator", "MpiWire"]
+
+_SUM = ReduceOp.SUM
+_MOST_NUMBERED_TAGS = 1 << 12
+_EVEN = Turnout.EVEN
+
+
+class MpiCommunicator(Communicator):
+    """One member's part of a group over MPI.
+
+    Args:
+        opening: the group.
+        link: this member's part in it.
+        arrivals: of its members; None where they cannot be seen.
+    """
+
+    wants_senders = True
+    posts_at_once = True
+
+    def __init__(self, opening: Opening, link: Link, arrivals: Arrivals | None) -> None:
+        super().__init__("mpi", opening.rank, len(opening.ranks))
+        MPI = self._MPI = link.MPI
+        self._link = link
+        self._comm = link.comm
+        self._arrivals = arrivals
+        self._buffers = Buffers(MPI)
+        self._mailbox = Mailbox(opening.rank)
+        self._tag_numbers = TagNumbers(opening.store)
+        self._largest_tag = int(link.comm.Get_attr(MPI.TAG_UB))
+        self._in_place = MPI.IN_PLACE
+        self._failing = MPI.Exception
+        self._sum = MPI.SUM
+        self._kinds = plain_sums(MPI)
+        self._is_cuda = opening.device_type == "cuda"
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if verb in REDUCING_VERBS and not find_plan("mpi", op, dtype).is_plain:
+            return "built"
+        return super().support(verb, device_type, dtype, op)
+
+    # -- verbs that reduce --------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+        kind = self._kinds.get(tensor.dtype) if op is _SUM else None
+        if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
+            buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
+            return self._collective("Allreduce", terms, tensor, None, *buffers)
+        plan = plan_of(op, tensor.dtype, self.size)
+        data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
+        if data.numel() > self._buffers.most:
+            pieces = data.view(-1).split(self._buffers.most)
+            started = [self.all_reduce(piece, plan.op, terms) for piece in pieces]
+            return Chain(started, self._copy_back(plan, data, tensor))
+        then = None if plan.is_plain else self._copy_back(plan, data, tensor)
+        buffers = self._in_place, self._numbers(data), self._op(plan)
+        return self._collective("Allreduce", terms, (tensor, data), then, *buffers)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+        plan = plan_of(op, tensor.dtype, self.size)
+        data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
+        if data.numel() > self._buffers.most:
+            return super().reduce(tensor, op, root, terms)
+        kept, op_and_root = (tensor, data), (self._op(plan), root)
+        numbers = self._numbers(data)
+        if self.rank != root:
+            return self._collective("Reduce", terms, kept, None, numbers, None, *op_and_root)
+        then = None if plan.is_plain else self._copy_back(plan, data, tensor)
+        buffers = self._in_place, numbers
+        return self._collective("Reduce", terms, kept, then, *buffers, *op_and_root)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
+    ) -> Operation:
+        return self._reduce_blocks(output, tensor, None, op, terms)
+
+    def reduce_scatter_list(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        whole, give_back = packed(inputs, self.scratch)
+        sizes = [part.numel() for part in inputs]
+        started = self._reduce_blocks(output, whole, sizes, op, terms)
+        return Chain([started], give_back)
+
+    def _reduce_blocks(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        sizes: list[int] | None,
+        kind: ReduceKind,
+        terms: Terms,
+    ) -> Operation:
+        """Reduce each member's block of ``whole``; ``sizes`` are theirs where they may differ."""
+        plan = plan_of(kind, whole.dtype, self.size)
+        if whole.numel() > self._buffers.most:
+            given = sizes or [output.numel()] * self.size
+            return fallbacks.reduce_scatter_by_exchange(self, output, whole, given, kind, terms)
+        mine, data = output, apart(whole, output)
+        if not plan.is_plain:
+            data = plan.encode(data, self.scratch)
+            mine = (
+                plan.encode(output, self.scratch)
+                if plan.is_in_place
+                else data.new_empty(output.numel())
+            )
+        then = None if plan.is_plain else self._copy_back(plan, mine, output, data)
+        kept = (output, mine, data)
+        result, op = self._numbers(mine), self._op(plan)
+        if sizes is None:
+            buffers = self._numbers(data, self.size), result
+            return self._collective("Reduce_scatter_block", terms, kept, then, *buffers, op)
+        buffers = self._numbers(data), result
+        return self._collective("Reduce_scatter", terms, kept, then, *buffers, sizes, op)
+
+    # -- verbs that move ----------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+        return self._collective("Bcast", terms, tensor, None, self._buffers.moved(tensor), root)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+        tensor = apart(tensor, output)
+        moved = self._buffers.moved
+        buffers = moved(tensor), moved(output, self.size)
+        return self._collective("Allgather", terms, (output, tensor), None, *buffers)
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
+    ) -> Operation:
+        sizes = [output.numel() for output in outputs]
+        if not self._fits(sum(sizes), tensor):
+            return super().all_gather_list(outputs, tensor, terms)
+        whole, unpack = unpacked(outputs, self.scratch)
+        tensor = apart(tensor, whole)
+        buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
+        return self._collective("Allgatherv", terms, (whole, tensor), unpack, *buffers)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
+    ) -> Operation:
+        mine = self._buffers.moved
+        if self.rank != root:
+            return self._collective("Gather", terms, tensor, None, mine(tensor), None, root)
+        whole, unpack = unpacked(outputs, self.scratch)
+        tensor = apart(tensor, whole)
+        buffers = mine(tensor), mine(whole, self.size)
+        return self._collective("Gather", terms, (whole, tensor), unpack, *buffers, root)
+
+    def scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
+    ) -> Operation:
+        mine = self._buffers.moved
+        if self.rank != root:
+            return self._collective("Scatter", terms, tensor, None, None, mine(tensor), root)
+        whole, give_back = packed(inputs, self.scratch)
+        whole = apart(whole, tensor)
+        buffers = mine(whole, self.size), mine(tensor)
+        return self._collective("Scatter", terms, (whole, tensor), give_back, *buffers, root)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
+    ) -> Operation:
+        # A member may have much for one and little for another, which sees that little alone. So
+        # each pair decides for itself whether its part goes with the others.
+        most = self._most_for_one(inputs[0])
+        large = [
+            self.recv(output, peer, EXCHANGE_TAG, terms)
+            for peer, output in enumerate(outputs)
+            if output.numel() > most
+        ]
+        large += [
+            self.send(part, peer, EXCHANGE_TAG, terms)
+            for peer, part in enumerate(inputs)
+            if part.numel() > most
+        ]
+        whole, unpack = unpacked(_without_large(outputs, most), self.scratch)
+        together, give_back = packed(_without_large(inputs, most), self.scratch)
+        started = self._exchange(
+            whole,
+            apart(together, whole),
+            [_if_at_most(output.numel(), most) for output in outputs],
+            [_if_at_most(part.numel(), most) for part in inputs],
+            terms,
+        )
+
+        def copy_back() -> None:
+            for act in (unpack, give_back):
+                if act is not None:
+                    act()
+
+        return Chain([*large, started], copy_back)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        terms: Terms,
+    ) -> Operation:
+        if max(*output_sizes, *input_sizes) <= self._most_for_one(tensor):
+            tensor = apart(tensor, output)
+            return self._exchange(output, tensor, output_sizes, input_sizes, terms)
+        outputs = parts(output, output_sizes)
+        return self.all_to_all(outputs, parts(tensor, input_sizes), terms)
+
+    def _exchange(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        terms: Terms,
+    ) -> Operation:
+        cut, is_even = self._buffers.cut, len({*input_sizes, *output_sizes}) == 1
+        return self._collective(
+            "Alltoallv",
+            terms,
+            (output, tensor),
+            None,
+            cut(tensor, input_sizes),
+            cut(output, output_sizes),
+            is_even=is_even,
+        )
+
+    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+        return self._collective("Barrier", terms, None, None)
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+        if peer == self.rank:
+            return self._mailbox.send(tensor, tag)
+        if self._is_cuda:
+            _synchronize(tensor)
+        buffer = self._buffers.moved(tensor)
+        request = self._post(self._comm.Isend, buffer, peer, self._tag(tag))
+        return self._link.start(request, tensor)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+        if peer == self.rank or (peer is None and (self.size == 1 or self.has_sent_itself(tag))):
+            return self._mailbox.recv(tensor, tag)
+        if self._is_cuda:
+            _synchronize(tensor)
+        MPI = self._MPI
+        source = MPI.ANY_SOURCE if peer is None else peer
+        buffer = self._buffers.moved(tensor)
+        request = self._post(self._comm.Irecv, buffer, source, self._tag(tag))
+        num_bytes = tensor.numel() * tensor.itemsize
+        return self._link.start(request, tensor, None, MPI.Status(), num_bytes)
+
+    def has_sent_itself(self, tag: int) -> bool:
+        return self._mailbox.has_sent(tag)
+
+    # -- the fast path ------------------------------------------------------------------------
+
+    def fast_path(
+        self,
+        entry: Any,
+        explain: Callable[[WireFailure, int | None], BaseException],
+        timeout: timedelta,
+    ) -> FastPath | None:
+        if self._arrivals is None or self._is_cuda:
+            return None
+        return make_fast_path(
+            self._link,
+            self._arrivals,
+            entry,
+            explain,
+            timeout,
+            largest_tag=min(LARGEST_TAG, self._largest_tag - _MOST_NUMBERED_TAGS),
+            most_bytes=self._buffers.most,
+        )
+
+    # -- waiting and the end ------------------------------------------------------------------
+
+    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
+        def poll() -> bool:
+            self._link.progress()
+            return condition()
+
+        self._link.wait(poll, timeout)
+
+    def abort(self) -> None:
+        self._link.is_aborted = True
+        self._mailbox.abort()
+
+    def leave(self) -> None:
+        self._link.leave()
+
+    def close(self) -> None:
+        self._link.close()
+
+    # -- how it is done -----------------------------------------------------------------------
+
+    def _copy_back(
+        self, plan: Plan, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
+    ) -> Callable[[], None]:
+        """What writes a reduction into ``output``, and gives back the memory that it took."""
+
+        def copy_back() -> None:
+            plan.decode(result, output, self.size)
+            if plan.wide is not None and plan.in_order is None:
+                for one in used or (result,):
+                    self.scratch.give(one)
+
+        return copy_back
+
+    def _op(self, plan: Plan) -> Any:
+        return op_of(self._MPI, plan)
+
+    def _numbers(self, data: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:
+        kind = mpi_type(self._MPI, data.dtype)
+        return self._buffers.numbers(data, kind, num_blocks)
+
+    def _collective(
+        self,
+        name: str,
+        terms: Terms,
+        kept: Any,
+        then: Callable[[], None] | None,
+        *buffers: Any,
+        is_even: bool = False,
+    ) -> Operation:
+        """Do one of MPI's collectives, or start it.
+
+        Args:
+            name: mpi4py's, of the blocking form.
+            terms: whether the caller waits for it, and how long the others may take to come.
+            kept: the tensors that it uses.
+            then: copies the result back, or None.
+            buffers: its arguments.
+            is_even: whether all parts of an exchange of this member's are of one size.
+        """
+        if self._is_cuda and kept is not None:
+            _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
+        link, arrivals = self._link, self._arrivals
+        if link.is_aborted:
+            raise WireAborted("the communicator was aborted")
+        try:
+            if arrivals is None:
+                return self._start(name, kept, then, buffers)
+            operation: Operation = DONE
+            call, arguments = getattr(self._comm, name), buffers
+            even = tuple(map(_of_one_size, buffers)) if is_even else ()
+            even_call = self._comm.Alltoall
+            turnout = arrivals.enter(terms.waits, terms.timeout, is_even=is_even)
+            if turnout:  # from here to MPI's call no handler of a signal runs
+                if turnout is _EVEN:  # faster than with sizes for each
+                    call, arguments = even_call, even
+                call(*arguments)
+                if then is not None:
+                    then()
+            else:
+                operation = self._start(name, kept, then, buffers)
+            arrivals.end()
+            return operation
+        except self._failing as error:
+            raise link.failure(error) from None
+
+    def _start(
+        self, name: str, kept: Any, then: Callable[[], None] | None, buffers: Sequence[Any]
+    ) -> Operation:
+        request = getattr(self._comm, "I" + name.lower())(*buffers)
+        return self._link.start(request, kept, then)
+
+    def _post(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a message."""
+        if self._link.is_aborted:
+            raise WireAborted("the communicator was aborted")
+        try:
+            return call(*arguments)
+        except self._failing as error:
+            raise self._link.failure(error) from None
+
+    def _tag(self, tag: int) -> int:
+        """MPI's tag for a program's: the same, but for those that this MPI has not."""
+        largest = self._largest_tag
+        if tag <= largest - _MOST_NUMBERED_TAGS:
+            return tag
+        link = self._link
+        try:
+            number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
+        except RuntimeError as error:
+            raise WireFailure(f"the store is lost, and tag {tag} has no number: {error}") from None
+        if number >= _MOST_NUMBERED_TAGS:
+            raise WireFailure(f"more than {_MOST_NUMBERED_TAGS} different tags above {largest}")
+        return largest - number
+
+    def _most_for_one(self, x: torch.Tensor) -> int:
+        """How many elements one member may have for another in an exchange of all."""
+        return self._buffers.most // (self.size * x.itemsize)
+
+    def _fits(self, count: int, like: torch.Tensor) -> bool:
+        return count * like.itemsize <= self._buffers.most
+
+
+class MpiWire(Wire):
+    """MPI, by mpi4py: CPU tensors, and CUDA tensors directly or by way of host memory."""
+
+    name = "mpi"
+    device_types = frozenset({"cpu", "cuda"})
+    communicator_kind = MpiCommunicator
+
+    def support(
+        self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+    ) -> str:
+        """As for any wire; CUDA tensors are staged, unless a library says that it takes them."""
+        found = super().support(verb, device_type, dtype, op)
+        return "built" if found and device_type != "cpu" else found
+
+    def is_available(self) -> bool:
+        """Whether mpi4py and an MPI library load."""
+        return find_mpi_problem() is None
+
+    def why_unavailable(self) -> tuple[str, str]:
+        """Why this machine cannot use the wire, and the fix."""
+        return find_mpi_problem() or super().why_unavailable()
+
+    def open(self, opening: Opening) -> Communicator:
+        """Open the group among its members alone; the first one of all starts MPI."""
+        link, arrivals = open_link(opening)
+        if opening.device_type == "cpu" or is_cuda_aware(link.MPI):
+            return MpiCommunicator(opening, link, arrivals)
+        host = MpiCommunicator(replace(opening, device_type="cpu"), link, arrivals)
+        return StagedCommunicator(host)
+
+
+def _of_one_size(cut: tuple[Any, Any, Any]) -> tuple[Any, int, Any]:
+    """Parts of one size, as MPI's alltoall takes them, which counts for one member."""
+    memory, (counts, _), kind = cut
+    return memory, counts[0], kind
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    """Wait for the tensor's stream: MPI knows nothing of streams."""
+    torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _without_large(tensors: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
+    return [x if x.numel() <= most else x.new_empty(0) for x in tensors]
+
+
+def _if_at_most(count: int, most: int) -> int:
+    return count if count <= most else 0
+
+
+register_wire(MpiWire())

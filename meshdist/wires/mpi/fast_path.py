@@ -1,0 +1,94 @@
+"""The fast path of a group over MPI: what the native core needs to make MPI's calls itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...bootstrap.mpi_library import find_functions
+from ..communicator import FastPath
+from ..core import core
+from ..failures import WireFailure
+from .arrivals import Arrivals
+from .link import Link
+from .ops import plain_reductions
+
+__all__ = ["make_fast_path"]
+
+
+def make_fast_path(
+    link: Link,
+    arrivals: Arrivals,
+    entry: Any,
+    explain: Callable[[WireFailure, int | None], BaseException],
+    timeout: timedelta,
+    *,
+    largest_tag: int,
+    most_bytes: int,
+) -> FastPath | None:
+    """The fast path of a group; None where MPI's functions are not found.
+
+    Args:
+        link, arrivals: the group's.
+        entry, explain, timeout: as of ``Communicator.fast_path``.
+        largest_tag: up to which a program's tags are MPI's.
+        most_bytes: how many one call counts.
+    """
+    MPI, failing = link.MPI, link.MPI.Exception
+    functions = _find_functions(MPI, link.comm)
+    if functions is None:
+        return None
+
+    def explained(error: BaseException, note: int | None, num_bytes: int | None) -> BaseException:
+        known = link.failure(error, num_bytes) if isinstance(error, failing) else error
+        return explain(known, note) if isinstance(known, WireFailure) else known
+
+    runner = core.MpiRunner(
+        functions,
+        arrivals.for_core(core.Words, core.ArrivalWords),
+        arrivals=arrivals,
+        timeout=timeout,
+        link=link,
+        finish_collective=partial(_finish_collective, link, timeout),
+        finish_message=partial(_finish_message, link, timeout),
+        explain=explained,
+        error=failing,
+        rank=link.comm.rank,
+        largest_tag=largest_tag,
+        most_bytes=most_bytes,
+        spin_s=link.spin_s,
+    )
+    return core.FastPath(entry, runner, plain_reductions(MPI, link.comm.size))  # type: ignore[no-any-return]
+
+
+def _find_functions(MPI: Any, comm: Any) -> Any:
+    """MPI's own functions, for the native core; None where one is not found."""
+    addresses = find_functions(MPI, *core.MPI_FUNCTIONS)
+    if not addresses or not hasattr(MPI.Request, "fromhandle"):  # mpi4py has it from version 4 on
+        return None
+    return core.MpiFunctions(
+        addresses,
+        comm=comm.handle,
+        byte=MPI.BYTE.handle,
+        in_place=int(MPI.IN_PLACE) % (1 << 64),
+        handle_bytes=MPI._sizeof(MPI.Request),
+        status_bytes=MPI._sizeof(MPI.Status),
+    )
+
+
+def _finish_collective(link: Link, timeout: timedelta, request: int, kept: Any) -> None:
+    """Wait for a plain collective that had to be started."""
+    link.start(link.MPI.Request.fromhandle(request), kept).finish(timeout)
+
+
+def _finish_message(
+    link: Link, timeout: timedelta, request: int, kept: torch.Tensor, is_send: bool
+) -> None:
+    """Wait for a plain message that was not done soon."""
+    MPI, num_bytes = link.MPI, kept.numel() * kept.itemsize
+    status = None if is_send else MPI.Status()
+    link.start(MPI.Request.fromhandle(request), kept, None, status, num_bytes).finish(timeout)

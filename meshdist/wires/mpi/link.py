@@ -1,0 +1,347 @@
+"""What is in flight in a group over MPI, and how its members wait.
+
+MPI's own waits cannot be ended: not by an abort, nor at a timeout. So operations are started and
+tested until they are done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch.distributed import Store
+
+from ...runtime.deadlines import Deadline, Grace, wait_until
+from ...runtime.hosts import ProcessCard, is_alive
+from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
+from ..operations import Operation
+
+__all__ = ["Link", "MpiOperation", "left_key", "open_links"]
+
+# As long as every rank of the host has a core of its own, spinning takes no core from a rank that
+# could work; to yield would leave the core to other programs for whole time slices.
+_SPIN_S = 0.0002
+# MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
+_AWAKE_S = 0.02
+_LONGEST_PAUSE_S = 0.0002
+_LATE_S = 1.0
+_LATE_PAUSE_S = 0.001
+_LOOK_S = 0.1
+_LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a process
+
+
+class MpiOperation(Operation):
+    """A collective or message in flight, with the tensors whose memory it uses.
+
+    Args:
+        link: of its group.
+        request: MPI's.
+        kept: the tensors.
+        then: called once, when it is finished: copies the result back; or None.
+        status: of a receive, else None.
+        num_bytes: of a receive: how many have to come.
+    """
+
+    __slots__ = (
+        "_link",
+        "_num_bytes",
+        "_polling",
+        "_request",
+        "_status",
+        "_then",
+        "is_done",
+        "kept",
+    )
+
+    def __init__(
+        self,
+        link: Link,
+        request: Any,
+        kept: Any,
+        then: Callable[[], None] | None = None,
+        status: Any = None,
+        num_bytes: int = 0,
+    ) -> None:
+        self._link = link
+        self._request = request
+        self.kept = kept
+        self._then = then
+        self._status = status
+        self._num_bytes = num_bytes
+        self.is_done = False
+        self._polling = threading.Lock()
+
+    def finish(self, timeout: timedelta) -> None:
+        link, is_receive = self._link, self._status is not None
+        try:
+            link.wait(self.test, timeout)
+        except link.MPI.Exception as error:
+            link.forget(self)
+            raise link.failure(error, self._num_bytes if is_receive else None) from None
+        link.forget(self)
+        if is_receive:
+            link.check_size(self._status.Get_count(link.MPI.BYTE), self._num_bytes)
+        then, self._then, self.kept = self._then, None, None
+        if then is not None:
+            then()
+
+    def poll(self) -> bool:
+        return self._link.is_aborted or self.test_quietly()
+
+    def source(self) -> int:
+        return super().source() if self._status is None else int(self._status.Get_source())
+
+    def test(self) -> bool:
+        """Let MPI go on, unless another thread does so just now; whether it is done with this."""
+        if not self.is_done and self._polling.acquire(blocking=False):
+            try:
+                if not self.is_done:  # a second test after the end gets an empty status
+                    self.is_done = self._request.Test(self._status)
+            finally:
+                self._polling.release()
+        return self.is_done
+
+    def test_quietly(self) -> bool:
+        """As ``test``; also where it has failed, as ``finish`` will raise."""
+        try:
+            return self.test()
+        except self._link.MPI.Exception:
+            return True
+
+
+class Link:
+    """One member's part in a group.
+
+    Args:
+        MPI: mpi4py's module.
+        comm: MPI's communicator.
+        store: of the group alone.
+        ranks: the members' global ranks.
+        cards: the members' processes.
+        rank: this member's place.
+        is_crowded: whether this host has more ranks than cores.
+        end: gives back what the group has taken besides.
+        look: raises where waiting is in vain; called now and then. Or None.
+
+    Attributes:
+        spin_s: how long to spin for another member, before the thread yields or sleeps.
+    """
+
+    def __init__(
+        self,
+        MPI: Any,
+        comm: Any,
+        store: Store,
+        ranks: Sequence[int],
+        cards: Sequence[ProcessCard],
+        rank: int,
+        *,
+        is_crowded: bool,
+        end: Callable[[], None],
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        self.MPI = MPI
+        self.comm = comm
+        self.is_aborted = False
+        self.is_closed = False
+        self._store = store
+        self._ranks = ranks
+        self._cards = cards
+        self._rank = rank
+        self.spin_s = 0.0 if is_crowded else _SPIN_S
+        self._process_id = os.getpid()
+        self._in_flight: dict[MpiOperation, None] = {}
+        self._keeping = threading.Lock()
+        self._has_stranded = False
+        self._end = end
+        self._look = look
+        _links.add(self)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child's copy."""
+        return self._process_id != os.getpid()
+
+    @property
+    def rank_of_world(self) -> int:
+        """This member's global rank."""
+        return self._ranks[self._rank]
+
+    def find_dead(self) -> dict[int, ProcessCard]:
+        """The global ranks of the members whose processes have ended, as far as can be seen."""
+        pairs = zip(self._ranks, self._cards, strict=True)
+        return {rank: card for rank, card in pairs if is_alive(card) is False}
+
+    def start(
+        self,
+        request: Any,
+        kept: Any,
+        then: Callable[[], None] | None = None,
+        status: Any = None,
+        num_bytes: int = 0,
+    ) -> MpiOperation:
+        """The operation of a request; its tensors live as long, also where its Work is dropped."""
+        operation = MpiOperation(self, request, kept, then, status, num_bytes)
+        in_flight = self._in_flight
+        with self._keeping:
+            for _ in range(2):  # so that operations whose Work was dropped are freed in time
+                oldest = next(iter(in_flight), None)
+                if oldest is None:
+                    break
+                del in_flight[oldest]
+                if not oldest.test_quietly():
+                    in_flight[oldest] = None
+            in_flight[operation] = None
+        return operation
+
+    def forget(self, operation: MpiOperation) -> None:
+        """Drop an operation that is not in flight any more."""
+        with self._keeping:
+            self._in_flight.pop(operation, None)
+
+    def progress(self) -> None:
+        """Let MPI make progress on what is in flight."""
+        if not self.comm.Iprobe():
+            return
+        # A probe that finds a message makes no progress. To test an operation that is not done
+        # makes progress on all of them.
+        for link in open_links():
+            with link._keeping:
+                operation = next((one for one in link._in_flight if not one.is_done), None)
+            if operation is not None:
+                operation.test_quietly()
+                return
+
+    def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> None:
+        """Return when ``is_done()``, which lets MPI go on: spin first, then yield, then sleep.
+
+        Raises:
+            WireAborted, WireTimeout: as their names say.
+            MemberLost: a member has ended.
+        """
+        begin = time.perf_counter()
+        while not is_done():
+            if time.perf_counter() - begin >= self.spin_s:
+                break
+        else:
+            return
+        deadline = Deadline(timeout)
+        is_over = partial(self._check_done, is_done)
+        while time.perf_counter() - begin < _AWAKE_S and not deadline.is_over:
+            if is_over():
+                return
+            os.sched_yield()
+        look, early = self._looks(is_done), Deadline(min(_LATE_S, deadline.left_s))
+        if not wait_until(is_over, early, look, longest_pause_s=_LONGEST_PAUSE_S) and not (
+            wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S)
+        ):
+            raise WireTimeout.after(timeout)
+
+    def leave(self) -> None:
+        """Announce to the others that this member takes no further part."""
+        if self.is_forked:  # it has no part in the group
+            return
+        with suppress(RuntimeError):  # the store is lost, as the others will see
+            self._store.set(left_key(self._rank), "")
+
+    def close(self) -> None:
+        """Give MPI its communicator back, where nothing is in flight on it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.is_forked:
+            return
+        self.leave()
+        self._end()
+        with self._keeping:
+            unfinished = [one for one in self._in_flight if not one.test_quietly()]
+            self._in_flight.clear()
+        if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
+            _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
+            return
+        self.comm.Free()
+
+    def strand(self, kept: Any) -> None:
+        """Keep the tensors of an operation that is never tested again alive: MPI may use them."""
+        self._has_stranded = True
+        _abandoned.append((self.comm, kept))
+
+    def check_size(self, count: int, num_bytes: int) -> None:
+        """Raise unless a receive of ``num_bytes``, which is done, has got as many."""
+        if count != num_bytes:
+            raise MessageMisfit(
+                f"a message of {count} bytes came where {num_bytes} were to be received"
+            )
+
+    def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
+        """What an error from MPI means, in a receive of ``num_bytes`` or anything else (None)."""
+        if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
+            return MessageMisfit(
+                f"a longer message came where {num_bytes} bytes were to be received"
+            )
+        text = str(error).splitlines()[0]
+        return WireAborted(text) if self.is_aborted else WireFailure(text)
+
+    def _check_done(self, is_done: Callable[[], bool]) -> bool:
+        """``is_done()``; raises where it never will be."""
+        if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
+            raise WireFailure("the communicator was closed")
+        if is_done():
+            return True
+        if self.is_aborted:
+            raise WireAborted("aborted while waiting")
+        return False
+
+    def _looks(self, is_done: Callable[[], bool]) -> Callable[[], None]:
+        """A function to call often: it checks now and then whether a member is lost, and raises."""
+        next_look, num_looks = time.perf_counter() + _LOOK_S, 0
+
+        def look() -> None:
+            nonlocal next_look, num_looks
+            if time.perf_counter() > next_look:
+                next_look, num_looks = time.perf_counter() + _LOOK_S, num_looks + 1
+                self._look_for_lost(is_done, queries=num_looks % _LOOKS_PER_QUERY == 0)
+
+        return look
+
+    def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
+        if self._look is not None:
+            self._look()
+        lost = [k for k, card in enumerate(self._cards) if is_alive(card) is False]
+        text = "has ended"
+        if not lost and queries:
+            lost, text = self._find_left(), "has closed this group, or ends"
+        # What it sent before may be on its way still.
+        if lost and not wait_until(is_done, Grace(_LOOK_S), longest_pause_s=_LATE_PAUSE_S):
+            raise MemberLost(text, lost[0])
+
+    def _find_left(self) -> list[int]:
+        with suppress(RuntimeError):  # the store is lost
+            others = (k for k in range(len(self._cards)) if k != self._rank)
+            return [k for k in others if self._store.check([left_key(k)])]
+        return []
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_abandoned: list[Any] = []
+"""What was in flight in groups that were closed, until the process ends."""
+
+
+def open_links() -> tuple[Link, ...]:
+    """Those of this process, closed ones too; none where another thread opens one just now."""
+    try:
+        return tuple(_links)
+    except RuntimeError:
+        return ()
+
+
+def left_key(member: int) -> str:
+    """What a member writes into the store when it takes no further part."""
+    return f"left/{member}"

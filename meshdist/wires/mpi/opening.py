@@ -1,0 +1,181 @@
+"""How the members of a group over MPI come together: through the store, then MPI itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from ...bootstrap.mpi_library import start_mpi
+from ...checking.shared_words import WordsAddress, find_view
+from ...errors import BackendError
+from ...runtime.deadlines import Deadline, wait_until
+from ...runtime.hosts import ProcessCard, my_card, num_cores
+from ..failures import WireTimeout
+from ..opening import Opening
+from .arrivals import Arrivals, words_of_process
+from .dead_ranks import report_dead_ranks_at_the_end
+from .link import Link, left_key
+
+__all__ = ["open_link"]
+
+_NUM_TAGS = 1 << 15  # every MPI has so many
+_openings = itertools.count()
+
+
+class _Region:
+    """This member's region of its process's shared words, for the group that opens."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.words: memoryview | None = None
+        self._opening = opening
+        self._key = secrets.randbits(62) | 1
+        self._shared_words = words_of_process() if opening.is_one_host else None
+
+    def reserve(self) -> dict[str, Any]:
+        """Reserve the region, and return where it is; nothing where there is no place for it."""
+        for region in tuple(_closed):
+            region.release_after_all()
+        if self._shared_words is None:
+            return {}
+        try:
+            self.words = self._shared_words.reserve(self._key, Arrivals.num_words)
+        except MemoryError:
+            return {}
+        return {"words": {"key": self._key, **self._shared_words.address.to_json()}}
+
+    def release(self) -> None:
+        """Give the region back."""
+        if self._shared_words is not None and self.words is not None:
+            self.words = None
+            self._shared_words.release(self._key)
+
+    def release_after_all(self) -> None:
+        """Give them back once every member has closed the group: till then one may read them."""
+        keys = [left_key(member) for member in range(len(self._opening.ranks))]
+        try:
+            is_over = self._opening.store.check(keys)
+        except RuntimeError:  # the store is lost, and with it the world
+            is_over = True
+        if is_over:
+            _closed.discard(self)
+            self.release()
+        else:
+            _closed.add(self)
+
+
+_closed: set[_Region] = set()
+"""Regions of groups that this process has closed, and another member has not."""
+
+
+def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
+    """Open a group among its members alone; arrivals are None where they cannot be seen.
+
+    Raises:
+        BackendError: a member cannot use MPI, or they are not in one world of MPI; all raise it.
+        WireTimeout: a member did not come.
+    """
+    mine: dict[str, Any] = {"card": my_card().to_json()}
+    region = _Region(opening)
+    try:
+        MPI = start_mpi()
+        place = mine["rank"] = MPI.COMM_WORLD.Get_rank()
+        # Two groups with a common member may open at the same time, in two threads: their tags
+        # are equal once in many thousands of times.
+        mine["tag"] = hash((place, next(_openings))) % _NUM_TAGS
+        mine.update(region.reserve())
+    except BackendError as error:
+        fields = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
+        mine["problem"] = {"summary": error.summary, **fields}
+    except Exception as error:  # MPI's own, for example
+        mine["problem"] = {
+            "summary": "MPI cannot be used for this group",
+            "where": f"rank {opening.ranks[opening.rank]}, {opening.name}",
+            "found": f"{type(error).__name__}: {error}",
+            "fix": "see what `meshdist doctor` says of MPI",
+        }
+    try:
+        members = _exchanged(opening, mine)
+        _check(opening, members)
+    except BaseException:
+        region.release()
+        raise
+    everyone = MPI.COMM_WORLD
+    all_ranks = everyone.Get_group()
+    group = all_ranks.Incl([one["rank"] for one in members])
+    comm = everyone.Create_group(group, members[0]["tag"])
+    for one in (group, all_ranks):
+        one.Free()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    cards = [ProcessCard.from_json(one["card"]) for one in members]
+    link = Link(
+        MPI,
+        comm,
+        opening.store,
+        opening.ranks,
+        cards,
+        opening.rank,
+        is_crowded=opening.num_local > num_cores(),
+        end=region.release_after_all,
+        look=opening.look,
+    )
+    report_dead_ranks_at_the_end()
+    words = region.words
+    others = _words_of_others(opening, members)
+    arrivals = None
+    if words is not None and others is not None:
+        arrivals = Arrivals(link, words, others)
+    if not _is_so_everywhere(MPI, comm, arrivals is not None):
+        arrivals = None
+    return link, arrivals
+
+
+def _is_so_everywhere(MPI: Any, comm: Any, answer: bool) -> bool:
+    # On a buffer: mpi4py's calls for objects can hold the GIL while they wait for other ranks, and
+    # another thread of this process, which opens a group with them, waits for the GIL.
+    answers = bytearray([answer])
+    comm.Allreduce(MPI.IN_PLACE, [answers, MPI.BYTE], op=MPI.BAND)
+    return bool(answers[0])
+
+
+def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each member writes about itself."""
+    store = opening.store
+    store.set(f"mpi/{opening.rank}", json.dumps(mine))
+    keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
+    if not wait_until(lambda: store.check(keys), Deadline(opening.timeout)):
+        raise WireTimeout("a member did not come to open its connection")
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
+    for one in members:
+        if "problem" in one:
+            raise BackendError(**one["problem"])
+    num_places = len({one["rank"] for one in members})
+    if num_places < len(members):
+        raise BackendError(
+            "the members of this group are not in one world of MPI",
+            where=f"rank {opening.ranks[opening.rank]}, {opening.name}",
+            expected="processes that one mpiexec has started",
+            found=f"{len(members)} processes, with {num_places} rank(s) of MPI's among them",
+            fix="mpiexec -n 4 python script.py, or `meshdist run --launcher mpi -n 4 script.py`",
+        )
+
+
+def _words_of_others(
+    opening: Opening, members: Sequence[dict[str, Any]]
+) -> list[memoryview] | None:
+    """Where the other members write when they arrive; None where that cannot be seen."""
+    found = []
+    for member, one in enumerate(members):
+        if member == opening.rank:
+            continue
+        view = find_view(WordsAddress.from_json(one["words"])) if "words" in one else None
+        words = None if view is None else view.find(one["words"]["key"], Arrivals.num_words)
+        if words is None:
+            return None
+        found.append(words)
+    return found

@@ -1,0 +1,187 @@
+"""Which reduction of MPI's, in which dtype, does what a verb asks for.
+
+MPI reduces whole numbers, float32, float64 and complex numbers of those. The rest is done in one of
+these. Narrower floats are widened, and rounded once at the end; so are whole numbers of 8 and 16
+bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. The 16-bit floats of
+two members are added as they are, by a reduction of ours: their one sum is rounded once as well,
+and takes a third of the time. Of a bool's byte the bits are joined. The smallest and largest of
+floats are found among whole numbers in the same order: whether NaN is larger than 1, and 0 than -0,
+is else for each step of an algorithm to say, and members end up with different results (seen with
+Open MPI 5 and MPICH 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import torch
+
+from ...dtypes import DTYPES, dtype_name
+from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal, op_name
+from ..core import core
+from ..reductions import check_reducible
+from ..scratch import Scratch
+
+__all__ = [
+    "Plan",
+    "find_plan",
+    "mpi_type",
+    "op_of",
+    "plain_reductions",
+    "plain_sums",
+    "plan_of",
+]
+
+_HALVES = (torch.float16, torch.bfloat16)
+_IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one reduction of one dtype is done.
+
+    Args:
+        op: the reduction that MPI does.
+        wide: the dtype to which they are converted; None where they are not.
+        in_order: the whole numbers among which the smallest or largest float is found, or None.
+        divides: whether the result is divided by the number of members.
+        ours: the dtype of 16-bit floats that a reduction of ours adds; None where MPI's does it.
+    """
+
+    op: ReduceKind
+    wide: torch.dtype | None = None
+    in_order: torch.dtype | None = None
+    divides: bool = False
+    ours: torch.dtype | None = None
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether MPI reduces the very memory of the tensor, and that is all."""
+        return self.wide is None and self.in_order is None and not self.divides
+
+    def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """What MPI reduces for ``x``, flat: its own memory, new, or of ``scratch``."""
+        x = x.detach().view(-1)
+        if self.wide is not None:
+            narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
+            x.copy_(narrow)
+        return x if self.in_order is None else self._to_ordered(x, self.in_order)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether ``encode`` gives the tensor's own memory."""
+        return self.wide is None and self.in_order is None
+
+    def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
+        """Write what MPI has reduced into ``output``, where it does not lie there already."""
+        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+            if self.in_order is not None:
+                result = _flipped(result).view(self.wide or output.dtype)
+            if self.divides:
+                result.div_(size)
+            target = output.view(-1)
+            if target.data_ptr() != result.data_ptr():
+                target.copy_(result)
+
+    def _to_ordered(self, x: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
+        """Whole numbers in the order of the floats; a NaN comes after all that it is to beat."""
+        info = torch.iinfo(whole)
+        ordered = _flipped(x.view(whole))
+        return ordered.masked_fill_(x.isnan(), info.max if self.op == ReduceOp.MAX else info.min)
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """Map a float's bits, read as a whole number, to its place in the order, or back."""
+    info = torch.iinfo(bits.dtype)
+    return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
+
+
+@cache
+def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> Plan:
+    """How to reduce ``dtype`` with ``op``; raises DtypeError where that has no meaning."""
+    check_reducible(wire, op, dtype)
+    if dtype is torch.bool:
+        return Plan(ON_BOOL[op])
+    facts = DTYPES[dtype]
+    stops_at_largest = op == ReduceOp.SUM and dtype.itemsize < 4
+    wide = facts.wide if stops_at_largest or not facts.mpi else None
+    computed = wide or dtype
+    is_ordering = op in (ReduceOp.MIN, ReduceOp.MAX) and computed.is_floating_point
+    in_order = _IN_ORDER[computed] if is_ordering else None
+    divides = op == ReduceOp.AVG
+    return Plan(ReduceOp.SUM if divides else op, wide, in_order, divides)
+
+
+_sums: dict[torch.dtype, Plan] = {}
+_sums_of_two = {dtype: Plan(ReduceOp.SUM, ours=dtype) for dtype in _HALVES}
+
+
+def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> Plan:
+    """How a group of ``size`` reduces; to hash an op takes longer than to add a few numbers."""
+    if op is not ReduceOp.SUM:
+        return find_plan("mpi", op, dtype)
+    plan = _sums_of_two.get(dtype) if size == 2 and core is not None else None
+    plan = plan or _sums.get(dtype)
+    if plan is None:
+        plan = _sums[dtype] = find_plan("mpi", op, dtype)
+    return plan
+
+
+@cache
+def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
+    """MPI's datatypes for the dtypes that it adds up itself."""
+    kinds = [dtype for dtype in DTYPES if find_plan("mpi", ReduceOp.SUM, dtype).is_plain]
+    return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
+
+
+def plain_reductions(
+    MPI: Any, size: int
+) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
+    """The reductions in a tensor's own memory, SUM first: op, its number, MPI's types and ops.
+
+    Types and ops are given by their handles.
+    """
+    found = []
+    for op in PLAIN_OPS:
+        kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]
+        plans = {dtype: plan_of(op, dtype, size) for dtype in kinds}
+        found.append(
+            (
+                op,
+                op.value,
+                {
+                    dtype: (mpi_type(MPI, dtype).handle, op_of(MPI, plan).handle)
+                    for dtype, plan in plans.items()
+                    if plan.is_plain
+                },
+            )
+        )
+    return found
+
+
+def op_of(MPI: Any, plan: Plan) -> Any:
+    """The reduction of a plan, as MPI takes it."""
+    return _mpi_op(MPI, plan.op) if plan.ours is None else _sum_of_two(MPI, plan.ours)
+
+
+@cache
+def _sum_of_two(MPI: Any, dtype: torch.dtype) -> Any:
+    """A reduction that adds 16-bit floats; for two members, since it rounds each sum.
+
+    It runs no Python code: a signal's handler that raised inside would end the whole job.
+    """
+    return MPI.Op.Create(partial(core.add_to, core.DTYPES[dtype_name(dtype)]), commute=True)
+
+
+@cache
+def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
+    """MPI's datatype for a dtype in which it computes, or of 16-bit floats that it only moves."""
+    return MPI.UINT16_T if dtype in _HALVES else getattr(MPI, DTYPES[dtype].mpi)
+
+
+@cache
+def _mpi_op(MPI: Any, op: ReduceKind) -> Any:
+    """MPI's reduction for that of a plan."""
+    return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op_name(op))

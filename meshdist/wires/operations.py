@@ -1,0 +1,161 @@
+"""Operations in flight: what a communicator's verb returns, several as one, and late starters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from ..errors import BackendError
+from ..runtime.deadlines import Deadline
+from .failures import WireFailure
+
+__all__ = ["DONE", "Chain", "Deferred", "Done", "Operation", "Terms"]
+
+
+class Terms(NamedTuple):
+    """Under which terms an operation is started: the last argument of a communicator's verbs.
+
+    Args:
+        timeout: how long it may take.
+        verb: the public verb that it belongs to, for messages; "" for none.
+        number: under which the group has noted the call or message, for messages; 0 for none.
+        waits: whether the caller waits for it at once, so that starting it may wait already.
+    """
+
+    timeout: timedelta
+    verb: str = ""
+    number: int = 0
+    waits: bool = False
+
+
+class Operation(ABC):
+    """What a communicator has started, or done already.
+
+    A helper thread may finish one while the program's starts or finishes others; never two threads
+    the same one.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def finish(self, timeout: timedelta) -> None:
+        """Wait until it is done; raises WireTimeout, WireAborted or another WireFailure."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Let it go on, without waiting; return whether it is done, or has failed."""
+
+    def source(self) -> int:
+        """The member that a finished receive came from; raises WireFailure for anything else."""
+        raise WireFailure("only a receive has a source")
+
+
+class Done(Operation):
+    """An operation that is done.
+
+    Args:
+        sender: the member that a receive came from.
+    """
+
+    __slots__ = ("_sender",)
+
+    def __init__(self, sender: int | None = None) -> None:
+        self._sender = sender
+
+    def finish(self, timeout: timedelta) -> None:
+        pass
+
+    def poll(self) -> bool:
+        return True
+
+    def source(self) -> int:
+        return super().source() if self._sender is None else self._sender
+
+
+DONE = Done()
+"""Of every verb that was done as it was started, and is no receive."""
+
+
+class Chain(Operation):
+    """Several operations that end as one.
+
+    Args:
+        parts: the operations.
+        then: called once, when all of them are finished: copies the result to where it belongs.
+    """
+
+    __slots__ = ("_parts", "_then")
+
+    def __init__(self, parts: Sequence[Operation], then: Callable[[], None] | None = None) -> None:
+        self._parts = parts
+        self._then = then
+
+    def finish(self, timeout: timedelta) -> None:
+        deadline = Deadline(timeout)
+        for part in self._parts:
+            part.finish(deadline.left)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def poll(self) -> bool:
+        return all(part.poll() for part in self._parts)
+
+    def source(self) -> int:
+        return self._parts[0].source() if len(self._parts) == 1 else super().source()
+
+
+class Deferred(Operation):
+    """An operation that starts when something else has happened.
+
+    Args:
+        start: starts it if that has happened; any thread may call it at any time.
+        wait_for: waits for a condition, as ``Communicator.wait_for`` of what carries it.
+
+    Attributes:
+        started: the operation, once it has started.
+        failure: why it never will.
+        is_cancelled: whether its caller has given it up; so is one that no caller holds.
+    """
+
+    __slots__ = ("__weakref__", "_start", "_wait_for", "failure", "is_cancelled", "started")
+
+    def __init__(
+        self, start: Callable[[], None], wait_for: Callable[[Callable[[], bool], timedelta], None]
+    ) -> None:
+        self._start = start
+        self._wait_for = wait_for
+        self.started: Operation | None = None
+        self.failure: Exception | None = None
+        self.is_cancelled = False
+
+    def finish(self, timeout: timedelta) -> None:
+        deadline = Deadline(timeout)
+        try:
+            self._wait_for(self._try_to_start, timeout)
+        except BaseException:  # Ctrl-C, too: the next receive must not wait behind it
+            self.is_cancelled = True
+            raise
+        if self.started is not None:
+            self.started.finish(deadline.left)
+        elif self.failure is not None:
+            raise self.failure
+
+    def poll(self) -> bool:
+        return self._try_to_start() and (self.started is None or self.started.poll())
+
+    def source(self) -> int:
+        if self.started is None:
+            raise BackendError(
+                "the sender of a receive that is not finished is not known",
+                fix="call wait() before source_rank()",
+            )
+        return self.started.source()
+
+    def _try_to_start(self) -> bool:
+        """Start it if it can be; whether it has started, or never will."""
+        if self.started is None and self.failure is None:
+            self._start()
+        return self.started is not None or self.failure is not None

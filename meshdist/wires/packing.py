@@ -1,0 +1,43 @@
+"""Consecutive parts of flat tensors: cut apart, joined, copied to where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["blocks", "packed", "parts", "write", "write_all", "write_blocks"]
+
+
+def parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Views of consecutive parts of a contiguous tensor, flat; sizes in elements."""
+    return list(tensor.view(-1).split(list(sizes)))
+
+
+def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
+    """Views of equal parts of a contiguous tensor, flat."""
+    return tensor.view(num_blocks, tensor.numel() // num_blocks).unbind()
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new flat tensor that holds all of them."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def write(output: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy ``data`` into a contiguous ``output`` of as many elements."""
+    with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        output.view(-1).copy_(data.view(-1))
+
+
+def write_all(outputs: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``data`` into the output in its place."""
+    with torch.inference_mode():
+        for output, part in zip(outputs, data, strict=True):
+            output.view(-1).copy_(part.view(-1))
+
+
+def write_blocks(outputs: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+    """Copy the equal parts of ``whole`` into the outputs, if there are any."""
+    if outputs:
+        write_all(outputs, blocks(whole, len(outputs)))

@@ -1,0 +1,458 @@
+"""The shared-memory wire: the ranks of one host, through memory that they share.
+
+The native core (``native/``) does the work; it takes addresses, counts and codes. Every call is
+compared with the other members' before a result is returned, a member that ends is noticed by its
+pidfd, and waiting ends at an abort. ``handshake`` brings the members together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+from ...dtypes import DTYPES
+from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, op_name
+from ...runtime.deadlines import clock
+from ...runtime.hosts import free_bytes, num_cores
+from ...verb_table import REDUCING_VERBS
+from .. import fallbacks
+from ..communicator import LARGEST_TAG, Communicator, FastPath
+from ..core import core as _core
+from ..failures import WireFailure, WireRefused
+from ..opening import Opening
+from ..operations import DONE, Done, Operation, Terms
+from ..registry import Wire, register_wire
+from .failures import failure_of
+from .handshake import Shared, share
+
+__all__ = ["ShmCommunicator", "ShmWire"]
+
+if _core is not None:
+    clock.follow(_core.let_timeouts_stand)
+
+_SUM = ReduceOp.SUM
+_KIB = 1024
+# Per member there are four slots, and per pair of members two rings. With two members larger ones
+# measured faster: what is written anew has left the cores' own caches by then (messages of 4 MiB
+# took 148 us through 2 MiB, 177 through 1). Many members get smaller ones, so that their slots
+# together stay in the shared cache, and a group takes no more than some MiB.
+_MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128 * _KIB, 64 * _KIB))
+_ALIGNMENT = 4096
+
+
+class ShmOperation(Operation):
+    """A collective or message in flight.
+
+    Args:
+        ticket: the core's.
+        in_flight: by ticket the tensors whose memory is in use.
+        number: under which the group has noted it.
+        message: of a message whether it is a send, the peer and the tag.
+    """
+
+    __slots__ = ("_in_flight", "_message", "_number", "_ticket")
+
+    def __init__(
+        self,
+        ticket: Any,
+        in_flight: dict[Any, Any],
+        number: int,
+        message: tuple[bool, int, int] | None,
+    ) -> None:
+        self._ticket = ticket
+        self._in_flight = in_flight
+        self._number = number
+        self._message = message
+
+    def finish(self, timeout: timedelta) -> None:
+        ticket = self._ticket
+        status = ticket.wait(timeout.total_seconds())
+        self._in_flight.pop(ticket, None)
+        if status:
+            raise failure_of(status, ticket.failure(), self._number, self._message)
+
+    def poll(self) -> bool:
+        return bool(self._ticket.is_done())
+
+    def source(self) -> int:
+        if self._message is None or self._message[0]:
+            return super().source()
+        return int(self._ticket.source)
+
+
+class ShmCommunicator(Communicator):
+    """One member's part of a group in shared memory.
+
+    Args:
+        opening: the group.
+        core: the native communicator.
+    """
+
+    def __init__(self, opening: Opening, core: Any) -> None:
+        super().__init__("shm", opening.rank, len(opening.ranks))
+        self._ranks = opening.ranks
+        self._opening = opening
+        self._num_buffers = 0
+        self._core = core
+        self._all_reduce = core.all_reduce
+        self._in_flight: dict[Any, Any] = {}
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        """Everything is native but what the core cannot reduce."""
+        if _core is None:
+            return ""
+        if verb in REDUCING_VERBS and _codes(dtype, op) is None:
+            return "built"
+        return super().support(verb, device_type, dtype, op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+        codes = _sums.get(tensor.dtype) if op is _SUM else _codes(tensor.dtype, op)
+        if codes is None:
+            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
+        dtype, number = codes
+        place, count, seconds = tensor.data_ptr(), tensor.numel(), terms.timeout.total_seconds()
+        if not terms.waits:
+            ticket = self._core.all_reduce_async(place, count, dtype, number, seconds)
+            return self._started(ticket, tensor, terms)
+        status = self._all_reduce(place, count, dtype, number, seconds)
+        if status:
+            raise failure_of(status, self._core.last_failure())
+        return DONE
+
+    def all_reduce_list(
+        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        codes = _codes(tensors[0].dtype, op)
+        if codes is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+            return super().all_reduce_list(tensors, op, terms)
+        return self._start("all_reduce_list", tensors, terms, *_places(tensors), *codes)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+        codes = _codes(tensor.dtype, op)
+        if codes is None:
+            return super().reduce(tensor, op, root, terms)
+        place = (tensor.data_ptr(), tensor.numel())
+        return self._start("reduce", tensor, terms, *place, *codes, root)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+        place = (tensor.data_ptr(), *_amount(tensor))
+        return self._start("broadcast", tensor, terms, *place, root)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+        places = (output.data_ptr(), tensor.data_ptr(), *_amount(tensor))
+        return self._start("all_gather", (output, tensor), terms, *places)
+
+    def all_gather_list(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
+    ) -> Operation:
+        outputs, (tensor,) = _movable(outputs), _movable([tensor])
+        place = (tensor.data_ptr(), *_amount(tensor))
+        return self._start("all_gather_v", (outputs, tensor), terms, *_places(outputs), *place)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
+    ) -> Operation:
+        addresses = [output.data_ptr() for output in outputs]
+        place = (tensor.data_ptr(), *_amount(tensor))
+        return self._start("gather", (outputs, tensor), terms, addresses, *place, root)
+
+    def scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
+    ) -> Operation:
+        addresses = [part.data_ptr() for part in inputs]
+        arguments = (tensor.data_ptr(), addresses, *_amount(tensor), root)
+        return self._start("scatter", (inputs, tensor), terms, *arguments)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
+    ) -> Operation:
+        codes = _codes(tensor.dtype, op)
+        if codes is None:
+            return super().reduce_scatter(output, tensor, op, terms)
+        places = (output.data_ptr(), tensor.data_ptr(), output.numel())
+        return self._start("reduce_scatter", (output, tensor), terms, *places, *codes)
+
+    def reduce_scatter_list(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+    ) -> Operation:
+        codes = _codes(output.dtype, op)
+        if codes is None:
+            return super().reduce_scatter_list(output, inputs, op, terms)
+        arguments = (output.data_ptr(), output.numel(), *_places(inputs), *codes)
+        return self._start("reduce_scatter_v", (output, inputs), terms, *arguments)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
+    ) -> Operation:
+        outputs, inputs = _movable(outputs), _movable(inputs)
+        _, code = _amount(inputs[0])
+        places = (*_places(outputs), *_places(inputs))
+        return self._start("all_to_all", (outputs, inputs), terms, *places, code)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        terms: Terms,
+    ) -> Operation:
+        places = (*_cuts(output, output_sizes), *_cuts(tensor, input_sizes))
+        _, code = _amount(tensor)
+        return self._start("all_to_all", (output, tensor), terms, *places, code)
+
+    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+        return self._start("barrier", None, terms)
+
+    def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
+        stride = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        made: list[Any] = []
+
+        def attach(shared: Shared) -> None:
+            _close_all(shared.processes)
+            try:
+                made.append(_core.Memory(shared.memory))
+            finally:
+                os.close(shared.memory)
+
+        self._num_buffers += 1
+        share(
+            PrefixStore(f"buffer {self._num_buffers}", self._opening.store),
+            self.rank,
+            self._ranks,
+            partial(_make_memory, stride * self.size),
+            attach,
+            timeout.total_seconds(),
+        )
+        (memory,) = made
+        self._core.add_memory(memory)
+        start = self.rank * stride
+        # Cut before torch sees it: the storage of the tensor is this member's part alone.
+        return torch.from_numpy(memory.array()[start : start + num_bytes])
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+        arguments, message = (tensor.data_ptr(), *_amount(tensor), peer, tag), (True, peer, tag)
+        if not terms.waits:
+            ticket = self._core.send_async(*arguments, terms.number)
+            return self._started(ticket, tensor, terms, message)
+        status = self._core.send(*arguments, terms.timeout.total_seconds(), terms.number)
+        if status:
+            raise failure_of(status, self._core.last_transfer_failure(), terms.number, message)
+        return DONE
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+        place = -1 if peer is None else peer
+        arguments, message = (tensor.data_ptr(), *_amount(tensor), place, tag), (False, place, tag)
+        if not terms.waits:
+            ticket = self._core.recv_async(*arguments, terms.number)
+            return self._started(ticket, tensor, terms, message)
+        status = self._core.recv(*arguments, terms.timeout.total_seconds(), terms.number)
+        if status:
+            raise failure_of(status, self._core.last_transfer_failure(), terms.number, message)
+        return Done(self._core.last_source)
+
+    def fast_path(
+        self,
+        entry: Any,
+        explain: Callable[[WireFailure, int | None], BaseException],
+        timeout: timedelta,
+    ) -> FastPath:
+        core = self._core
+
+        def fail(
+            status: int, note: int | None, message: tuple[bool, int, int] | None
+        ) -> BaseException:
+            failure = core.last_failure() if message is None else core.last_transfer_failure()
+            return explain(failure_of(status, failure, note, message), note)
+
+        runner = _core.ShmRunner(core, fail, LARGEST_TAG, timeout.total_seconds())
+        return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        self._core.abort()
+
+    def leave(self) -> None:
+        self._core.announce_end()
+
+    def close(self) -> None:
+        self._core.close()
+
+    def _start(self, name: str, kept: Any, terms: Terms, *arguments: Any) -> Operation:
+        """Do a collective, or start it in the background."""
+        seconds = terms.timeout.total_seconds()
+        if terms.waits:
+            status = getattr(self._core, name)(*arguments, seconds)
+            if status:
+                raise failure_of(status, self._core.last_failure())
+            return DONE
+        ticket = getattr(self._core, f"{name}_async")(*arguments, seconds)
+        return self._started(ticket, kept, terms)
+
+    def _started(
+        self, ticket: Any, kept: Any, terms: Terms, message: tuple[bool, int, int] | None = None
+    ) -> Operation:
+        """The operation of a ticket, whose tensors live as long, also where its Work is dropped."""
+        in_flight = self._in_flight
+        for _ in range(2):  # so that tickets whose Work was dropped are freed in time
+            oldest = next(iter(in_flight), None)
+            if oldest is None:
+                break
+            tensors = in_flight.pop(oldest, None)
+            if not oldest.is_done():
+                in_flight[oldest] = tensors
+        in_flight[ticket] = kept
+        return ShmOperation(ticket, in_flight, terms.number, message)
+
+
+class ShmWire(Wire):
+    """Shared memory: CPU tensors among the ranks of one host."""
+
+    name = "shm"
+    device_types = frozenset({"cpu"})
+    replacement = "gloo"
+    across_hosts = "hierarchical"
+    compares_calls = True
+    communicator_kind = ShmCommunicator
+
+    def is_available(self) -> bool:
+        """Whether its native core was built."""
+        return _core is not None
+
+    def why_unavailable(self) -> tuple[str, str]:
+        """Why this machine cannot use the wire, and the fix."""
+        folder = Path(__file__).parents[3]
+        if (folder / "CMakeLists.txt").exists():
+            return (
+                f"meshdist is imported from its source folder {folder}, where nothing is built",
+                f"pip install -e {folder}, or start the program in another folder",
+            )
+        return (
+            "its native core was not built: that takes Linux and a C++ compiler",
+            "on Linux, install a C++ compiler and then meshdist anew",
+        )
+
+    def open(self, opening: Opening) -> Communicator:
+        """Open the group's memory; raises WireRefused on every member where one cannot."""
+        if not opening.is_one_host:
+            raise WireRefused("its ranks run on several hosts")
+        made: list[Any] = []
+
+        def attach(shared: Shared) -> None:
+            try:
+                made.append(_core.Communicator(shared.memory, opening.rank, shared.processes))
+            finally:
+                os.close(shared.memory)
+
+        try:
+            share(
+                opening.store,
+                opening.rank,
+                opening.ranks,
+                partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
+                attach,
+                opening.timeout.total_seconds(),
+            )
+        except BaseException:
+            made.clear()  # nothing of it stays, however long the error is kept
+            raise
+        communicator = ShmCommunicator(opening, made[0])
+        # The first call measures which stores suit the path between the members.
+        communicator.barrier(Terms(opening.timeout, waits=True))
+        return communicator
+
+
+def _make_segment(size: int, is_crowded: bool) -> int:
+    """New memory for a group of ``size``; returns its open file."""
+    slot, ring = next((s, r) for most, s, r in _MEMORY if most is None or size <= most)
+    _check_room(_core.segment_bytes(size, slot, ring))
+    return int(_core.create_segment(size, slot, ring, is_crowded))
+
+
+def _make_memory(num_bytes: int) -> int:
+    """New memory for buffers; returns its open file."""
+    _check_room(num_bytes)
+    return int(_core.create_memory(num_bytes))
+
+
+def _check_room(num_bytes: int) -> None:
+    """Raise MemoryError where the system would have to end processes to make room."""
+    free = free_bytes()
+    if num_bytes > free:
+        raise MemoryError(f"{num_bytes:,} bytes are asked for, and {free:,.0f} are free")
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for file in files:
+        if file >= 0:
+            os.close(file)
+
+
+_known: dict[str, int] = {} if _core is None else _core.DTYPES
+_CODES = {dtype: _known[one.name] for dtype, one in DTYPES.items() if one.name in _known}
+"""The core's number of each dtype that it has; others travel as bytes."""
+
+
+@cache
+def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
+    """The core's numbers for a dtype and a reduction; None where it cannot reduce them."""
+    code, number = _CODES.get(dtype), _core.OPS.get(op_name(op))
+    if code is None or number is None or not _core.can_reduce(code, number):
+        return None
+    return code, number
+
+
+# Hashing an op takes longer than to add a few numbers.
+_sums = {dtype: _codes(dtype, _SUM) for dtype in _CODES}
+
+
+@cache
+def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
+    """What the core reduces: op, its number, and its codes for each dtype. SUM comes first."""
+    found = []
+    for op in PLAIN_OPS:
+        codes = {dtype: _codes(dtype, op) for dtype in _CODES}
+        found.append((op, op.value, {one: pair for one, pair in codes.items() if pair}))
+    return found
+
+
+def _amount(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many elements of which code travel: a tensor's own, or its bytes."""
+    code = _CODES.get(tensor.dtype)
+    if code is None:
+        return tensor.numel() * tensor.element_size(), _core.DTYPES["uint8"]
+    return tensor.numel(), code
+
+
+def _movable(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors, in a dtype that the core knows: their own, or their bytes."""
+    if not tensors or tensors[0].dtype in _CODES:
+        return tensors
+    return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    return [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
+
+
+def _cuts(tensor: torch.Tensor, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Addresses and counts of consecutive parts."""
+    item, address = tensor.itemsize, tensor.data_ptr()
+    places = [address]
+    for size in sizes:
+        address += size * item
+        places.append(address)
+    del places[-1]
+    if tensor.dtype in _CODES:
+        return places, list(sizes)
+    return places, [size * item for size in sizes]
+
+
+register_wire(ShmWire())

@@ -1,0 +1,1 @@
+"""The wire of simulated ranks: one process, its ranks one at a time."""

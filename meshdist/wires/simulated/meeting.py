@@ -1,0 +1,342 @@
+"""Where the members of a group that share a process meet: their collectives and messages.
+
+Calls are compared as they come; the last member of a collective moves its data. A message waits
+for its receive, or a receive for its message.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
+
+from ...checking.calls import Call, header, message_fingerprint
+from ...error_text import grouped_text, ranks_text
+from ...errors import AgreementError
+from ...reduce_ops import ReduceOp
+from ..failures import WireAborted, WireFailure
+from ..operations import Operation
+from .data_moves import Round, move, synchronize, write
+from .scheduler import Rank, find_rank_here
+
+__all__ = ["Collective", "Meeting", "Message", "Receive", "find_mismatch"]
+
+_BROKEN = "; the group is broken now"
+
+
+class Step(Operation):
+    """A started operation of one member."""
+
+    def __init__(self, meeting: Meeting, member: int, rank: Rank, call: Call) -> None:
+        self.meeting = meeting
+        self.member = member
+        self.call = call
+        self.is_done = False
+        self.failure: Exception | None = None
+        self._rank = rank
+
+    def finish(self, timeout: timedelta) -> None:
+        """Wait, while other ranks run; ``timeout`` never expires."""
+        self._rank.check_here()
+        if not self.is_done:
+            self._rank.wait(self)
+        if self.failure is not None:
+            raise copy.copy(self.failure)
+
+    def poll(self) -> bool:
+        """Whether it is done, or has failed; if not, other ranks have run before."""
+        if not self.is_done and find_rank_here() is self._rank:
+            self._rank.poll(self)
+        return self.is_done
+
+    def is_ready(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self.is_done
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The operation in words, with what it waits for."""
+
+    def end(self, failure: Exception | None = None) -> None:
+        """The operation is done, or has failed; forget its tensors."""
+        self.failure = failure
+        self.is_done = True
+
+
+class Collective(Step):
+    """One member's part in a collective, carried by the verb ``way`` of a communicator."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        member: int,
+        rank: Rank,
+        call: Call,
+        way: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(meeting, member, rank, call)
+        self.way = way
+        self.inputs = inputs
+        self.outputs = outputs
+        op = None if call.op is None else call.op.value
+        is_uneven = bool(call.sizes) and call.root is None
+        self.header = way, header(call.verb, call.data, op, call.root, is_uneven)
+
+    def describe(self) -> str:
+        """The call in words, with the members that it waits for."""
+        call, meeting = self.call, self.meeting
+        there = meeting.rounds[call.sequence]
+        missing = [rank for member, rank in enumerate(meeting.ranks) if member not in there]
+        return (
+            f"{call.verb}({call.arguments}) for {ranks_text(missing)}; call {call.sequence} over "
+            f"{meeting.title}, called at {call.where}"
+        )
+
+    def end(self, failure: Exception | None = None) -> None:
+        """The collective is done, or has failed; forget its tensors."""
+        super().end(failure)
+        self.inputs = self.outputs = ()
+
+
+class Receive(Step):
+    """A receive that waits for its message, or has it."""
+
+    def __init__(
+        self, meeting: Meeting, member: int, rank: Rank, call: Call, tensor: torch.Tensor
+    ) -> None:
+        super().__init__(meeting, member, rank, call)
+        assert call.message is not None
+        _, self.peer, self.tag, _ = call.message
+        self.tensor: torch.Tensor | None = tensor
+        self._source: int | None = None
+
+    def source(self) -> int:
+        return super().source() if self._source is None else self._source
+
+    def takes(self, message: Message) -> bool:
+        """Whether a message is meant."""
+        return self.tag == message.tag and self.peer in (None, message.source)
+
+    def accept(self, message: Message) -> None:
+        """Take a message; one that does not fit is an error of the whole group."""
+        tensor, data = self.tensor, message.data
+        assert tensor is not None  # a receive accepts once
+        self._source = message.source
+        wanted = message_fingerprint(self.call.verb, tensor)
+        if message_fingerprint(message.call.verb, data) == wanted:
+            self.end(_attempt(lambda: write(tensor, data)))
+            return
+        ranks = self.meeting.ranks
+        is_mine = message.source == self.member
+        failure = AgreementError(
+            "a message does not fit the tensor that receives it",
+            where=f"tag {self.tag} over {self.meeting.title}",
+            expected="equal dtype and number of elements on both sides, and objects met by objects",
+            found=f"rank {ranks[message.source]}: {message.call.text}\n"
+            f"rank {ranks[self.member]}: {self.call.text}",
+            fix="receive into a tensor like the one that is sent, or give messages of "
+            f"different kinds different tags{'' if is_mine else _BROKEN}",
+        )
+        self.end(failure)
+        if not is_mine:  # no other member has a part in what a rank sends to itself
+            self.meeting.fail(failure)
+
+    def describe(self) -> str:
+        """The receive in words, and the messages that came instead."""
+        call, meeting = self.call, self.meeting
+        lines = [f"{call.verb}({call.arguments}) over {meeting.title}, called at {call.where}"]
+        lines += [
+            f"  rank {meeting.ranks[message.source]} called {message.call.text}, which nobody has "
+            "received"
+            for message in meeting.messages[self.member]
+            if self.peer in (None, message.source)
+        ]
+        return "\n".join(lines)
+
+    def end(self, failure: Exception | None = None) -> None:
+        """The message is there, or the receive has failed; forget its tensor."""
+        super().end(failure)
+        self.tensor = None
+
+
+@dataclass
+class Message:
+    """What a member has sent, and by which call."""
+
+    source: int
+    tag: int
+    data: torch.Tensor
+    call: Call
+
+
+class Meeting:
+    """What the members of one communicator share.
+
+    Args:
+        ranks: the members' global ranks, in group order.
+        name: what messages call the group, or "".
+    """
+
+    def __init__(self, ranks: tuple[int, ...], name: str) -> None:
+        self.ranks = ranks
+        self.title = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
+        self.size = len(ranks)
+        self.rounds: dict[int, dict[int, Collective]] = {}
+        self.messages: list[list[Message]] = [[] for _ in ranks]
+        self.receives: list[list[Receive]] = [[] for _ in ranks]
+        self.is_aborted = False
+        self.failure: Exception | None = None
+        """Of members that disagreed; whatever is started after that fails with it."""
+
+    def enter(self, started: Collective) -> None:
+        """Add a member's call to its round; the last one moves the data."""
+        number = started.call.sequence
+        there = self.rounds.setdefault(number, {})
+        there[started.member] = started
+        failure = self._find_disagreement(started, there)
+        if failure is not None:
+            self.fail(failure)
+        elif len(there) == self.size:
+            self._perform([there[member] for member in range(self.size)])
+            del self.rounds[number]
+
+    def _perform(self, parts: Sequence[Collective]) -> None:
+        call = parts[0].call
+        data = Round(
+            [part.inputs for part in parts],
+            [part.outputs for part in parts],
+            ReduceOp.SUM if call.op is None else call.op,
+            call.root or 0,
+        )
+        failure = _attempt(lambda: move(parts[0].way, data))
+        for part in parts:
+            part.end(failure)
+
+    def _find_disagreement(
+        self, started: Collective, there: Mapping[int, Collective]
+    ) -> AgreementError | None:
+        """Compare the newest call with all that are there."""
+        if started.header != next(iter(there.values())).header:
+            return self._disagreement(
+                there,
+                expected="the same verb, dtype, number of elements, op and root on every member",
+                fix="make every member call the same verbs in the same order, on fitting "
+                f"tensors{_BROKEN}",
+            )
+        calls = {member: one.call for member, one in there.items()}
+        mismatch = find_mismatch(started.member, calls, self.ranks)
+        if mismatch is None:
+            return None
+        return self._disagreement(
+            there,
+            mismatch,
+            expected="what a member sends to another is what that one takes from it",
+            fix="give each output as many elements as its source sends; where a member cannot "
+            f"know them, exchange the sizes first{_BROKEN}",
+        )
+
+    def _disagreement(
+        self,
+        there: Mapping[int, Collective],
+        mismatch: str | None = None,
+        *,
+        expected: str,
+        fix: str,
+    ) -> AgreementError:
+        number = next(iter(there.values())).call.sequence
+        calls = dict.fromkeys(self.ranks, "not there yet")
+        calls |= {self.ranks[member]: one.call.text for member, one in there.items()}
+        return AgreementError(
+            f"the members of a group disagree about their call {number}",
+            where=f"{self.title}; no data was moved",
+            expected=expected,
+            found="\n".join(filter(None, (mismatch, grouped_text(calls.items())))),
+            fix=fix,
+        )
+
+    def send(self, message: Message, to: int) -> None:
+        """Deliver to the first receive that takes the message, or keep a copy."""
+        waiting = self.receives[to]
+        for place, receive in enumerate(waiting):
+            if receive.takes(message):
+                del waiting[place]
+                receive.accept(message)
+                return
+        message.data = message.data.clone()
+        synchronize(message.data)
+        self.messages[to].append(message)
+
+    def receive(self, receive: Receive) -> None:
+        """Take the first message that is meant, or wait for it."""
+        kept = self.messages[receive.member]
+        for place, message in enumerate(kept):
+            if receive.takes(message):
+                del kept[place]
+                receive.accept(message)
+                return
+        self.receives[receive.member].append(receive)
+
+    def fail(self, failure: AgreementError) -> None:
+        """Members disagree: fail everything that is not done, and all that follows."""
+        self.failure = failure
+        self._end(failure)
+
+    def abort(self) -> None:
+        """Fail everything that is not done, and all that follows."""
+        self.is_aborted = True
+        self._end(WireAborted("the communicator was aborted"))
+
+    def _end(self, failure: Exception) -> None:
+        pending: list[Step] = [one for there in self.rounds.values() for one in there.values()]
+        pending.extend(receive for waiting in self.receives for receive in waiting)
+        for step in pending:
+            if not step.is_done:
+                step.end(failure)
+        self.rounds.clear()
+        self.messages = [[] for _ in self.ranks]
+        self.receives = [[] for _ in self.ranks]
+
+
+def find_mismatch(member: int, calls: Mapping[int, Call], ranks: Sequence[int]) -> str | None:
+    """The sizes that ``member`` and another member disagree about, as text; None where none do.
+
+    Args:
+        member: whose call is new.
+        calls: the members' calls that are there, equal but for their sizes.
+        ranks: the members' global ranks.
+    """
+    if not any(call.sizes for call in calls.values()):
+        return None
+    sizes = {other: call.sizes or _even_sizes(call) for other, call in calls.items()}
+    for other in sorted(calls):
+        for source, target in ((member, other), (other, member)):
+            gives, wants = sizes[source][0][target], sizes[target][1][source]
+            if gives != wants:
+                receiver = "itself" if source == target else f"rank {ranks[target]}"
+                does = "and takes" if source == target else "which takes"
+                return f"rank {ranks[source]} sends {gives} to {receiver}, {does} {wants}"
+    return None
+
+
+def _even_sizes(call: Call) -> Sequence[Sequence[int]]:
+    """As much to and from each member as the call's one tensor has."""
+    shape, _ = call.data or ((0,), None)
+    return ((prod(shape),) * len(call.group.ranks),) * 2
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    """Do it; returns its failure, which every member raises, not only the one that runs here."""
+    try:
+        action()
+    except Exception as failure:
+        wire_failure = WireFailure(f"moving the data failed: {type(failure).__name__}: {failure}")
+        wire_failure.__cause__ = failure
+        return wire_failure
+    return None

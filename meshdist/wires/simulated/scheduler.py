@@ -1,0 +1,370 @@
+"""The scheduler of simulated ranks: threads of one process, of which exactly one runs.
+
+A rank runs until it waits; then the next rank that can run, in rank order, does. The random
+generators and the default dtype are swapped with it. So a run depends on nothing but the program,
+and a deadlock is known at once.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ...checking.call_sites import call_site, is_between, show_site
+from ...error_text import grouped_text
+from ...errors import DeadlockError, RankFailedError, WorldError
+from ..futures import Completion, collecting_by_need
+from .process_state import ProcessState, seed_as
+
+__all__ = [
+    "Rank",
+    "RankReleased",
+    "Scheduler",
+    "Waiting",
+    "find_rank_here",
+]
+
+T = TypeVar("T")
+
+
+class RankReleased(BaseException):
+    """Ends a simulated rank after another one failed.
+
+    Not an ``Exception``, so that ``except Exception`` in the program lets it through.
+    """
+
+
+class Waiting(Protocol):
+    """What a rank waits for."""
+
+    def is_ready(self) -> bool:
+        """Whether the rank can run again; quick, and without effect."""
+
+    def describe(self) -> str:
+        """What it waits for, with what, and where: completes the sentence "rank 0 waits in"."""
+
+
+_MOST_VAIN_POLLS = 100_000
+
+
+class Rank:
+    """One simulated rank: a thread, and what it waits for while it does not run."""
+
+    def __init__(self, index: int, scheduler: Scheduler[Any]) -> None:
+        self.index = index
+        self.scheduler = scheduler
+        self.thread_id: int | None = None
+        self.is_over = False
+        self.is_released = False
+        self.num_vain_polls = 0
+        self.ending = ""
+        self.waiting: Waiting | None = None
+        self.interruption: BaseException | None = None
+        self._watched: list[Completion] = []
+        self._is_polling = False
+        self.may_run = threading.Lock()  # held by the scheduler while the rank does not run
+        self.may_run.acquire()
+
+    def __repr__(self) -> str:
+        return f"<simulated rank {self.index} of {self.scheduler.size}>"
+
+    def can_run(self) -> bool:
+        """Whether this rank may run next."""
+        if self.is_over:
+            return False
+        return self.waiting is None or self.interruption is not None or self.waiting.is_ready()
+
+    def check_here(self) -> None:
+        """Raise unless called by this rank's own thread, in a run that goes on."""
+        if threading.get_ident() != self.thread_id:
+            raise WorldError(
+                f"simulated rank {self.index} was used from another thread",
+                where=f"thread {threading.current_thread().name!r}, called at "
+                f"{show_site(call_site())}",
+                expected="verbs and store waits on the rank's own thread, since only one "
+                "simulated rank runs at a time",
+                fix="call it on the rank's own thread, or run the program as processes "
+                "(meshdist run, meshdist.spawn)",
+            )
+        if self.is_released:
+            raise RankReleased
+
+    def wait(self, waiting: Waiting) -> None:
+        """Let others run until ``waiting`` is ready; raises DeadlockError if it never will be."""
+        self.check_here()
+        self.num_vain_polls = 0
+        if waiting.is_ready():
+            return
+        self.waiting = waiting
+        try:
+            self.scheduler.switch_from(self)
+        finally:
+            self.waiting = None
+        self.complete_watched()
+
+    def poll(self, awaited: Waiting) -> None:
+        """Let others run, and go on in any case: this rank has polled ``awaited`` in vain.
+
+        A rank that polls in vain without end does wait: then this waits, too, so that a deadlock is
+        found.
+        """
+        if self._is_polling:
+            return
+        self.num_vain_polls += 1
+        if self.num_vain_polls > _MOST_VAIN_POLLS:
+            self.wait(awaited)
+        else:
+            self.check_here()
+            self.scheduler.switch_from(self)
+            self.complete_watched()
+
+    def watch(self, completion: Completion) -> None:
+        """Complete it after one of this rank's waits, as soon as that takes no waiting."""
+        self._watched.append(completion)
+
+    def complete_watched(self) -> None:
+        """Complete what can be, here and now; no other rank runs while this one polls."""
+        if not self._watched or self._is_polling:
+            return
+        due: list[Completion] = []
+        later: list[Completion] = []
+        self._is_polling = True
+        try:
+            for completion in self._watched:
+                (due if completion.poll() else later).append(completion)
+        finally:
+            self._is_polling = False
+        self._watched = later
+        for completion in due:
+            completion.complete()
+
+    def take_interruption(self) -> None:
+        """Raise what the scheduler left for this rank, once."""
+        interruption, self.interruption = self.interruption, None
+        if interruption is not None:
+            raise interruption
+
+
+_here = threading.local()
+
+
+def find_rank_here() -> Rank | None:
+    """Return the simulated rank whose thread this is, or None."""
+    return getattr(_here, "rank", None)
+
+
+class Scheduler(Generic[T]):
+    """Runs ``size`` ranks, exactly one at a time.
+
+    Args:
+        size: how many ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ranks = [Rank(index, self) for index in range(size)]
+        self.tables: dict[str, Any] = {}
+        """What the ranks of this run share, by name."""
+        self._results: list[Any] = [None] * size
+        self._failure: tuple[Rank, BaseException] | None = None
+        self._running = self.ranks[0]
+        self._has_begun = False
+        self._switching = threading.Lock()
+        self._all_over = threading.Event()
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        """Call ``body(rank)`` on every rank and return the results by rank.
+
+        Raises:
+            The first exception of a rank itself, with the rank as its attribute ``rank``, after
+            all other ranks were released.
+        """
+        callers = ProcessState()
+        threads = [
+            threading.Thread(
+                target=self._live,
+                args=(rank, body, callers.dtype),
+                name=f"simulated rank {rank.index}",
+                daemon=True,
+            )
+            for rank in self.ranks
+        ]
+        try:
+            with collecting_by_need():
+                self._run_threads(threads)
+        finally:
+            callers.restore()
+        if self._failure is not None:
+            rank, error = self._failure
+            self._failure = None  # the traceback would keep this frame alive in a circle
+            try:
+                raise _with_rank(error, rank.index, self.size)
+            finally:
+                del error
+        return self._results
+
+    def _run_threads(self, threads: list[threading.Thread]) -> None:
+        started: list[threading.Thread] = []
+        try:
+            for rank, thread in zip(self.ranks, threads, strict=True):
+                thread.start()
+                started.append(thread)
+                rank.thread_id = thread.ident
+            self._has_begun = True
+            self._resume(self.ranks[0])
+            # In slices: a nested simulation waits here on a rank's thread, which an
+            # interruption of the outer one reaches between two slices only.
+            while not self._all_over.wait(0.5):
+                pass
+        except BaseException:
+            self._stop(started)
+            raise
+        finally:
+            for thread in started:
+                thread.join()
+
+    def _stop(self, started: list[threading.Thread]) -> None:
+        """End all ranks from the caller's thread, the running one at its next line."""
+        for rank in self.ranks[len(started) :]:
+            rank.is_over = True
+        if not started:
+            return
+        with self._switching:
+            self._release_all()
+            if self._has_begun:
+                _raise_in_thread(self._running.thread_id, RankReleased)
+            else:
+                self._resume(self.ranks[0])
+        while not self._all_over.wait(0.05):
+            with self._switching:  # an interruption between two ranks may have left none to run
+                if not started[self._running.index].is_alive():
+                    self._running.is_over = True
+                    self._resume(self._choose(self._running.index))
+
+    def _live(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
+        """A rank's thread, from the start to its end."""
+        try:
+            rank.may_run.acquire()
+            if not rank.is_released:
+                _here.rank = rank
+                self._call(rank, body, dtype)
+            with self._switching:
+                rank.is_over = True
+                if self._failure is not None:
+                    self._release_all()
+                self._resume(self._choose(rank.index))
+        except RankReleased:
+            pass
+
+    def _call(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
+        seed_as(rank.index)
+        try:
+            # A context of its own, and the backward on this thread on every device: the engine's
+            # device threads serve all ranks, and one that waits in a verb would stop them all.
+            with torch.autograd.set_multithreading_enabled(False):
+                self._results[rank.index] = contextvars.Context().run(body, rank.index)
+            rank.ending = "returned"
+        except RankReleased:
+            rank.ending = "was released"
+        except BaseException as error:
+            rank.ending = f"raised {type(error).__name__}"
+            if self._failure is None and not rank.is_released:
+                self._failure = (rank, error)
+
+    def switch_from(self, rank: Rank) -> None:
+        """Let the next rank that can run do so; returns when ``rank`` runs again."""
+        with self._switching:
+            _let_pending_exceptions_out()
+            chosen = self._choose(rank.index)
+            assert chosen is not None  # the rank that calls is not over
+            if chosen is not rank:
+                state = ProcessState()
+                self._resume(chosen)
+        if chosen is not rank:
+            rank.may_run.acquire()
+            state.restore()
+        rank.take_interruption()
+
+    def _resume(self, rank: Rank | None) -> None:
+        """Let ``rank`` run; None ends the run."""
+        if rank is None:
+            self._all_over.set()
+        else:
+            self._running = rank
+            rank.may_run.release()
+
+    def _choose(self, after: int) -> Rank | None:
+        """The next rank that can run; None when all are over. A deadlock interrupts all."""
+        for step in range(1, self.size + 1):
+            rank = self.ranks[(after + step) % self.size]
+            if rank.can_run():
+                return rank
+        stuck = [rank for rank in self.ranks if not rank.is_over]
+        if not stuck:
+            return None
+        report = self._report()
+        for rank in stuck:
+            rank.interruption = DeadlockError(
+                "deadlock: no simulated rank can go on",
+                where=f"{self.size} simulated ranks, one at a time",
+                expected="at least one rank that waits for nobody",
+                found=report,
+                fix="make every member call the same verbs in the same order, give every receive "
+                "its send, and set every key that a rank waits for",
+            )
+        return stuck[0]
+
+    def _report(self) -> str:
+        """What each rank waits for, ranks that wait for the same joined."""
+        return grouped_text(
+            (
+                rank.index,
+                rank.ending if rank.waiting is None else f"waits in {rank.waiting.describe()}",
+            )
+            for rank in self.ranks
+        )
+
+    def _release_all(self) -> None:
+        """Let every rank end at its next wait; a deadlock is raised first, where there is one."""
+        for rank in self.ranks:
+            if not rank.is_over and not rank.is_released:
+                rank.is_released = True
+                if rank.interruption is None:
+                    rank.interruption = RankReleased()
+
+
+def _let_pending_exceptions_out() -> None:
+    """An exception sent to this thread is raised in this call, before anything changes."""
+
+
+def _raise_in_thread(thread_id: int | None, kind: type[BaseException]) -> None:
+    """Raise ``kind`` in another thread at its next line of Python."""
+    if thread_id is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread_id), ctypes.py_object(kind)
+        )
+
+
+def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
+    """Attach the rank to ``error``; its traceback then begins at the program's own lines."""
+    text = f"raised on simulated rank {rank} of {size}"
+    error.rank = rank  # type: ignore[attr-defined]
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        first = error
+        while (before := first.__cause__ or first.__context__) is not None:
+            first = before
+        first.__cause__ = RankFailedError(f"the exception below was {text}")
+    traceback = error.__traceback__
+    while traceback and is_between[traceback.tb_frame.f_code.co_filename]:
+        traceback = traceback.tb_next
+    return error.with_traceback(traceback or error.__traceback__)

@@ -1,0 +1,188 @@
+"""The store of simulated ranks: a rank that waits on it lets other ranks run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import QueueEmptyError, Store
+
+from ...checking.call_sites import Site, call_site, show_site
+from ...errors import ArgumentError, WorldError
+from .scheduler import find_rank_here
+
+__all__ = ["SimulatedStore"]
+
+
+@dataclass
+class _KeyWait:
+    """A wait on the store."""
+
+    call: str
+    site: Site
+    is_ready: Callable[[], bool]
+
+    def describe(self) -> str:
+        return f"{self.call}, called at {show_site(self.site)}"
+
+
+class SimulatedStore(Store):
+    """The store of simulated ranks: waiting on it lets other ranks run.
+
+    Has every method that torch documents for stores, with HashStore's meaning, and serves
+    torch's PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives
+    stores written in Python no place for those). Time-outs never expire; a key that no rank can
+    set any more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds
+    the C++ half only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set ``key``, whatever it held."""
+        self._values[key] = _to_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for ``key`` and return its value."""
+        self._wait_for([key], f"store.get({key!r})")
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, 0 at first, and return the sum.
+
+        Adding 0 reads it: the other ranks have run before.
+        """
+        if amount == 0:
+            before = self._values.get(key)
+            self._poll(lambda: self._values.get(key) != before, f"store.add({key!r}, 0)")
+        present = self._values.get(key, b"0")
+        try:
+            total = int(present) + amount
+        except ValueError:
+            raise ArgumentError(
+                f"store.add cannot add to key {key!r}",
+                expected="a key that is absent or holds a whole number",
+                found=f"{present!r}",
+                fix="use different keys for texts and for counters",
+            ) from None
+        self._values[key] = str(total).encode()
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of ``key``, empty at first."""
+        self._values[key] = self._values.get(key, b"") + _to_bytes(value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` are set; if not, the other ranks have run before."""
+        if not self._has(keys):
+            self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
+        return self._has(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` are set; ``timeout`` never expires."""
+        self._wait_for(keys, f"store.wait({list(keys)!r})")
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
+
+        Returns:  what the key holds afterwards; ``expected`` where it is absent still.
+        """
+        wanted = _to_bytes(expected)
+
+        def matches() -> bool:
+            return self._values.get(key, b"") == wanted
+
+        if not matches():
+            self._poll(matches, f"store.compare_set({key!r})")
+        if matches():
+            self._values[key] = _to_bytes(desired)
+        return self._values.get(key, wanted)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget ``key``; whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many keys are set."""
+        return len(self._values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all ``keys`` and return their values."""
+        self._wait_for(keys, f"store.multi_get({list(keys)!r})")
+        return [self._values[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set each key to the value in its place."""
+        if len(keys) != len(values):
+            raise ArgumentError(
+                "store.multi_set needs one value for each key",
+                found=f"{len(keys)} keys, {len(values)} values",
+            )
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def list_keys(self) -> list[str]:
+        """All keys that are set, in the order in which they came."""
+        return list(self._values)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put a value at the end of the queue ``key``."""
+        self._queues.setdefault(key, deque()).append(_to_bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of the queue ``key``; wait for one if ``block``."""
+        if not self._queues.get(key):
+            if not block:
+                self._poll(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
+                if not self._queues.get(key):
+                    raise QueueEmptyError(f"queue {key!r} is empty")
+            self._wait(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
+        return self._queues[key].popleft()
+
+    def queue_len(self, key: str) -> int:
+        """How many values the queue ``key`` holds."""
+        return len(self._queues.get(key, ()))
+
+    def has_extended_api(self) -> bool:
+        """True: append, multi_get and multi_set are there."""
+        return True
+
+    def clone(self) -> SimulatedStore:
+        """This store itself: a rank that waits on it blocks no other."""
+        return self
+
+    # The names under which torch's PrefixStore looks for them.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _wait_for(self, keys: Sequence[str], call: str) -> None:
+        if not self._has(keys):
+            self._wait(lambda: self._has(keys), call)
+
+    def _wait(self, is_ready: Callable[[], bool], call: str) -> None:
+        rank = find_rank_here()
+        if rank is None:
+            raise WorldError(
+                f"{call} would wait, and this thread is no simulated rank",
+                where=f"called at {show_site(call_site())}",
+                expected="waits on the thread of a simulated rank",
+                fix="set the key first, or ask with store.check",
+            )
+        rank.wait(_KeyWait(call, call_site(), is_ready))
+
+    def _poll(self, is_ready: Callable[[], bool], call: str) -> None:
+        rank = find_rank_here()
+        if rank is not None:
+            rank.poll(_KeyWait(call, call_site(), is_ready))
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

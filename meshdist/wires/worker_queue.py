@@ -1,0 +1,111 @@
+"""Operations that wait for several things one after the other, done in order by one thread."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from weakref import WeakMethod, finalize
+
+from .failures import WireTimeout
+from .operations import Operation
+
+__all__ = ["Job", "WorkerQueue"]
+
+_GRACE_S = 1.0
+
+
+class Job(Operation):
+    """An operation in the queue."""
+
+    __slots__ = ("_act", "_failure", "_is_over")
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
+        self._is_over = threading.Event()
+        self._failure: BaseException | None = None
+
+    def finish(self, timeout: timedelta) -> None:
+        if not self._is_over.wait(timeout.total_seconds()):
+            raise WireTimeout.after(timeout)
+        if self._failure is not None:
+            raise self._failure
+
+    def poll(self) -> bool:
+        return self._is_over.is_set()
+
+    def run(self) -> None:
+        """Do it; called once."""
+        act, self._act = self._act, None
+        assert act is not None
+        try:
+            act()
+        except BaseException as error:  # raised in the thread that waits for it
+            self._failure = error
+        finally:
+            del act  # and the tensors that it keeps
+            self._is_over.set()
+
+
+class WorkerQueue:
+    """Does operations one after the other, in a thread that starts with the first one.
+
+    Args:
+        release: frees the thread where it waits; called when it has to end and does not.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Job | None = None
+        self._at_exit = _end_at_exit(WeakMethod(self.end))
+        finalize(self, self._queue.put, None).atexit = False  # nothing can be started any more
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way; for the thread that starts operations."""
+        return self._last is None or self._last.poll()
+
+    def start(self, act: Callable[[], None]) -> Job:
+        """Let the thread do ``act`` after all that was started before."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(self._queue,), name="meshdist collectives", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self._at_exit)
+        self._last = job = Job(act)
+        self._queue.put(job)
+        return job
+
+    def end(self) -> None:
+        """End the thread: when its jobs are done, or by ``release`` if that takes too long."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        atexit.unregister(self._at_exit)
+        self._queue.put(None)
+        thread.join(_GRACE_S)
+        if thread.is_alive():
+            with suppress(Exception):  # the connection may be broken already
+                self._release()
+            thread.join(_GRACE_S)
+
+
+def _work(queue: SimpleQueue[Job | None]) -> None:
+    while (job := queue.get()) is not None:
+        job.run()
+        del job
+
+
+def _end_at_exit(end: WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    def call() -> None:
+        found = end()
+        if found is not None:
+            found()
+
+    return call

@@ -1,0 +1,1 @@
+"""Worlds: how programs begin and end, as processes or as simulated ranks."""

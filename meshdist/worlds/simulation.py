@@ -1,0 +1,140 @@
+"""Run a function on simulated ranks: threads of this process, exactly one at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ..bootstrap.world import World, find_world, world_here
+from ..errors import ArgumentError, KindError
+from ..wires.simulated.communicator import DEVICE_TYPES
+from ..wires.simulated.scheduler import Scheduler
+from ..wires.simulated.store import SimulatedStore
+
+__all__ = ["simulate"]
+
+T = TypeVar("T")
+
+
+def simulate(
+    fn: Callable[..., T],
+    ranks: int | tuple[int, ...],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on every rank of a world that lies in this process.
+
+    A rank keeps the turn until it waits in a verb or on the store; then the next rank that can
+    go on, in rank order, has it. The random generators (torch, NumPy's global one, ``random``)
+    and torch's default dtype are each rank's own, so runs repeat exactly and seeds mean what
+    they mean in processes. When no rank can go on, each raises DeadlockError, which says
+    what every rank waits for. There is no clock: no time-out ever expires.
+
+    Args:
+        fn: the program of one rank. What it closes over (globals, attributes of a bound method)
+            is shared by all ranks.
+        ranks: how many ranks, or the shape of the mesh they fill.
+        args: positional arguments; each rank gets a deep copy, tensors included.
+        kwargs: keyword arguments, copied likewise.
+
+    Returns:  what ``fn`` returned, by rank.
+
+    On rank r the generators start as after ``torch.manual_seed(r)``, ``numpy.random.seed(r)``
+    and ``random.seed(r)``, and the default dtype is the caller's. The caller's own generators
+    and default dtype are as before when this returns.
+
+    Raises:
+        ArgumentError, KindError: bad arguments, before any rank starts.
+        The first exception of a rank itself, with the rank in its attribute ``rank``; the other
+        ranks are ended before.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program(offset):
+        ...     x = torch.tensor([md.get_rank() + offset])
+        ...     md.all_reduce(x)
+        ...     return x.item()
+        >>> md.simulate(program, 4, args=(10,))
+        [46, 46, 46, 46]
+    """
+    size = _count_ranks(ranks)
+    if not callable(fn):
+        raise KindError(
+            "simulate needs a function",
+            found=f"{fn!r}",
+            fix="pass the function itself, its arguments as args: simulate(fn, 4, args=(x,))",
+        )
+    if not isinstance(args, (tuple, list)):
+        raise KindError(
+            "args must be a tuple", found=f"{args!r}", fix="for one argument write args=(x,)"
+        )
+    copies = [_copy_arguments(args, kwargs or {}, rank, size) for rank in range(size)]
+    scheduler: Scheduler[T] = Scheduler(size)
+    store = SimulatedStore()
+
+    def program_of_rank(rank: int) -> T:
+        world = World(
+            rank=rank,
+            size=size,
+            store=store,
+            backends=dict.fromkeys(DEVICE_TYPES, "simulated"),
+            local_rank=rank,
+            local_size=size,
+            origin="simulated",
+        )
+        own_args, own_kwargs = copies[rank]
+        copies[rank] = ((), {})  # the rank alone holds its arguments now
+        with world_here(world):
+            try:
+                result = fn(*own_args, **own_kwargs)
+                scheduler.ranks[rank].complete_watched()  # futures that nothing waited for
+            except BaseException:
+                with suppress(Exception):  # the rank's own exception is the one to raise
+                    _close(world)
+                raise
+            _close(world)
+            return result
+
+    return scheduler.run(program_of_rank)
+
+
+def _close(world: World) -> None:
+    """Close the world of a simulated rank, or the one that the program has made in its place."""
+    (find_world() or world).close()
+
+
+def _count_ranks(ranks: int | tuple[int, ...]) -> int:
+    shape = ranks if isinstance(ranks, tuple) else (ranks,)
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+        raise KindError(
+            "simulate needs a number of ranks or a shape",
+            expected="an int, or a tuple of ints such as (2, 2)",
+            found=f"{ranks!r}",
+            fix="call for example simulate(fn, 4) or simulate(fn, (2, 2))",
+        )
+    if not all(n > 0 for n in shape):
+        raise ArgumentError(
+            "simulate needs at least one rank",
+            expected="positive numbers",
+            found=f"{ranks!r}",
+            fix="call for example simulate(fn, 4) or simulate(fn, (2, 2))",
+        )
+    return math.prod(shape)
+
+
+def _copy_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], rank: int, size: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        return copy.deepcopy((tuple(args), dict(kwargs)))
+    except Exception as failure:
+        raise ArgumentError(
+            f"the arguments of simulate cannot be copied for rank {rank} of {size}",
+            expected="arguments that copy.deepcopy can copy, one copy for each rank",
+            found=f"{type(failure).__name__}: {failure}",
+            fix="make the object inside fn, pass tensors detached, or close over what all ranks "
+            "may share",
+        ) from failure

@@ -1,0 +1,266 @@
+#include "mpi_runner.h"
+
+#include <algorithm>
+
+namespace meshdist {
+namespace {
+
+constexpr int kLooksPerTime = 16;  // at the clock
+// As `Link.finish` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
+// most, since a rank that spins here handles no signals.
+constexpr Nanoseconds kNsPerByte = 1;
+constexpr Nanoseconds kLongestSpin = 20'000'000;
+constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // MPI's functions count in an int
+
+namespace names {
+const Name is_aborted{"is_aborted"}, check_size{"check_size"}, strand{"strand"},
+    wait_for_all{"wait_for_all"}, leave{"leave"}, end{"end"};
+}
+
+// Whether tensors of `step` bytes lie one after the other.
+bool is_row(const Addresses& addresses, std::uint64_t step) {
+  for (std::size_t i = 1; i < addresses.size(); ++i) {
+    if (addresses[i] != addresses[0] + i * step) return false;
+  }
+  return true;
+}
+
+// Where tensors start, in bytes from the first: in MPI's numbers.
+int start_of(Address one, const Addresses& among) { return static_cast<int>(one - among.front()); }
+
+bool are_near(const Addresses& addresses) {
+  return std::all_of(addresses.begin(), addresses.end(), [&](Address one) {
+    return start_of(one, addresses) == static_cast<std::int64_t>(one - addresses.front());
+  });
+}
+
+// What MPI takes for parts that lie anywhere; see `MpiFunctions::run`.
+std::vector<int> cuts_of(const Collective& call) {
+  std::vector<int> cuts(call.outs.size(), static_cast<int>(call.bytes()));
+  for (const Addresses* some : {&call.outs, &call.ins}) {
+    for (Address one : *some) cuts.push_back(start_of(one, *some));
+  }
+  return cuts;
+}
+
+}  // namespace
+
+MpiRunner::MpiRunner(const MpiFunctions& mpi, const ArrivalWords& words, nb::object arrivals,
+                     nb::object timeout, nb::object link, nb::object finish_collective,
+                     nb::object finish_message, nb::object explain, nb::object error,
+                     std::uint64_t rank, std::int64_t largest_tag, std::uint64_t most_bytes,
+                     double spin_s)
+    : Runner(largest_tag),
+      mpi_(mpi),
+      words_(words),
+      arrivals_(std::move(arrivals)),
+      timeout_(std::move(timeout)),
+      link_(std::move(link)),
+      finish_collective_(std::move(finish_collective)),
+      finish_message_(std::move(finish_message)),
+      explain_(std::move(explain)),
+      error_(std::move(error)),
+      rank_(rank),
+      most_bytes_(std::min(most_bytes, kMostBytes)),
+      spin_ns_(static_cast<Nanoseconds>(spin_s * 1e9)) {}
+
+bool MpiRunner::is_aborted() const { return is_true(get(link_, names::is_aborted)); }
+
+bool MpiRunner::is_ready() const {
+  return (words_.mine.get(words_.window) + 1) % words_.check_every != 0 && !is_aborted();
+}
+
+bool MpiRunner::takes(const Collective& call) const {
+  const bool is_whole = call.verb == Verb::all_reduce || call.verb == Verb::reduce ||
+                        call.verb == Verb::broadcast || call.verb == Verb::barrier;
+  const std::uint64_t bytes = call.bytes() * (is_whole ? 1 : size());
+  if ((call.count == 0 && call.verb != Verb::barrier) || bytes > most_bytes_) return false;
+  switch (call.verb) {
+    case Verb::all_gather:  // MPI wants its input elsewhere
+      return call.in != call.out + rank_ * call.bytes();
+    case Verb::gather:
+    case Verb::scatter:
+      return is_row(call.outs, call.bytes()) && is_row(call.ins, call.bytes());
+    default:
+      return are_near(call.outs) && are_near(call.ins);
+  }
+}
+
+bool MpiRunner::takes(const Message& message) const {
+  return Runner::takes(message) && message.member >= 0 && message.plain.bytes() <= kMostBytes &&
+         !is_aborted();
+}
+
+void MpiRunner::run(const Collective& call) {
+  const bool is_even = call.verb == Verb::all_to_all && is_row(call.outs, call.bytes()) &&
+                       is_row(call.ins, call.bytes());
+  std::vector<int> cuts;
+  if (call.verb == Verb::all_to_all || call.verb == Verb::all_gather_v) cuts = cuts_of(call);
+  try {
+    bool have_come = false;
+    int error = 0;
+    {
+      nb::gil_scoped_release release;
+      have_come = arrive(is_even);
+      if (have_come) error = run_with_all(call, cuts.data(), is_even);
+    }
+    check(error);
+    if (!have_come) run_later(call, cuts, is_even);
+  } catch (nb::python_error& error) {
+    fail(error, nb::none(), nb::none());
+  }
+}
+
+// Arrive at the next collective, as `Arrivals.enter` does; whether all members soon have, and wait.
+// Runs without the GIL.
+bool MpiRunner::arrive(bool is_even) const {
+  const std::uint64_t number = words_.mine.get(words_.window) + 1, place = number % words_.window;
+  const std::uint64_t word = number << words_.number_shift | words_.waits;
+  words_.mine.put(words_.window, number);
+  words_.mine.set(place, is_even ? word | words_.even : word);
+  std::size_t num_there = 0;
+  const auto are_there = [&] {
+    while (num_there < words_.others.size() &&
+           (words_.others[num_there].get(place) & ~words_.even) == word) {
+      ++num_there;
+    }
+    return num_there == words_.others.size();
+  };
+  if (are_there()) return true;
+  if (spin_ns_ == 0) return false;
+  const Nanoseconds end = now_ns() + spin_ns_;
+  while (now_ns() < end) {
+    for (int i = 0; i < kLooksPerTime; ++i) {
+      if (are_there()) return true;
+      pause_core();
+    }
+  }
+  return false;
+}
+
+// Wait in Python until all members have arrived; whether all wait. An exception of a signal's handler
+// must not pass before this member has written that it left: the others would wait for it in MPI.
+bool MpiRunner::wait_for_all() const {
+  nb::object error;
+  for (;;) {
+    try {
+      return number(error.is_valid() ? call(arrivals_, names::leave, error)
+                                     : call(arrivals_, names::wait_for_all, timeout_)) != 0;
+    } catch (nb::python_error& raised) {
+      const std::uint64_t at = words_.mine.get(words_.window);
+      const std::uint64_t word = words_.mine.get(at % words_.window) & ~words_.even;
+      if (word == (at << words_.number_shift | words_.left)) throw;
+      error = nb::borrow(raised.value());
+    }
+  }
+}
+
+// Do a collective at which all members have arrived, without the GIL. Where each has parts of one
+// size in a row an exchange is MPI's alltoall, which is the faster one.
+int MpiRunner::run_with_all(const Collective& call, const int* cuts, bool is_even) const {
+  const std::uint64_t place = words_.mine.get(words_.window) % words_.window;
+  const auto says_even = [&](const Words& words) { return (words.get(place) & words_.even) != 0; };
+  const bool are_even =
+      is_even && std::all_of(words_.others.begin(), words_.others.end(), says_even);
+  return mpi_.run(call, are_even ? nullptr : cuts, is_root(call));
+}
+
+// Wait for the others in Python. Where one of them does not wait for its collective no member may do
+// MPI's blocking one.
+void MpiRunner::run_later(const Collective& call, const std::vector<int>& cuts,
+                          bool is_even) const {
+  if (wait_for_all()) {
+    call_mpi([&] { return run_with_all(call, cuts.data(), is_even); });
+  } else {
+    const nb::bytes kept_cuts(cuts.data(), cuts.size() * sizeof(int));
+    const auto* const lasting = reinterpret_cast<const int*>(kept_cuts.data());
+    const auto or_none = [](const nb::object& some) { return some.is_valid() ? some : nb::none(); };
+    const nb::object kept = tuple_of(or_none(call.written), or_none(call.read), kept_cuts);
+    MpiFunctions::Flight flight;
+    call_mpi([&] { return mpi_.start(call, lasting, is_root(call), flight); });
+    try {
+      call_with(finish_collective_, request_of(flight), kept);
+    } catch (nb::python_error&) {
+      meshdist::call(link_, names::strand, kept);
+      throw;
+    }
+  }
+  meshdist::call(arrivals_, names::end);
+}
+
+void MpiRunner::run(Message& message, nb::handle x, Entry& entry) {
+  const Plain& plain = message.plain;
+  entry.compare(message);
+  if (!message.is_send) entry.note_write(tuple_of(x));
+  MpiFunctions::Flight flight;
+  int error = 0;
+  {
+    nb::gil_scoped_release release;
+    error = mpi_.start(message, flight);
+  }
+  const nb::object num_bytes = whole(plain.bytes());
+  std::uint64_t note = 0;
+  bool is_done = error != 0;
+  try {
+    // Started before it is noted, so that the other side waits less.
+    note = entry.note(message);
+    check(error);
+    is_done = is_done_soon(plain, flight);
+    if (!is_done) {  // Python waits on
+      call_with(finish_message_, request_of(flight), x, nb::bool_(message.is_send));
+      is_done = true;
+    } else if (!message.is_send) {
+      int count = 0;
+      check(mpi_.count(flight, count));
+      if (static_cast<std::uint64_t>(count) != plain.bytes()) {
+        call(link_, names::check_size, whole(count), num_bytes);
+      }
+    }
+  } catch (nb::python_error& failure) {
+    if (!is_done) call(link_, names::strand, nb::borrow(x));
+    fail(failure, whole(note), message.is_send ? nb::none() : num_bytes);
+  }
+}
+
+// Poll a message for as long as it may take, since MPI moves data while it is polled; but no longer
+// than signals can wait.
+bool MpiRunner::is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const {
+  bool is_done = false;
+  call_mpi([&] {
+    int error = mpi_.ask(flight, is_done);
+    if (is_done || error != 0 || spin_ns_ == 0) return error;
+    const Nanoseconds moving = static_cast<Nanoseconds>(plain.bytes()) * kNsPerByte;
+    const Nanoseconds end = now_ns() + std::min(spin_ns_ + moving, kLongestSpin);
+    do {
+      for (int i = 0; i < kLooksPerTime && !is_done && error == 0; ++i) {
+        error = mpi_.ask(flight, is_done);
+      }
+    } while (!is_done && error == 0 && now_ns() < end);
+    return error;
+  });
+  return is_done;
+}
+
+nb::object MpiRunner::request_of(const MpiFunctions::Flight& flight) const {
+  return checked(PyLong_FromUnsignedLongLong(mpi_.request_of(flight)));
+}
+
+template <class Function>
+void MpiRunner::call_mpi(Function function) const {
+  int error = 0;
+  {
+    nb::gil_scoped_release release;
+    error = function();
+  }
+  check(error);
+}
+
+void MpiRunner::check(int error) const {
+  if (error != 0) raise_error(call_with(error_, whole(error)));
+}
+
+void MpiRunner::fail(const nb::python_error& error, nb::handle note, nb::handle num_bytes) const {
+  raise_error(call_with(explain_, nb::borrow(error.value()), note, num_bytes));
+}
+
+}  // namespace meshdist

@@ -1,0 +1,61 @@
+// The fast path over MPI.
+//
+// A collective is MPI's blocking one, once all members have arrived, or the nonblocking one where a
+// member does not wait; a message is started, and polled for a while.
+#pragma once
+
+#include "mpi_functions.h"
+#include "waiting.h"
+
+namespace meshdist {
+
+// The members' words that say at which collective they have arrived, as `Arrivals` has them.
+struct ArrivalWords {
+  Words mine;
+  std::vector<Words> others;
+  std::uint64_t window, check_every;           // a word per collective, and how many there were
+  std::uint64_t waits, left, even, number_shift;  // the contents of a word
+};
+
+class MpiRunner final : public Runner {
+ public:
+  // Python's objects go on where this one cannot: `arrivals`, `link`, and `finish_collective(request,
+  // kept)` and `finish_message(request, x, is_send)`, which wait. `explain(error, note, num_bytes)`
+  // makes the error to raise; `error` is the class of MPI's errors. `most_bytes` is how much one call
+  // may move.
+  MpiRunner(const MpiFunctions& mpi, const ArrivalWords& words, nb::object arrivals,
+            nb::object timeout, nb::object link, nb::object finish_collective,
+            nb::object finish_message, nb::object explain, nb::object error, std::uint64_t rank,
+            std::int64_t largest_tag, std::uint64_t most_bytes, double spin_s);
+
+  bool is_ready() const override;
+  bool takes(const Collective& call) const override;
+  bool takes(const Message& message) const override;
+  void run(const Collective& call) override;
+  void run(Message& message, nb::handle x, Entry& entry) override;
+
+ private:
+  bool is_root(const Collective& call) const {
+    return call.header.root == static_cast<std::int64_t>(rank_);
+  }
+  std::uint64_t size() const { return words_.others.size() + 1; }
+  bool is_aborted() const;
+  bool arrive(bool is_even) const;
+  bool wait_for_all() const;
+  int run_with_all(const Collective& call, const int* cuts, bool is_even) const;
+  void run_later(const Collective& call, const std::vector<int>& cuts, bool is_even) const;
+  bool is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const;
+  nb::object request_of(const MpiFunctions::Flight& flight) const;
+  template <class Function>
+  void call_mpi(Function function) const;
+  void check(int error) const;
+  [[noreturn]] void fail(const nb::python_error& error, nb::handle note, nb::handle num_bytes) const;
+
+  const MpiFunctions& mpi_;
+  const ArrivalWords words_;
+  const nb::object arrivals_, timeout_, link_, finish_collective_, finish_message_, explain_, error_;
+  const std::uint64_t rank_, most_bytes_;
+  const Nanoseconds spin_ns_;
+};
+
+}  // namespace meshdist

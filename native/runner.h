@@ -1,0 +1,51 @@
+// What a wire does for the fast path: plain collectives and messages, once they are checked.
+#pragma once
+
+#include <vector>
+
+#include "codes.h"
+#include "entry.h"
+
+namespace meshdist {
+
+// How a wire names a dtype and a reduction: by the core's codes, or by MPI's handles.
+struct Way {
+  std::uint64_t type = 0, op = 0;
+  bool is_known = false;
+};
+
+// A collective on plain tensors. Buffers are those of its verb: `in` and `out`, or one per member in
+// `ins` and `outs`.
+struct Collective {
+  Verb verb;
+  Entry::Call header;  // as it is noted and compared
+  std::uint64_t count = 0, item = 1;  // elements of one member's part, and bytes of one
+  unsigned dtype = 0;                 // the core's code
+  Way way{};                          // of a reduction
+  Address in = 0, out = 0;
+  Addresses ins{}, outs{};
+  nb::object written{}, read{};  // the tensors: tuples, or one
+
+  std::uint64_t bytes() const { return count * item; }
+};
+
+class Runner {
+ public:
+  explicit Runner(std::int64_t largest_tag) : largest_tag_(largest_tag) {}
+  virtual ~Runner() = default;
+
+  // Whether another collective may start.
+  virtual bool is_ready() const { return true; }
+  // Whether this wire can do it. Nothing has happened yet.
+  virtual bool takes(const Collective&) const { return true; }
+  virtual bool takes(const Message& message) const { return message.number <= largest_tag_; }
+  // Do a collective that is noted and compared, or raise.
+  virtual void run(const Collective& call) = 0;
+  // Note a message of tensor `x` and do it, or raise; `message.member` is then its other side.
+  virtual void run(Message& message, nb::handle x, Entry& entry) = 0;
+
+ private:
+  const std::int64_t largest_tag_;
+};
+
+}  // namespace meshdist

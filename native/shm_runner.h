@@ -1,0 +1,50 @@
+// The fast path through shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "python_communicator.h"
+#include "runner.h"
+
+namespace meshdist {
+
+class ShmRunner final : public Runner {
+ public:
+  // `fail(status, note, message)` makes the error of a collective, or of a noted message.
+  ShmRunner(PyCommunicator& core, nb::object fail, std::int64_t largest_tag, double timeout)
+      : Runner(largest_tag), core_(core), fail_(std::move(fail)), timeout_(timeout) {}
+
+  void run(const Collective& call) override {
+    const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
+    Job job = core_.job(call.verb, varies ? 0 : call.count, call.dtype,
+                        static_cast<unsigned>(call.way.op),
+                        std::max(static_cast<int>(call.header.root), 0), call.out, call.in);
+    for (Address one : call.ins) job.ins.push_back({pointer(one), call.count});
+    for (Address one : call.outs) job.outs.push_back({pointer(one), call.count});
+    if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
+    const int status = core_.run(job, timeout_);
+    if (status != 0) raise_error(call_with(fail_, whole(status), nb::none(), nb::none()));
+  }
+
+  void run(Message& message, nb::handle x, Entry& entry) override {
+    const std::uint64_t note = entry.note(message);
+    if (!message.is_send) entry.note_write(tuple_of(x));
+    const Plain& plain = message.plain;
+    const int status = core_.run_transfer(message.is_send, plain.address, plain.count, plain.code,
+                                          message.member, message.number, note, timeout_);
+    if (status != 0) {
+      const nb::object sides =
+          tuple_of(nb::bool_(message.is_send), whole(message.member), message.tag);
+      raise_error(
+          call_with(fail_, whole(status), whole(note), sides));
+    }
+    message.member = core_.last_source;
+  }
+
+ private:
+  PyCommunicator& core_;
+  const nb::object fail_;
+  const double timeout_;
+};
+
+}  // namespace meshdist

@@ -1,0 +1,173 @@
+"""The address of the store among the processes of one mpiexec."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshdist as md
+from meshdist.bootstrap.environments import Surroundings
+from meshdist.bootstrap.mpi_address import remove_directory, store_by_directory
+from meshdist.runtime.hosts import my_card
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = timedelta(seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def ranks(size: int) -> list[Surroundings]:
+    return [Surroundings("Hydra", rank, size, is_one_host=True) for rank in range(size)]
+
+
+def test_a_private_directory_tells_the_address(tmp_path: Path) -> None:
+    first, second = ranks(2)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(store_by_directory(second, LONG)))
+    waiting.start()
+    time.sleep(0.05)
+    server = store_by_directory(first, LONG)
+    waiting.join(60)
+    server.set("key", "1")
+    assert found[0].get("key") == b"1"
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith(f"meshdist-{os.getuid()}-{os.getppid()}-")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    remove_directory(first)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_is_missed_in_time() -> None:
+    with pytest.raises(md.RendezvousError, match="rank 0 has not joined: it wrote no address"):
+        store_by_directory(ranks(2)[1], timedelta(seconds=0.1))
+
+
+def test_what_a_crashed_program_left_does_not_count(tmp_path: Path) -> None:
+    first, second = ranks(2)
+    store_by_directory(first, LONG)
+    (folder,) = tmp_path.iterdir()
+    dead = dataclasses.replace(my_card(), start="1")
+    (folder / "address").write_text(json.dumps({"port": 1, **dead.to_json()}))
+    with pytest.raises(md.RendezvousError, match=r"it wrote no address within 0\.1 s"):
+        store_by_directory(second, timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, rank: int) -> None:
+    store_by_directory(ranks(2)[0], LONG)
+    (folder,) = tmp_path.iterdir()
+    folder.chmod(0o755)
+    with pytest.raises(md.RendezvousError, match="is not this user's own directory") as caught:
+        store_by_directory(ranks(2)[rank], LONG)
+    assert "mode 0755" in str(caught.value)
+
+
+def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+    store_by_directory(ranks(2)[0], LONG)
+    (folder,) = tmp_path.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    with pytest.raises(md.RendezvousError, match="is not this user's own directory"):
+        store_by_directory(ranks(2)[1], LONG)
+
+
+# -- with mpiexec -------------------------------------------------------------------------------
+
+MPIEXEC = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
+PROGRAM = """
+import sys, torch
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+for _ in range(2):
+    md.init_process_group("gloo")
+    x = torch.tensor([md.get_rank() + 1])
+    md.all_reduce(x)
+    world = get_world()
+    line = [md.get_rank(), md.get_world_size(), x.item(), world.local_rank, world.local_size]
+    origin = world.origin
+    md.destroy_process_group()
+print(*line, origin, "mpi4py.MPI" in sys.modules, flush=True)
+"""
+
+
+def run_under_mpiexec(
+    program: str, folder: Path, *, is_one_host: bool = True, has_mpi4py: bool = True
+) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT)]
+    if not has_mpi4py:
+        (folder / "mpi4py").mkdir()
+        (folder / "mpi4py" / "__init__.py").write_text("raise ImportError('blocked by a test')\n")
+        paths.insert(0, str(folder))
+    assert MPIEXEC is not None
+    # What tells Open MPI's number of ranks on this host, changed behind its back.
+    disguise = [] if is_one_host else ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]
+    options = ["-n", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    return subprocess.run(
+        [MPIEXEC, *options, *disguise, sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TMPDIR": str(folder),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+        check=False,
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("has_mpi4py", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_mpiexec_on_one_host_leaves_mpi_alone(tmp_path: Path, has_mpi4py: bool) -> None:
+    done = run_under_mpiexec(PROGRAM, tmp_path, has_mpi4py=has_mpi4py)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} 2 3 {rank} 2 env://, started by Open MPI False" for rank in range(2)
+    ]
+    assert [path.name for path in tmp_path.iterdir() if "meshdist" in path.name] == []
+
+
+@pytest.mark.mpi
+def test_mpiexec_across_hosts_goes_by_mpi4py(tmp_path: Path) -> None:
+    done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} 2 3 {rank} 2 env://, started by Open MPI True" for rank in range(2)
+    ]
+
+
+@pytest.mark.mpi
+def test_across_hosts_without_mpi4py_is_an_error(tmp_path: Path) -> None:
+    done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False, has_mpi4py=False)
+    assert done.returncode != 0
+    assert "the ranks of this job run on several hosts, and mpi4py cannot be used" in done.stderr
+    assert "mpi4py finds no MPI library that loads: blocked by a test" in done.stderr
+    assert "; or set MASTER_ADDR and MASTER_PORT for all ranks" in done.stderr
+
+
+@pytest.mark.mpi
+def test_an_uncaught_error_ends_the_job_instead_of_waiting_in_finalize(tmp_path: Path) -> None:
+    program = PROGRAM + (
+        "if line[0] == 1:\n    raise ValueError('by rank one')\nimport time\ntime.sleep(600)\n"
+    )
+    done = run_under_mpiexec(program, tmp_path, is_one_host=False)
+    assert done.returncode != 0
+    assert "ValueError: by rank one" in done.stderr

@@ -1,0 +1,115 @@
+"""Clients see the end of a server by its watch, and an orderly server waits for its clients."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from meshdist.bootstrap import server_watch
+from meshdist.bootstrap.server_watch import ServerWatch
+from meshdist.bootstrap.stores import bind_listener, connect_store, serve_store
+from tests.load import is_within
+
+_SERVER = """
+import sys
+from datetime import timedelta
+from meshdist.bootstrap import server_watch
+from meshdist.bootstrap.stores import bind_listener, serve_store
+
+server_watch._CLOSING_S = {patience_s}
+listener = {listener}
+store = serve_store(listener, "127.0.0.1", 0, timedelta(seconds=60))
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def served(
+    listener: str, patience_s: float = 1.0
+) -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
+    """A server that ends when it is told to, and a client."""
+    code = _SERVER.format(listener=listener, patience_s=patience_s)
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            yield server, connect_store("127.0.0.1", port, timedelta(seconds=60))
+        finally:
+            server.kill()
+
+
+def tell_to_end(server: subprocess.Popen[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+
+
+def is_up(store: Store) -> bool:
+    return int(store.add("asked", 1)) > 0
+
+
+def test_only_a_store_that_a_process_serves_is_watched() -> None:
+    assert ServerWatch(HashStore()).connections == []
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watch = ServerWatch(PrefixStore("deep", PrefixStore("down", server)))
+    assert len(watch.connections) == 1
+    assert watch.is_served()
+    watch.close()
+    assert not watch.is_served()
+
+
+@pytest.mark.parametrize("listener", ["None", 'bind_listener("127.0.0.1", 0)'])
+def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(listener: str) -> None:
+    with served(listener, patience_s=30.0) as (server, store):
+        watch = ServerWatch(store)
+        assert len(watch.connections) == 2
+        assert watch.is_served()
+        tell_to_end(server)
+        assert select.select(watch.connections, [], [], 10.0)[0] == [watch.connections[1]]
+        assert not watch.is_served()
+        assert is_up(store)  # a request that comes just then is answered
+        watch.close()
+        assert server.wait(10) == 0
+
+
+def test_a_client_that_keeps_its_watch_is_not_waited_for_long() -> None:
+    with served("None") as (server, store):
+        watch = ServerWatch(store)
+        start = time.monotonic()
+        tell_to_end(server)
+        assert server.wait(20) == 0
+        took = time.monotonic() - start
+        assert took > 0.9
+        assert is_within(took, 10)
+        watch.close()
+
+
+def test_watches_that_were_closed_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_watch, "_BACKLOG", 4)
+    store = serve_store(bind_listener("127.0.0.1", 0), "127.0.0.1", 0, timedelta(seconds=60))
+    start = time.monotonic()
+    for _ in range(40):
+        watch = ServerWatch(store)
+        assert len(watch.connections) == 2
+        watch.close()
+    assert is_within(time.monotonic() - start, 10.0)
+
+
+def test_a_killed_server_ends_all_connections() -> None:
+    with served("None") as (server, store):
+        watch = ServerWatch(store)
+        server.kill()
+        server.wait(10)
+        assert select.select(watch.connections, [], [], 10.0)[0] == watch.connections
+        watch.close()

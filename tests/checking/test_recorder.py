@@ -1,0 +1,183 @@
+"""What a rank called last."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.recorder import FORGOTTEN, NUM_NOTES, Recorder
+
+WORLD = GroupFacts("the world", (4, 6, 7), 0)
+
+
+def verb(recorder: Recorder, *args: Any) -> object:
+    """Stands for a verb, whose caller is noted, and the channel that it enters."""
+    return enter(recorder, *args)
+
+
+def enter(recorder: Recorder, *args: Any) -> object:
+    return recorder.note(WORLD, *args)
+
+
+def message(recorder: Recorder, *args: Any) -> None:
+    enter_message(recorder, *args)
+
+
+def enter_message(recorder: Recorder, *args: Any) -> None:
+    recorder.note_message(WORLD, *args)
+
+
+def noted(recorder: Recorder, number: int | None = None) -> Call:
+    call = recorder.find_note(number)
+    assert call is not None
+    return call
+
+
+def test_the_last_call_with_its_arguments_and_place() -> None:
+    recorder = Recorder()
+    x = torch.ones(2, 3)
+    assert verb(recorder, "reduce", x, ReduceOp.MAX, 1) == (x.shape, x.dtype)
+    call = noted(recorder)
+    assert call[:7] == (1, WORLD, "reduce", (x.shape, x.dtype), ReduceOp.MAX, 1, ())
+    line = test_the_last_call_with_its_arguments_and_place.__code__.co_firstlineno + 3
+    assert call.where == f"{__file__}:{line} in test_the_last_call_with_its_arguments_and_place"
+    assert verb(recorder, "barrier", None) is None
+    assert verb(recorder, "all_reduce_coalesced", [x]) == ((x.shape, x.dtype),)
+    assert noted(recorder).sequence == 3
+
+
+def test_the_place_is_that_of_the_program_whatever_lies_between() -> None:
+    recorder = Recorder()
+    inside = torch.__file__.replace("__init__", "made_up")
+    code = compile("def between(f, *args): f(*args)\n", inside, "exec")
+    names: dict = {}
+    exec(code, names)
+    names["between"](verb, recorder, "barrier", None)
+    assert noted(recorder).where.endswith(
+        "in test_the_place_is_that_of_the_program_whatever_lies_between"
+    )
+
+
+def test_only_collectives_count() -> None:
+    recorder = Recorder()
+    verb(recorder, "barrier", None)
+    message(recorder, "send", torch.ones(1), 1, 0)
+    assert (noted(recorder).sequence, noted(recorder).verb) == (1, "send")
+    verb(recorder, "barrier", None)
+    assert noted(recorder).sequence == recorder.sequence == 2
+    assert recorder.num_notes == 3
+
+
+def test_earlier_calls_are_found_as_long_as_they_are_kept() -> None:
+    recorder = Recorder()
+    for size in range(NUM_NOTES + 2):
+        verb(recorder, "all_reduce", torch.ones(size))
+    assert recorder.find_call(2) is None
+    third = recorder.find_call(3)
+    assert third is not None and third.arguments == "(2,) float32"
+    assert recorder.find_call(NUM_NOTES + 3) is None
+
+
+def test_a_call_that_is_no_longer_kept_is_not_taken_for_another() -> None:
+    recorder = Recorder()
+    assert recorder.find_note() is recorder.find_note(3) is None
+    message(recorder, "send", torch.ones(1), 1, 0)
+    for _ in range(NUM_NOTES):
+        verb(recorder, "all_reduce", torch.ones(2))
+    assert noted(recorder, 2).verb == "all_reduce"
+    assert recorder.find_note(1) is None and recorder.find_message(True, 1, 0, 1) is None
+
+
+@pytest.mark.parametrize("about", [{"note": 1}, {"message": [True, 1, 0, 1]}, {"sequence": 1}])
+def test_a_question_about_a_call(about: dict[str, Any]) -> None:
+    recorder = Recorder()
+    assert recorder.text_about(about) is None
+    if "sequence" in about:
+        verb(recorder, "all_reduce", torch.ones(2))
+    else:
+        message(recorder, "send", torch.ones(2), 1, 0)
+    text = recorder.text_about(about)
+    assert text is not None and text == noted(recorder).text
+    later = {key: [*value[:-1], 300] if key == "message" else 300 for key, value in about.items()}
+    for _ in range(NUM_NOTES):
+        verb(recorder, "barrier", None)
+    assert recorder.text_about(about) == FORGOTTEN
+    assert recorder.text_about(later) is None
+
+
+def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
+    recorder = Recorder()
+    verb(recorder, "barrier", None)
+    for size, (name, peer, tag) in enumerate(
+        [("send", 1, 0), ("isend", 1, 0), ("recv", 1, 0), ("send", 2, 0), ("send", 1, 5)], 1
+    ):
+        message(recorder, name, torch.ones(size), peer, tag)
+    kinds = [(True, 1, 0, 1), (True, 1, 0, 2), (False, 1, 0, 1), (True, 2, 0, 1), (True, 1, 5, 1)]
+    found = [recorder.find_message(*kind) for kind in kinds]
+    shown = [call and call.arguments.split(" ")[0] for call in found]
+    assert shown == ["(1,)", "(2,)", "(3,)", "(4,)", "(5,)"]
+    assert recorder.find_message(True, 1, 0, 3) is None
+    call = recorder.find_call(1)
+    assert call is not None and call.verb == "barrier"  # messages bear its number too
+
+
+def test_a_receive_is_numbered_when_its_sender_is_known() -> None:
+    recorder = Recorder()
+    message(recorder, "recv", torch.ones(1), 1, 3)
+    recorder.note_message(WORLD, "irecv", torch.ones(2), None, 3, is_numbered=False)
+    assert noted(recorder).message == (False, None, 3, 0)
+    recorder.name_sender(2, 1, 3)
+    assert noted(recorder).message == (False, 1, 3, 2)
+    call = recorder.find_message(False, 1, 3, 2)
+    assert call is not None and call.arguments == "(2,) float32, from rank 6, tag 3"
+
+
+def test_before_any_call() -> None:
+    assert Recorder().find_note() is None
+    assert Recorder().moment == 0
+
+
+def test_moments_order_the_calls_of_all_recorders() -> None:
+    first, second = Recorder(), Recorder()
+    verb(first, "barrier", None)
+    verb(second, "barrier", None)
+    assert first.moment < second.moment
+    message(first, "send", torch.ones(1), 0, 0)
+    assert first.moment > second.moment
+
+
+def test_it_keeps_no_tensor_alive() -> None:
+    recorder = Recorder()
+    x = torch.ones(2)
+    seen = weakref.ref(x)
+    verb(recorder, "all_reduce", x)
+    del x
+    gc.collect()
+    assert seen() is None
+
+
+def test_stacks_are_kept_where_the_environment_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def between(recorder: Recorder) -> None:
+        verb(recorder, "barrier", None)
+
+    for value, num_lines in (("0", 1), ("1", None)):
+        monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", value)
+        recorder = Recorder()
+        between(recorder)
+        lines = noted(recorder).where.splitlines()
+        assert lines[0].endswith(" in between")
+        if num_lines is not None:
+            assert len(lines) == num_lines
+        else:
+            assert lines[1].startswith(f"  called at {__file__}:")
+            assert lines[1].endswith(
+                f" in {test_stacks_are_kept_where_the_environment_asks_for_them.__name__}"
+            )

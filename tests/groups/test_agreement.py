@@ -1,0 +1,136 @@
+"""Members compare definitions in the store; here members are threads over one store server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore
+
+import meshdist as md
+from meshdist.bootstrap.world import World
+from meshdist.groups.agreement import Agreement, Agreements, digest_of_ranks
+
+LONG = timedelta(seconds=30)
+
+
+def together(size: int, body: Callable[[World], Any]) -> list[Any]:
+    """Call ``body`` with a world of its own in ``size`` threads; results or errors by rank."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        store = TCPStore("127.0.0.1", server.port, is_master=False)
+        try:
+            found[rank] = body(World(rank, size, store, {"cpu": "gloo"}))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_equal_definitions_agree_again_and_again() -> None:
+    def body(world: World) -> str:
+        for number in range(3):
+            Agreements(world).agree((2, 0, 1), "mesh", {"text": f"number {number}"}, LONG)
+        return "agreed"
+
+    assert together(3, body) == ["agreed"] * 3
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    Agreements(World(0, 1, HashStore(), {})).agree((0,), "mesh", {"text": "alone"}, LONG)
+
+
+def test_every_member_raises_and_shows_what_differs() -> None:
+    def body(world: World) -> None:
+        sizes = [2, 2] if world.rank else [4]
+        Agreements(world).agree(
+            (0, 1, 2), "mesh", {"text": "a mesh", "sizes": sizes, "same": 1}, LONG
+        )
+
+    for rank, error in enumerate(together(3, body)):
+        assert isinstance(error, md.AgreementError) and isinstance(error, ValueError)
+        assert str(error) == (
+            "the ranks do not define the same mesh\n"
+            f"  where:    rank {rank}, among ranks 0-2\n"
+            "  expected: one and the same mesh on every rank\n"
+            "  found:    rank 0: a mesh (sizes [4])\n"
+            "            ranks 1-2: a mesh (sizes [2, 2])\n"
+            "  fix:      make the mesh from equal arguments on all of its ranks, in the same order"
+        )
+
+
+def test_a_member_that_does_not_come_is_named() -> None:
+    def body(world: World) -> None:
+        if world.rank != 1:
+            Agreements(world).agree((0, 1, 2), "group", {"text": "a group"}, timedelta(seconds=0.5))
+
+    for rank, error in enumerate(together(3, body)):
+        if rank == 1:
+            continue
+        assert isinstance(error, md.CollectiveTimeoutError) and isinstance(error, TimeoutError)
+        assert "rank 1 did not come within 0.5 s to make a group" in str(error)
+        assert "rank 1: gives no answer" in str(error)
+
+
+def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() -> None:
+    def body(world: World) -> str:
+        if world.rank:
+            time.sleep(0.2 if world.rank == 1 else 2.5)
+            Agreements(world).agree((1, 2), "mesh", {"text": "the pair"}, LONG)
+        Agreements(world).agree((0, 1, 2), "mesh", {"text": "everyone"}, LONG)
+        return "agreed"
+
+    assert together(3, body) == ["agreed"] * 3
+
+
+def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
+    def body(world: World) -> None:
+        if world.rank == 1:
+            time.sleep(2.5)
+        Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, timedelta(seconds=1))
+
+    early, late = together(2, body)
+    assert isinstance(early, md.CollectiveTimeoutError)
+    assert "rank 1 did not come within 1 s to make a mesh" in str(early)
+    assert isinstance(late, md.CollectiveTimeoutError)
+    assert "others gave up to wait before rank 1 came to make a mesh" in str(late)
+    assert "found:    rank 0 waited 1 s for a mesh" in str(late)
+    assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
+
+
+def test_a_communicator_is_shared_only_where_all_members_have_it_still() -> None:
+    offers = {0: {"a": "group/1", "b": "group/2"}, 1: {"a": "group/1", "b": ""}, 2: {}}
+    agreement = Agreement("agree/mesh/7", offers)
+    assert agreement.label_for((0, 1), "a") == "group/1"
+    new = {agreement.label_for((0, 1), "b"), agreement.label_for((0, 1, 2), "a")}
+    assert len(new | {"group/1", "group/2"}) == 4
+    assert agreement.label_for((0, 1), "b") != Agreement("8", offers).label_for((0, 1), "b")
+
+
+def test_a_lost_store_is_reported_as_such() -> None:
+    def body(world: World) -> None:
+        class Lost:
+            def set(self, *_: object) -> None:
+                raise RuntimeError("Broken pipe\nmore")
+
+        world.store = Lost()
+        Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
+
+    (error,) = together(1, body)
+    assert isinstance(error, md.StoreError)
+    assert "the store was lost while ranks agreed on a mesh" in str(error)
+    assert "found:    Broken pipe" in str(error)
+
+
+def test_names_of_rank_lists() -> None:
+    assert digest_of_ranks([0, 1]) == digest_of_ranks((0, 1)) != digest_of_ranks((1, 0))

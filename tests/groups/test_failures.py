@@ -1,0 +1,403 @@
+"""Ranks that die, raise, differ or never come, over Gloo processes: everybody else gets out."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.groups import registry as registry_module
+from meshdist.runtime import deadlines
+from tests.load import is_within
+from tests.pool import Pool, places
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def error_of(call) -> str:
+    """The kind and text of the error that ``call`` raises on this rank, or ""."""
+    try:
+        call()
+    except md.MeshdistError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_never_comes_to_the_mesh_is_named(pool: Pool) -> None:
+    def program() -> str:
+        if md.get_rank() == 1:
+            time.sleep(5)
+            return ""
+        limit = timedelta(seconds=1)
+        text = error_of(lambda: md.init_device_mesh("cpu", (3,), timeout=limit))
+        time.sleep(1)
+        return text
+
+    told = pool.run(program, 3)
+    for rank in (0, 2):
+        assert told[rank].startswith("CollectiveTimeoutError: rank 1 did not come within 1 s")
+        assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
+        assert "rank 1: runs, and has called no verb" in told[rank]
+
+
+def test_a_verb_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh(
+            "cpu", (3,), mesh_dim_names=("dp",), timeout=timedelta(seconds=1)
+        )
+        x = torch.ones(2, 3)
+        md.all_reduce(x, group=mesh["dp"])
+        text = ""
+        if md.get_rank() != 1:
+            text = error_of(lambda: md.all_reduce(x, group=mesh["dp"]))
+        time.sleep(4)
+        return text
+
+    told = pool.run(program, 3)
+    assert told[0] and told[2] and not told[1]
+    text = "".join(told)
+    assert "CollectiveTimeoutError: all_reduce on axis 'dp' of DeviceMesh(dp=3)" in text
+    assert "call 2 on axis 'dp' of DeviceMesh(dp=3): all_reduce((2, 3) float32, SUM) at " in text
+    assert "rank 1: did not arrive; last call 1 on axis 'dp'" in text
+    assert "test_failures.py" in text
+
+
+def test_abort_frees_every_rank_and_tells_the_reason(pool: Pool) -> None:
+    def program() -> tuple[str, float, float]:
+        own = {"dp": md.AxisOptions(private=True)}  # else it would share the world's communicator
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",), axis_options=own)
+        x = torch.ones(1)
+        start = time.monotonic()
+        if md.get_rank() == 3:
+            time.sleep(0.5)
+            mesh.abort("the data has ended")
+        calls = [
+            lambda: md.all_reduce(x, group=mesh["dp"]),
+            lambda: md.recv(x, src=3, group=mesh["dp"]),
+            lambda: md.recv(x, group=mesh["dp"]),
+            lambda: md.all_reduce(x, group=mesh["dp"]),
+        ]
+        text = error_of(calls[md.get_rank()])
+        took = time.monotonic() - start
+        y = torch.ones(1)
+        md.all_reduce(y)  # the world is another group, and lives
+        return text, took, y.item()
+
+    for text, took, total in pool.run(program, 4):
+        assert text.startswith("AbortedError: ")
+        assert "rank 3: the data has ended" in text
+        assert is_within(took, 10)
+        assert total == 4.0
+
+
+def test_a_mesh_that_differs_in_size_between_ranks_raises_on_every_rank(pool: Pool) -> None:
+    def program() -> str:
+        text = error_of(lambda: md.init_device_mesh("cpu", (3,) if md.get_rank() else (2,)))
+        time.sleep(2)  # what this rank waited for stays to be seen by the others
+        return text
+
+    for text in pool.run(program, 3):
+        assert "the ranks do not define the same mesh: they wait for each other" in text
+        assert "DeviceMesh(3), for ranks 0-2" in text
+        assert "DeviceMesh(2), for ranks 0-1" in text
+
+
+def test_two_threads_of_one_rank_open_different_groups_at_once(pool: Pool) -> None:
+    def program() -> dict[str, float]:
+        found = {}
+
+        def use(name: str, ranks: list[int]) -> None:
+            group = md.new_group(ranks)
+            x = torch.ones(1)
+            if md.get_rank() in ranks:
+                md.all_reduce(x, group=group)
+            found[name] = x.item()
+
+        orders = [("all", [0, 1, 2]), ("ends", [0, 2])]
+        if md.get_rank() == 2:
+            orders.reverse()
+        threads = [threading.Thread(target=use, args=order) for order in orders]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.2)
+        for thread in threads:
+            thread.join()
+        md.barrier()
+        return found
+
+    both, middle = {"all": 3.0, "ends": 2.0}, {"all": 3.0, "ends": 1.0}
+    assert pool.run(program, 3) == [both, middle, both]
+
+
+def test_a_forked_child_reads_its_rank_and_every_verb_raises(pool: Pool) -> None:
+    def program() -> tuple[str, float]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        x = torch.ones(1)
+        md.all_reduce(x, group=mesh["dp"])
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            calls = (
+                lambda: md.all_reduce(x),
+                lambda: md.all_reduce(x, group=mesh["dp"]),
+                lambda: md.send(x, dst=1 - md.get_rank()),
+                lambda: md.barrier(mesh["dp"]),
+                lambda: md.init_device_mesh("cpu", (2,)),
+            )
+            refused = sum("WorldError: a forked child cannot" in error_of(call) for call in calls)
+            text = f"{md.get_rank()} of {md.get_world_size()}: {refused} refused"
+            os.write(write, text.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        md.all_reduce(x, group=mesh["dp"])
+        text = os.read(read, 1000).decode()
+        os.close(read)
+        os.close(write)
+        return text, x.item()
+
+    assert pool.run(program, 2) == [("0 of 2: 5 refused", 4.0), ("1 of 2: 5 refused", 4.0)]
+
+
+HEADER = """
+import os, signal, time
+import torch
+import meshdist as md
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # one write: lines stay whole
+"""
+
+
+def run(pool: Pool, body: str, size: int) -> list[tuple[int, str, str]]:
+    """Run ``body`` as ``size`` processes: of each the exit code, stdout and stderr."""
+    ended = pool.start(HEADER + textwrap.dedent(body), places(size))
+    return [(one.returncode, one.stdout, one.stderr) for one in ended]
+
+
+def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
+    def program(verb: str) -> str:
+        x = torch.ones(1)
+        md.all_reduce(x)
+        if md.get_rank() == 1:
+            os.kill(os.getpid(), 9)
+        calls = {
+            "all_reduce": lambda: md.all_reduce(x),
+            "recv": lambda: md.recv(x, src=1),
+            "barrier": lambda: md.barrier(),
+        }
+        return error_of(calls[verb])
+
+    for verb in ("all_reduce", "recv", "barrier"):
+        start = time.monotonic()
+        survivor, victim = pool.outcomes(program, 2, verb, grace_s=20)
+        assert is_within(time.monotonic() - start, 20)
+        assert f"BackendError: {verb} on the world failed on wire 'gloo'" in survivor
+        assert "look at the rank that ended or failed first" in survivor
+        assert not isinstance(victim, str)
+
+
+def test_a_program_that_never_destroys_ends_at_once_and_silently(pool: Pool) -> None:
+    ended = run(
+        pool,
+        """
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        md.all_reduce(torch.ones(1), group=mesh["tp"])
+        time.sleep(0.15 * md.get_rank())  # rank 0, which serves the store, ends first
+        """,
+        size=4,
+    )
+    assert ended == [(0, "", "")] * 4
+
+
+def test_a_mesh_that_is_closed_at_once_leaves_nobody_behind(pool: Pool) -> None:
+    def program() -> str:
+        for _ in range(10):
+            md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).close()
+        return "closed"
+
+    assert pool.run(program, 4) == ["closed"] * 4
+
+
+def test_two_groups_called_in_two_orders_tell_where_each_rank_is(pool: Pool) -> None:
+    def program() -> str:
+        limit = timedelta(seconds=1)
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), timeout=limit)
+        other = md.new_group(timeout=limit)
+        md.all_reduce(torch.ones(1), group=other)
+        if md.get_rank() == 0:
+            text = error_of(lambda: md.all_reduce(torch.ones(3), group=mesh["a"]))
+        else:
+            text = error_of(lambda: md.broadcast(torch.ones(2), 1, group=other))
+        md.barrier(md.new_group())  # nobody leaves while it may be asked
+        return text
+
+    first, second = pool.run(program, 2)
+    # A root may be done before its receivers come: Gloo then lets it go, and it waits elsewhere.
+    assert first.startswith(
+        "CollectiveTimeoutError: all_reduce on axis 'a' of DeviceMesh(a=2, b=1) was not finished"
+    )
+    assert "rank 1: did not arrive; last call " in first
+    assert not second or second.startswith("CollectiveTimeoutError: broadcast on group of")
+
+
+def test_two_groups_called_in_two_orders_by_verbs_that_wait(pool: Pool) -> None:
+    def program() -> str:
+        limit = timedelta(seconds=1)
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), timeout=limit)
+        groups = [mesh["a"].get_group(), md.new_group(timeout=limit)]
+        md.all_reduce(torch.ones(1), group=groups[1])
+        if md.get_rank() == 1:
+            groups.reverse()
+
+        def both() -> None:
+            for group in groups:
+                md.all_reduce(torch.ones(2), group=group)
+
+        text = error_of(both)
+        md.barrier(md.new_group())  # nobody leaves while it may be asked
+        return text
+
+    first, second = pool.run(program, 2)
+    axis, other = "axis 'a' of DeviceMesh(a=2, b=1)", "group of ranks 0-1"
+    assert first.startswith(f"CollectiveTimeoutError: all_reduce on {axis} was not finished")
+    assert second.startswith(f"CollectiveTimeoutError: all_reduce on {other} was not finished")
+    call = "all_reduce((2,) float32, SUM) at "
+    assert f"rank 0, call 1 on {axis}: {call}" in first
+    assert f"rank 1: did not arrive; last call 2 on {other}: {call}" in first
+    assert f"rank 1, call 2 on {other}: {call}" in second
+    assert f"rank 0: did not arrive; last call 1 on {axis}: {call}" in second
+    assert first.count("test_failures.py:") == second.count("test_failures.py:") == 2
+
+
+def test_the_first_failure_is_quoted_by_the_later_ones(pool: Pool) -> None:
+    def program() -> tuple[str, str, float]:
+        group = md.new_group(timeout=timedelta(seconds=1 + 2 * (md.get_rank() == 2)))
+        x = torch.ones(2)
+        calls = [lambda: md.recv(x, 1, group), lambda: None, lambda: md.recv(x, 0, group)]
+        text = error_of(calls[md.get_rank()])
+        again = error_of(lambda: md.all_reduce(x, group=group)) if md.get_rank() == 0 else ""
+        y = torch.ones(1)
+        md.all_reduce(y)
+        return text, again, y.item()
+
+    outcomes = pool.run(program, 3)
+    assert [y for _, _, y in outcomes] == [3.0] * 3
+    first, last = outcomes[0][0], outcomes[2][0]
+    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 was not finished")
+    assert "fix:      a message meets a receive of its tag, dtype and number of elements" in first
+    assert "expected: rank 1 to send (2,) float32 to this rank under tag 0\n" in first
+    assert "where:    rank 0, recv((2,) float32, from rank 1) on group of ranks 0-2 at " in first
+    # Rank 0 breaks the connection; where rank 2 is quicker to tell, rank 0 quotes it instead.
+    quoted = "failed first, in recv((2,) float32, from rank {}) on group of ranks 0-2 at "
+    quotes = [f"rank 2 {quoted.format(0)}" in first, f"rank 0 {quoted.format(1)}" in last]
+    assert sorted(quotes) == [False, True]
+    again = outcomes[0][1]
+    assert again.startswith("AbortedError: all_reduce on group of ranks 0-2 was aborted")
+    assert "rank 0: recv failed before: " in again
+
+
+def test_a_rank_late_to_open_a_group_is_named_with_what_it_does(pool: Pool) -> None:
+    def program() -> str:
+        x = torch.ones(1)
+        md.all_reduce(x)
+        text = ""
+        if md.get_rank() == 1:
+            time.sleep(2)
+        else:
+            text = error_of(lambda: md.new_group(timeout=timedelta(seconds=1)).open_channel("cpu"))
+        md.barrier()
+        return text
+
+    told = pool.run(program, 3)
+    for rank in (0, 2):
+        assert "rank 1 did not come within 1 s to make a group" in told[rank]
+        assert "rank 1: call 1 on the world: all_reduce((1,) float32, SUM) at " in told[rank]
+
+
+def test_a_killed_rank_is_named_in_a_timeout_report_too(pool: Pool) -> None:
+    def program() -> str:
+        group = md.new_group(timeout=timedelta(seconds=1))
+        md.barrier()
+        if md.get_rank() == 2:
+            os.kill(os.getpid(), 9)
+        time.sleep(0.2)
+        if md.get_rank() == 1:
+            time.sleep(3.5)
+            return ""
+        # Its own connection to rank 1 is sound: rank 1 just does not send.
+        return error_of(lambda: md.recv(torch.ones(1), 1, group))
+
+    first, second, _ = pool.outcomes(program, 3, grace_s=20)
+    assert second == ""
+    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2"), first
+    assert "rank 1: last call 1 on the world: barrier() at " in first
+    assert "rank 2: gives no answer: it has ended or is stopped" in first
+
+
+def test_a_forked_child_writes_no_headers(pool: Pool) -> None:
+    def program() -> tuple[str, float]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        group = mesh["dp"].get_group()
+        x = torch.ones(1)
+        md.all_reduce(x, group=group)
+        header_table = group.open_channel("cpu").header_table
+        assert header_table is not None
+        before = header_table._mine.tolist()
+        child = os.fork()
+        if child == 0:
+            error_of(lambda: md.all_reduce(torch.ones(7), group=group))
+            error_of(lambda: md.broadcast(torch.ones(7), 0))
+            error_of(md.destroy_process_group)
+            os._exit(0)
+        os.waitpid(child, 0)
+        is_same = header_table._mine.tolist() == before
+        md.all_reduce(x, group=group)
+        return str(is_same), x.item()
+
+    assert pool.run(program, 2) == [("True", 4.0)] * 2
+
+
+def test_a_program_that_ends_in_the_midst_of_async_calls_ends_silently(pool: Pool) -> None:
+    ended = run(
+        pool,
+        """
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        works = [md.all_reduce(torch.ones(4), group=mesh["dp"], async_op=True) for _ in range(50)]
+        for work in works:
+            work.wait()
+        say(md.get_world_size())
+        """,
+        size=2,
+    )
+    assert ended == [(0, "2\n", "")] * 2
+
+
+def asked_too_early() -> str:
+    """What is told of a message that is noted while somebody asks after it."""
+    world = md.group.WORLD
+    opened, registry = world.open_channel("cpu").opened, registry_module.get_registry(world.world)
+    about = {"label": opened.label, "message": [True, 0, 5, 1]}
+    before = registry.answer(about)
+    assert before["about"] is None
+
+    def note(seconds: float) -> None:
+        facts = world.open_channel("cpu").group
+        opened.recorder.note_message(facts, "send", torch.ones(3), 0, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        slow_clock = SimpleNamespace(sleep=note, monotonic=time.monotonic)
+        patch.setattr(deadlines, "time", slow_clock)
+        return registry.answer(about)["about"]
+
+
+def test_a_message_that_is_on_its_way_is_found_although_it_is_noted_late() -> None:
+    (found,) = md.simulate(asked_too_early, 1)
+    assert found.startswith("send((3,) float32, to rank 0, tag 5) at ")

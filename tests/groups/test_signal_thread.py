@@ -1,0 +1,209 @@
+"""Signal threads: signals that arrive while a rank does something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from meshdist.bootstrap.world import World
+from meshdist.groups.paused_clocks import add_pause, remove_pause
+from meshdist.groups.signal_thread import SignalThread, ask, clocks_paused, post
+from meshdist.runtime.deadlines import clock
+from tests.load import is_within
+
+
+def until(is_so) -> bool:
+    deadline = time.monotonic() + 5
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    aborted: list[tuple[int, str]] = []
+    threads = [
+        SignalThread(
+            server.clone(),
+            rank,
+            lambda about, rank=rank: {"calls": [{"verb": f"verb of {rank}"}], "about": about},
+            lambda message, rank=rank: aborted.append((rank, message["reason"])),
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        world = World(0, 2, server, {})
+        calls = {rank: [{"verb": f"verb of {rank}"}] for rank in (0, 1)}
+        assert ask(world, (0, 1)) == {rank: {"calls": calls[rank], "about": {}} for rank in (0, 1)}
+        about = {"label": "group/1", "sequence": 7}
+        assert ask(world, (1,), about) == {1: {"calls": calls[1], "about": about}}
+        assert post(server, {"kind": "abort", "reason": "enough"}) == 3
+        assert until(lambda: len(aborted) == 2)
+        assert sorted(aborted) == [(0, "enough"), (1, "enough")]
+        assert all(thread.is_store_served() for thread in threads)
+    finally:
+        for thread in threads:
+            thread.stop()
+            thread.stop()
+    assert not [t for t in threading.enumerate() if t.name == "meshdist-signals"]
+
+
+def test_signals_of_before_are_not_acted_on() -> None:
+    store = HashStore()
+    post(store, {"kind": "abort", "reason": "old"})
+    aborted: list[dict] = []
+    thread = SignalThread(store, 0, list, aborted.append)
+    post(store, {"kind": "abort", "reason": "new"})
+    try:
+        assert until(lambda: bool(aborted))
+        assert [message["reason"] for message in aborted] == ["new"]
+    finally:
+        thread.stop()
+
+
+def test_clocks_are_paused_and_resumed_by_messages() -> None:
+    store = HashStore()
+    thread = SignalThread(store, 1, list, lambda message: None)
+    try:
+        pause = add_pause(store, 0, 60.0)
+        post(store, {"kind": "clock"})
+        assert until(clock.is_paused)
+        time.sleep(0.6)
+        assert clock.is_paused()
+        remove_pause(store, pause)
+        post(store, {"kind": "clock"})
+        assert until(lambda: not clock.is_paused())
+        add_pause(store, 0, 60.0)
+        late = SignalThread(store, 2, list, lambda message: None)
+        assert clock.is_paused()
+        late.stop()
+        assert not clock.is_paused()
+    finally:
+        thread.stop()
+
+
+def test_the_clocks_of_a_world_are_paused_within_a_context() -> None:
+    store = HashStore()
+    world = World(0, 2, store, {})
+    thread = SignalThread(store, 1, list, lambda message: None)
+    here = clock.now()
+    try:
+        with clocks_paused(world, 60.0):
+            assert clock.now() - here < 0.5
+            assert clock.is_paused()
+            assert json.loads(store.get("signal/1")) == {"kind": "clock"}
+            assert [list(pause) for pause in json.loads(store.get("clock/pauses")).values()] == [
+                [0, 60.0]
+            ]
+        assert json.loads(store.get("clock/pauses")) == {}
+        assert until(lambda: not clock.is_paused())
+    finally:
+        thread.stop()
+    world.origin = "simulated"
+    with clocks_paused(world, 60.0):
+        assert not clock.is_paused()
+
+
+def test_where_the_store_is_lost_the_clock_of_this_process_is_paused_alone() -> None:
+    world = World(0, 2, HashStore(), {})
+    world.find_server = lambda: False
+    with clocks_paused(world, 60.0):
+        assert clock.is_paused()
+    assert not clock.is_paused()
+
+
+def test_a_message_of_no_known_kind_is_left_alone() -> None:
+    store = HashStore()
+    aborted: list[dict] = []
+    thread = SignalThread(store, 0, list, aborted.append)
+    post(store, {"kind": "greeting"})
+    post(store, {"kind": "abort", "reason": "enough"})
+    try:
+        assert until(lambda: bool(aborted))
+        assert [message["reason"] for message in aborted] == ["enough"]
+    finally:
+        thread.stop()
+
+
+def test_a_rank_that_gives_no_answer_is_left_out() -> None:
+    start = time.monotonic()
+    assert ask(World(0, 4, HashStore(), {}), (3,)) == {}
+    took = time.monotonic() - start
+    assert took > 1.5
+    assert is_within(took, 10)
+
+
+def test_a_signal_thread_stops_at_once_though_a_forked_child_lives() -> None:
+    # A child pauses copies of all ends of its parent's pipes, those of data loaders for example.
+    thread = SignalThread(HashStore(), 0, list, lambda message: None)
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    try:
+        start = time.monotonic()
+        thread.stop()
+        assert is_within(time.monotonic() - start, 1)
+        assert not [t for t in threading.enumerate() if t.name == "meshdist-signals"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= most < 2000:
+        pytest.skip("this process may not have so many files open")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, most))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1100:
+            opened.append(os.dup(0))
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        thread = SignalThread(server, 0, list, lambda message: None)
+        assert thread.is_store_served()
+        thread.stop()
+        assert not thread.is_store_served()
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupting:
+    """A store under whose ``add`` a signal comes."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.set, self.get = self.store.set, self.store.get
+
+    def add(self, key: str, amount: int) -> int:
+        found = self.store.add(key, amount)
+        signal.raise_signal(signal.SIGALRM)
+        return found
+
+
+def test_a_message_that_is_counted_comes() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    store = Interrupting()
+    try:
+        with pytest.raises(Interrupted):
+            post(store, {"kind": "clock"})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert json.loads(store.get("signal/1")) == {"kind": "clock"}

@@ -1,0 +1,250 @@
+"""run_processes as Python calls it; the command line has tests of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from meshdist.launching.launcher import LaunchError, run_processes
+
+PYTHON = [sys.executable, "-S", "-c"]
+SLEEP = [*PYTHON, "import time; time.sleep(60)"]
+
+
+def show_of(tmp_path: Path) -> list[str]:
+    """A command whose ranks each write a file that holds their arguments."""
+    code = (
+        "import os, sys, pathlib\n"
+        f"path = pathlib.Path({str(tmp_path)!r}, os.environ['RANK'])\n"
+        "path.write_text(' '.join([os.environ.get('COLOUR', '-'), *sys.argv[1:]]))\n"
+    )
+    return [*PYTHON, code]
+
+
+def test_the_command_may_depend_on_the_local_rank(tmp_path: Path) -> None:
+    show = show_of(tmp_path)
+    env = dict(os.environ, COLOUR="red")
+    assert run_processes(lambda local: [*show, f"local={local}"], 3, env=env) == 0
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {str(rank): f"red local={rank}" for rank in range(3)}
+
+
+def test_the_first_failure_is_repeated_last(capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise SystemExit('I am unwell')\n"
+        "time.sleep(60)\n"
+    )
+    assert run_processes([*PYTHON, code], 3) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "I am unwell"
+    assert lines[1].startswith("meshdist: rank 1 (pid ")
+    assert lines[1].endswith(
+        ") failed with exit code 1; stopped 2 other rank(s) of this host. The end of its stderr:"
+    )
+    assert lines[2:] == ["I am unwell"]
+
+
+def test_the_cause_is_shown_though_its_process_ends_after_the_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import atexit, os, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '2': sys.exit(0)\n"
+        "if rank == '3': time.sleep(60)\n"
+        "time.sleep(0.3)\n"
+        "if rank == '1':\n"
+        "    atexit.register(time.sleep, 0.5)\n"
+        "    raise ValueError('I was first')\n"
+        "time.sleep(0.1)\n"
+        "print('Traceback (most recent call last):\\nRuntimeError: Connection closed by peer',\n"
+        "    file=sys.stderr)\n"
+        "sys.exit(7)\n"
+    )
+    assert run_processes([*PYTHON, code], 4) == 1
+    before, _, last = capfd.readouterr().err.partition("meshdist: ")
+    assert "I was first" in before and "Connection closed by peer" in before
+    header, *tail = last.splitlines()
+    assert header.startswith("rank 1 (pid ")
+    assert header.endswith(
+        ") failed with exit code 1; rank 0 failed after it; rank 2 had ended before, with exit "
+        "code 0; stopped 1 other rank(s) of this host. The end of its stderr:"
+    )
+    assert tail[-1] == "ValueError: I was first"
+
+
+def test_ranks_may_end_by_themselves_before_they_are_stopped(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import os, time\n"
+        "if os.environ['RANK'] == '0': 1 / 0\n"
+        "time.sleep(0.8)\n"
+        "raise RuntimeError('my own report')\n"
+    )
+    assert run_processes([*PYTHON, code], 2) == 1
+    before, _, last = capfd.readouterr().err.partition("meshdist: ")
+    assert before.splitlines()[-1] == "RuntimeError: my own report"
+    assert last.splitlines()[0].startswith("rank 0 ")
+    assert "; rank 1 failed after it. The end" in last
+    assert last.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_silent_failure_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_processes([*PYTHON, "import os; os.kill(os.getpid(), 11)"], 1) == 139
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("was ended by SIGSEGV. It wrote nothing to stderr.")
+
+
+def test_of_long_output_whole_lines_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys\nfor i in range(9999): print('line', i, file=sys.stderr)\nsys.exit(5)"
+    assert run_processes([*PYTHON, code], 1) == 5
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:9999] == [f"line {i}" for i in range(9999)]
+    again = lines[10000:]
+    assert again == [f"line {i}" for i in range(9999 - len(again), 9999)]
+    assert 1000 < len(again) < 9999
+
+
+def test_lines_of_different_ranks_are_not_mixed(capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys\n"
+        "for _ in range(200):\n"
+        "    for letter in 'abcdefgh\\n': sys.stderr.write(letter); sys.stderr.flush()\n"
+    )
+    assert run_processes([*PYTHON, code], 3) == 0
+    lines = capfd.readouterr().err.splitlines()
+    # A line that was held up for long is shown in part: on a busy machine one may be.
+    assert sum(line == "abcdefgh" for line in lines) > 590
+
+
+def test_a_line_without_an_end_is_shown_while_the_rank_waits(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = "import sys, time; sys.stderr.write('prompt> '); sys.stderr.flush(); time.sleep(60)"
+    shown: list[str] = []
+
+    def command(local_rank: int) -> list[str]:
+        return [*PYTHON, code if local_rank == 0 else "import time; time.sleep(0.7); 1 / 0"]
+
+    def look() -> None:
+        deadline = time.monotonic() + 5
+        while not shown and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown.extend(filter(None, [capfd.readouterr().err]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert run_processes(command, 2) == 1
+    thread.join()
+    assert shown[0] == "prompt> "
+
+
+def test_prefixed_lines_stay_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys, time\n"
+        "for part in ['a', 'b\\n10%\\r', '20%\\r', '\\nlast']:\n"
+        "    sys.stdout.write(part); sys.stdout.flush(); time.sleep(0.02)\n"
+        "print('!', file=sys.stderr)\n"
+    )
+    assert run_processes([*PYTHON, code], 2, prefix=True) == 0
+    out, err = capfd.readouterr()
+    shown = out.replace("\r\n", "\n").replace("\r", "\n")
+    for rank in range(2):
+        mine = [line[9:] for line in shown.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert mine == ["ab", "10%", "20%", "last"]
+    assert len(shown.splitlines()) == 8
+    assert sorted(err.splitlines()) == ["[rank 0] !", "[rank 1] !"]
+
+
+def children() -> set[str]:
+    """The processes that threads of this one have started and not reaped."""
+    return {
+        pid
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
+
+
+def test_it_works_in_a_thread_and_leaves_the_process_as_it_was() -> None:
+    before = children()
+    handlers = [signal.getsignal(number) for number in (2, 15, 1)]
+    open_files = sorted(os.listdir("/proc/self/fd")) if sys.platform == "linux" else []
+    codes: list[int] = []
+    command = [*PYTHON, "import sys; sys.exit(3)"]
+    thread = threading.Thread(target=lambda: codes.append(run_processes(command, 2)))
+    thread.start()
+    thread.join(30)
+    codes.append(run_processes([*PYTHON, ""], 2))
+    assert codes == [3, 0]
+    assert [signal.getsignal(number) for number in (2, 15, 1)] == handlers
+    if open_files:
+        assert sorted(os.listdir("/proc/self/fd")) == open_files
+    assert children() == before
+
+
+def test_a_program_that_cannot_be_started_stops_what_has_been(tmp_path: Path) -> None:
+    show = show_of(tmp_path)
+    before = children()
+    with pytest.raises(LaunchError) as caught:
+        run_processes(lambda local: ["/no/such/program", "x y"] if local else SLEEP, 2)
+    assert str(caught.value).splitlines() == [
+        "cannot start '/no/such/program': No such file or directory",
+        "  where:    rank 1, the command: /no/such/program 'x y'",
+        "  expected: a program that can be executed",
+        "  fix:      check its path and its permissions",
+    ]
+    assert children() == before
+    assert run_processes(show, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "summary", "where"),
+    [
+        ({"command": []}, "there is no command to start", None),
+        ({"nprocs": 0}, "cannot start 0 processes", "-n (nprocs)"),
+        ({"nnodes": 0}, "a job cannot run on 0 hosts", "--nnodes"),
+        ({"node_rank": 1}, "host number 1 does not exist in a job on 1 host(s)", "--node-rank"),
+        ({"node_rank": -1}, "host number -1 does not exist in a job on 1 host(s)", "--node-rank"),
+        ({"nnodes": 2}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
+        ({"master_port": 65536}, "65536 is no port", "--master-port"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(
+    arguments: dict[str, object], summary: str, where: str | None
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        run_processes(**({"command": SLEEP, "nprocs": 1} | arguments))  # type: ignore[arg-type]
+    first, *rest = str(caught.value).splitlines()
+    assert first == summary
+    assert any(line.startswith("  expected: ") for line in rest)
+    if where is not None:
+        assert rest[0] == f"  where:    {where}"
+
+
+def test_the_launcher_says_where_the_store_can_be_reached(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    nothing = [*PYTHON, ""]
+
+    def said(**arguments: object) -> str:
+        assert run_processes(nothing, 1, **arguments) == 0  # type: ignore[arg-type]
+        return capfd.readouterr().err
+
+    assert said() == said(master_addr="localhost") == ""
+    two = said(nnodes=2, master_addr="host0")
+    assert "listens on every interface of this host, port 29500, for the others to reach" in two
+    assert "as host0" in two
+    assert "it asks for no password" in two
+    assert "listens on 127.0.0.1, port 1234;" in said(
+        nnodes=2, master_addr="127.0.0.1", master_port=1234
+    )
+    assert said(nnodes=2, node_rank=1, master_addr="host0") == ""

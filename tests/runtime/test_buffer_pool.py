@@ -1,0 +1,172 @@
+"""Results on huge pages: whose memory is used again, and when."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+
+import pytest
+import torch
+
+from meshdist.runtime import buffer_pool as pages
+from meshdist.runtime.buffer_pool import new_like
+
+MIB = 1 << 20
+HUGE_PAGE = 2 * MIB
+needs_huge_pages = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux"
+)
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch) -> pages._Pool:
+    """An empty pool for each test."""
+    empty = pages._Pool()
+    monkeypatch.setattr(pages, "_pool", empty)
+    return empty
+
+
+def of_mib(size: float, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return new_like(torch.empty(int(size * MIB) // dtype.itemsize, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool])
+def test_shape_dtype_and_values(dtype: torch.dtype) -> None:
+    x = torch.arange(3 * MIB).reshape(3, 512, 2048).to(dtype).transpose(0, 1)
+    y = new_like(x)
+    assert y.shape == x.shape and y.dtype is dtype and y.is_contiguous()
+    y.copy_(x)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(0),
+        torch.empty(()),
+        torch.empty(1000),
+        torch.empty(4 * MIB, device="meta"),
+        torch.nn.Parameter(torch.empty(MIB)),
+        torch.eye(3).to_sparse(),
+    ],
+)
+def test_what_is_small_or_elsewhere_is_torchs_own(x: torch.Tensor, pool: pages._Pool) -> None:
+    y = new_like(x)
+    assert (y.shape, y.dtype, y.device, y.layout) == (x.shape, x.dtype, x.device, x.layout)
+    del y
+    assert not pool._free
+
+
+@needs_huge_pages
+def test_a_system_without_huge_pages_or_memory(
+    pool: pages._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Poor(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Poor)
+    of_mib(4)
+    assert len(pool._free) == 1
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert of_mib(16).fill_(3).eq(3).all()
+    assert not pool._free
+
+
+@needs_huge_pages
+def test_a_result_too_large_to_keep_leaves_the_others_alone(
+    pool: pages._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_MOST_KEPT", 10 * MIB)
+    of_mib(4)
+    of_mib(64)
+    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE]
+
+
+@needs_huge_pages
+def test_memory_is_used_again_once_nobody_has_it() -> None:
+    x = of_mib(4)
+    place = x.data_ptr()
+    assert place % HUGE_PAGE == 0
+    view = x.view(2, -1)[1]
+    del x
+    other = of_mib(4)
+    assert abs(other.data_ptr() - place) >= 4 * MIB  # the view lives
+    view.fill_(7)
+    other.zero_()
+    assert view.eq(7).all()
+    del view
+    gc.collect()
+    assert of_mib(3.5).data_ptr() == place
+
+
+@needs_huge_pages
+def test_a_block_far_too_large_is_left_for_others(pool: pages._Pool) -> None:
+    of_mib(64)
+    assert len(pool._free) == 1
+    x = of_mib(4)
+    assert len(pool._free) == 1
+    del x
+    y = of_mib(40)
+    assert y.numel() == 40 * MIB
+    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE]
+
+
+@needs_huge_pages
+def test_only_so_much_is_kept(pool: pages._Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_MOST_KEPT", 10 * MIB)
+    some = [of_mib(4) for _ in range(4)]
+    some.clear()
+    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE] * 2
+
+
+@needs_huge_pages
+def test_tensors_may_die_while_another_is_made(pool: pages._Pool) -> None:
+    x = of_mib(2)
+    with pool._changing:  # as in the middle of the making of another
+        del x
+        assert not pool._free
+    of_mib(8)
+    assert sorted(len(block) for block in pool._free) == [2 * MIB + HUGE_PAGE, 8 * MIB + HUGE_PAGE]
+
+
+@needs_huge_pages
+def test_threads_never_get_the_same_memory() -> None:
+    wrong = []
+
+    def use(number: int) -> None:
+        for turn in range(50):
+            x = of_mib(1, torch.int32)
+            x.fill_(number * 1000 + turn)
+            if not x.eq(number * 1000 + turn).all():
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_huge_pages
+def test_a_forked_child_has_memory_of_its_own(pool: pages._Pool) -> None:
+    x = of_mib(2).fill_(1)
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            assert pages._pool is not pool
+            values = x.numpy()  # torch's threads have stayed with the parent
+            values[:] = 2
+            code = int((values == 2).all())
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert x.eq(1).all()

@@ -1,0 +1,214 @@
+"""How torch comes to know our wires: by an import, or by itself where the package is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshdist as md
+from tests.pool import Pool
+from tests.torch_process_groups.worlds import on_torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(program: str, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), *filter(None, [more.pop("path", "")])])
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("TORCH_")}
+    return subprocess.run(
+        [*command, sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**environment, "PYTHONPATH": paths, **more},
+        check=False,
+    )
+
+
+def test_an_import_offers_shm() -> None:
+    done = run(
+        "import meshdist.torch_backends, torch.distributed as dist\n"
+        "meshdist.torch_backends.offer()\n"  # a second time changes nothing
+        "print(dist.Backend.SHM, dist.is_backend_available('shm'))\n"
+        "print(dist.Backend.default_device_backend_map['cpu'])\n"
+    )
+    assert (done.stdout, done.stderr) == ("shm True\ngloo\n", "")
+
+
+def test_an_installed_package_is_found_by_torch(tmp_path: Path) -> None:
+    table = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    entry = re.search(r'\[project\.entry-points\."torch\.backends"\]\n(\w+) = "(.+)"', table)
+    assert entry is not None
+    info = tmp_path / "meshdist-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: meshdist\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{entry[1]} = {entry[2]}\n")
+    program = (
+        "import torch, sys\n"
+        "from torch.distributed import Backend, is_mpi_available\n"
+        "print(hasattr(Backend, 'SHM'), is_mpi_available(), 'meshdist.errors' in sys.modules)"
+    )
+    assert run(program, path=str(tmp_path)).stdout == "True False False\n"
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        assert run(program, path=str(tmp_path), **{name: "2"}).stdout == "True True False\n"
+    disabled = run(program, path=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert disabled.stdout == "False False False\n"
+    shows = "print(torch.distributed.Backend.SHM, torch.distributed.is_mpi_available())"
+    for ours_first in (
+        "import meshdist as md, torch; md.ReduceOp",
+        "import meshdist.torch_process_groups.opening",
+    ):
+        done = run(f"{ours_first}; import torch; {shows}", path=str(tmp_path))
+        assert (done.stdout, done.stderr) == ("shm False\n", "")
+    done = run(f"import meshdist.torch_backends, torch; {shows}", path=str(tmp_path))
+    assert (done.stdout, done.stderr) == ("shm True\n", "")
+
+
+# torch's own hook for MPI, with the shared-memory wire in the place of MPI's.
+UNDER_MPIEXEC = """
+import torch, torch.distributed as dist, warnings
+import meshdist.torch_backends
+from meshdist.wires.registry import register_wire
+from meshdist.wires.shm.communicator import ShmWire
+
+class StandIn(ShmWire):
+    name = "mpi"
+
+import meshdist.wires.capabilities
+register_wire(StandIn())
+assert dist.is_mpi_available()
+found = []
+for _ in range(2):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dist.init_process_group("mpi", rank=0, world_size=0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    group = dist.new_group([1])
+    alone = torch.ones(1)
+    if rank == 1:
+        dist.all_reduce(alone, group=group)
+    found += [rank, size, int(x), int(alone), dist.get_backend(), "ignored" in str(told[0].message)]
+    dist.destroy_process_group()
+print(*found, flush=True)
+"""
+MPIEXEC = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
+
+
+@pytest.mark.mpi
+def test_torchs_hook_for_mpi(tmp_path: Path) -> None:
+    assert MPIEXEC is not None
+    done = run(
+        UNDER_MPIEXEC,
+        *(MPIEXEC, "-n", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        TMPDIR=str(tmp_path),
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "0 2 2 1 mpi True 0 2 2 1 mpi True",
+        "1 2 2 1 mpi True 1 2 2 1 mpi True",
+    ]
+
+
+def test_mpi_outside_mpiexec() -> None:
+    program = (
+        UNDER_MPIEXEC.partition("found = []")[0]
+        + "try:\n    dist.init_process_group('mpi')\n"
+        + "except dist.DistNetworkError as error:\n    print(error)\n"
+    )
+    assert "mpiexec -n 4 python" in run(program).stdout
+
+
+def test_torch_keeps_a_hook_of_its_own() -> None:
+    done = run(
+        "from torch.distributed import distributed_c10d as torchs\n"
+        "torchs._MPI_AVAILABLE, torchs.ProcessGroupMPI = True, 'its own'\n"
+        "import meshdist.torch_backends\n"
+        "print(torchs.ProcessGroupMPI)\n"
+    )
+    assert done.stdout == "its own\n"
+
+
+def test_without_mpi4py_mpi_is_not_offered(tmp_path: Path) -> None:
+    blocker = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'mpi4py' else find(name)\n"
+        "import torch.distributed as dist, meshdist.torch_backends\n"
+        "print(dist.is_mpi_available())\n"
+    )
+    assert run(blocker).stdout == "False\n"
+
+
+# -- other devices --------------------------------------------------------------------------------
+
+
+def test_half_of_a_mixed_text_serves_the_cpu(pool: Pool) -> None:
+    def program() -> Any:
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        group: Any = dist.group.WORLD
+        told = ""
+        if not torch.cuda.is_available():
+            with pytest.raises(md.BackendError) as found:
+                group._get_backend(torch.device("cuda"))
+            told = str(found.value)
+        return x.item(), dist.get_backend_config(), told
+
+    for x, config, told in on_torch(pool, program, 2, "cpu:shm,cuda:nccl"):
+        assert (x, config) == (2.0, "cpu:shm,cuda:nccl")
+        assert told.startswith("group '0' (ranks 0-1) cannot carry cuda tensors") or not told
+
+
+def test_the_other_half_is_torchs_class_on_the_same_store(pool: Pool) -> None:
+    def program() -> Any:
+        class StandIn:
+            """Takes what NCCL's class takes; Gloo's answers in its place, which needs no GPU."""
+
+            class Options:
+                pass
+
+            def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+                given.append(options)
+                gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+                made.append(gloo)
+                return gloo
+
+        given: list[Any] = []
+        made: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(dist, "is_nccl_available", lambda: True)
+            patch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+            group: Any = dist.group.WORLD
+            backend = group._get_backend(torch.device("cuda"))
+            assert group._get_backend(torch.device("cuda", 0)) is backend
+        kinds = [device.type for device in group._device_types]
+        return backend is made[0], given[0].global_ranks_in_group, kinds
+
+    found = on_torch(pool, program, 2, "cpu:shm,cuda:nccl")
+    assert found == [(True, [0, 1], ["cpu", "cuda"])] * 2
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_go_by_nccl(pool: Pool) -> None:
+    def program() -> Any:
+        x, y = torch.ones(2, device="cuda"), torch.ones(2)
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+        group: Any = dist.group.WORLD
+        return x.tolist(), y.tolist(), group._get_backend(torch.device("cuda")).name()
+
+    assert on_torch(pool, program, 1, "cpu:shm,cuda:nccl") == [([1.0, 1.0], [1.0, 1.0], "nccl")]

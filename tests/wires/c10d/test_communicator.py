@@ -1,0 +1,363 @@
+"""torch's wires other than Gloo, as far as this machine has them: what their classes are asked."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import meshdist as md
+from meshdist.reduce_ops import ReduceKind, ReduceOp
+from meshdist.wires.c10d.communicator import C10dCommunicator, is_timeout, plain_text
+from meshdist.wires.c10d.gloo import GlooCommunicator
+from meshdist.wires.c10d.nccl import NcclWire as NcclWire  # registers itself
+from meshdist.wires.failures import WireFailure
+from meshdist.wires.opening import Opening
+from meshdist.wires.operations import Terms
+from meshdist.wires.registry import find_wire
+from tests.pool import Pool
+from tests.wires.verb_table import check_every_verb
+
+SECONDS = timedelta(seconds=20)
+TERMS = Terms(SECONDS)
+
+
+def opening(rank: int = 0, size: int = 1, **more) -> Opening:
+    return Opening(HashStore(), tuple(range(size)), rank, "cpu", SECONDS, **more)
+
+
+def test_texts_lose_their_source_positions() -> None:
+    gloo = RuntimeError(
+        "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. "
+        "This is typically caused by a remote worker crashing."
+    )
+    assert plain_text(gloo) == "Connection closed by peer [127.0.0.1]:1"
+    assert plain_text(RuntimeError("")) == "RuntimeError('')"
+    assert is_timeout("Timed out waiting 5ms") and not is_timeout("Connection closed")
+
+
+class RecordedNccl:
+    """What the wire asks of torch's class, without a GPU."""
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank: int, size: int, options) -> None:
+        self.rank, self.size, self.options = rank, size, options
+        self.connected: list[torch.device] = []
+        self.barriers: list = []
+        self.calls: list[tuple] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def barrier(self, options):
+        self.barriers.append(options.device)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments: self.calls.append((name, *arguments)) or name
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[RecordedNccl]:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordedNccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    return RecordedNccl
+
+
+def test_nccl_connects_at_once_where_a_device_is_bound(nccl: type[RecordedNccl]) -> None:
+    device = torch.device("cuda", 1)
+    for bound in (None, torch.device("cpu"), device):
+        group = find_wire("nccl").open(opening(device=bound))._group
+        assert group.connected == ([device] if bound is device else [])
+
+
+def test_nccl_takes_torchs_own_options(nccl: type[RecordedNccl]) -> None:
+    given = nccl.Options()
+    given.is_high_priority_stream = True
+    group = find_wire("nccl").open(opening(options=given))._group
+    assert group.options is given and given._timeout == SECONDS
+    # Options of another wire are not its own.
+    assert type(find_wire("nccl").open(opening(options=object()))._group.options) is nccl.Options
+
+
+def test_a_failure_on_nccl_does_not_end_the_process(
+    nccl: type[RecordedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    find_wire("nccl").open(opening())
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_barrier_runs_on_the_device_named(nccl: type[RecordedNccl]) -> None:
+    communicator = find_wire("nccl").open(opening())
+    device = torch.device("cuda", 1)
+    for one in (None, device):
+        communicator.barrier(TERMS, one)
+    assert communicator._group.barriers == [None, device]
+
+
+def asked(group: RecordedNccl) -> tuple[str, list, dict]:
+    """The last call: its name, shapes and dtypes of what it was given, and the options' fields."""
+    name, *arguments = group.calls.pop()
+
+    def seen(argument):
+        if isinstance(argument, torch.Tensor):
+            return (tuple(argument.shape), str(argument.dtype).removeprefix("torch."))
+        return [seen(one) for one in argument] if isinstance(argument, list) else argument
+
+    options = arguments.pop()
+    fields = {"rootRank", "rootTensor", "reduceOp", "timeout"} & set(dir(options))
+    assert options.timeout == SECONDS
+    found = {field: getattr(options, field) for field in fields - {"timeout"}}
+    return name, [seen(argument) for argument in arguments], found
+
+
+def test_what_nccl_is_asked_for(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    group = wire._group
+    x, y = torch.ones(2, 2), torch.ones(2, 4)
+    one, two = ((4,), "float32"), ((8,), "float32")
+    square = ((2, 2), "float32")
+    total = ReduceOp.SUM
+
+    wire.all_reduce(x, ReduceOp.MAX, TERMS)
+    assert asked(group) == ("allreduce", [[square]], {"reduceOp": ReduceOp.MAX})
+    wire.all_reduce_list([x, x], total, TERMS)
+    assert asked(group) == ("allreduce_coalesced", [[square, square]], {"reduceOp": total})
+    wire.reduce(x, ReduceOp.AVG, 1, TERMS)
+    options = {"rootRank": 1, "rootTensor": 0, "reduceOp": ReduceOp.AVG}
+    assert asked(group) == ("reduce", [[one]], options)
+    wire.broadcast(x, 1, TERMS)
+    assert asked(group) == ("broadcast", [[one]], {"rootRank": 1, "rootTensor": 0})
+    wire.all_gather(y, x, TERMS)
+    assert asked(group) == ("_allgather_base", [two, one], {})
+    wire.all_gather_list([y, x], x, TERMS)  # NCCL's own takes several sizes
+    assert asked(group) == ("allgather", [[[two, one]], [one]], {})
+    wire.gather([x, x], x, 1, TERMS)
+    assert asked(group) == ("gather", [[[one, one]], [one]], {"rootRank": 1})
+    wire.gather([], x, 0, TERMS)
+    assert asked(group) == ("gather", [[], [one]], {"rootRank": 0})
+    wire.scatter(x, [x, x], 1, TERMS)
+    assert asked(group) == ("scatter", [[one], [[one, one]]], {"rootRank": 1})
+    wire.scatter(x, [], 0, TERMS)
+    assert asked(group) == ("scatter", [[one], []], {"rootRank": 0})
+    wire.reduce_scatter(x, y, total, TERMS)
+    assert asked(group) == ("_reduce_scatter_base", [one, two], {"reduceOp": total})
+    wire.reduce_scatter_list(x, [y, x], total, TERMS)
+    assert asked(group) == ("reduce_scatter", [[one], [[two, one]]], {"reduceOp": total})
+    wire.all_to_all([y, x], [x, y], TERMS)
+    assert asked(group) == ("alltoall", [[two, one], [one, two]], {})
+    wire.all_to_all_single(y, y, [3, 5], [6, 2], TERMS)
+    assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
+
+
+def test_a_batch_goes_out_as_one_call_on_nccl(nccl: type[RecordedNccl]) -> None:
+    communicator = find_wire("nccl").open(opening(size=3))
+    x, y = torch.ones(2), torch.zeros(2)
+    with communicator.batch():
+        sent = communicator.send(x, 1, 0, TERMS)
+        received = communicator.recv(y, 2, 0, TERMS)
+        to_myself = communicator.send(x, 0, 0, TERMS)
+        assert not to_myself.poll()
+    alone = communicator.send(x, 1, 0, TERMS)
+    names = [name for name, *_ in communicator._group.calls]
+    assert names == ["_start_coalescing", "send", "recv", "_end_coalescing", "send"]
+    assert (sent.work, received.work, alone.work) == ("_end_coalescing", "_end_coalescing", "send")
+    assert received.source() == 2
+
+
+def test_a_batch_that_fails_midway_is_ended(nccl: type[RecordedNccl]) -> None:
+    communicator = find_wire("nccl").open(opening(size=3))
+    with pytest.raises(KeyError), communicator.batch():
+        raise KeyError
+    communicator.send(torch.ones(2), 1, 0, TERMS)
+    names = [name for name, *_ in communicator._group.calls]
+    assert names == ["_start_coalescing", "_end_coalescing", "send"]
+
+
+def test_what_nccl_does_not_know_travels_as_bytes(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)
+    wire.all_to_all_single(y, y, [1, 3], [2, 2], TERMS)
+    whole = ((32,), "uint8")
+    assert asked(wire._group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
+    wire.gather([], x, 0, TERMS)
+    assert asked(wire._group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
+
+
+def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    group = wire._group
+
+    def asked_for(dtype: torch.dtype, op: ReduceKind) -> list:
+        wire.all_reduce(torch.ones(4, dtype=dtype), op, TERMS)
+        name, arguments, options = asked(group)
+        return [name, *arguments, *options.values()]
+
+    floats, longs = [((8,), "float32")], [((4,), "int64")]
+    assert asked_for(torch.complex64, ReduceOp.SUM) == ["allreduce", floats, ReduceOp.SUM]
+    assert asked_for(torch.uint64, ReduceOp.PRODUCT) == ["allreduce", longs, ReduceOp.PRODUCT]
+    bools = [((4,), "bool")]
+    assert asked_for(torch.bool, ReduceOp.BAND) == ["allreduce", bools, ReduceOp.MIN]
+    wide = [((4,), "int32")]
+    assert asked_for(torch.int16, ReduceOp.SUM) == ["allreduce", wide, ReduceOp.SUM]
+    # Bits are gathered, and of a block exchanged.
+    blocks = ((8,), "int32")
+    assert asked_for(torch.int32, ReduceOp.BXOR) == ["_allgather_base", blocks, wide[0]]
+    x, y = torch.ones(4, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
+    wire.reduce_scatter(x, y, ReduceOp.BAND, TERMS)
+    assert asked(group) == ("alltoall_base", [blocks, blocks, [4, 4], [4, 4]], {})
+    wire.reduce(x, ReduceOp.BAND, 0, TERMS)
+    assert asked(group) == ("_allgather_base", [blocks, wide[0]], {})
+    half = torch.ones(2, dtype=torch.complex64)
+    wire.reduce_scatter(half, torch.cat([half, half]), ReduceOp.AVG, TERMS)
+    found = asked(group)
+    assert found[:2] == ("_reduce_scatter_base", [((4,), "float32"), ((8,), "float32")])
+
+
+def test_lists_of_several_dtypes_go_by_dtype(nccl: type[RecordedNccl]) -> None:
+    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    tensors = [torch.ones(1), torch.ones(2, dtype=torch.int32), torch.ones(3), torch.ones(())]
+    wire.all_reduce_list(tensors, ReduceOp.SUM, TERMS)
+    second, first = asked(wire._group), asked(wire._group)
+    floats = [((1,), "float32"), ((3,), "float32"), ((), "float32")]
+    assert first == ("allreduce_coalesced", [floats], {"reduceOp": ReduceOp.SUM})
+    assert second == ("allreduce", [[((2,), "int32")]], {"reduceOp": ReduceOp.SUM})
+    assert wire._group.calls == []
+
+
+def test_support_on_nccl_and_its_kin() -> None:
+    for name, device_type in (("nccl", "cuda"), ("xccl", "xpu")):
+        support = find_wire(name).support
+        assert support("all_reduce", device_type, torch.float32) == "native"
+        assert support("all_reduce", device_type, torch.int32, ReduceOp.BAND) == "built"
+        assert support("reduce_scatter", device_type, torch.float32) == "native"
+        assert support("reduce_scatter", device_type, torch.int16) == "built"
+        assert support("gather", device_type, torch.int16) == "native"
+        assert support("all_reduce", device_type, torch.complex64, ReduceOp.MAX) == ""
+        assert support("all_reduce", "cpu", torch.float32) == ""
+    assert find_wire("ucc").support("reduce", "cpu", torch.int32, ReduceOp.BAND) == "native"
+
+
+class Meagre:
+    """A process group that has four methods, and refuses others as c10d's base class does."""
+
+    def __init__(self, group) -> None:
+        self.allreduce, self.broadcast = group.allreduce, group.broadcast
+        self.allgather, self.barrier = group.allgather, group.barrier
+        self.send, self.recv = group.send, group.recv
+        self.refused: set[str] = set()
+
+    def __getattr__(self, name: str):
+        def refuse(*arguments: object) -> None:
+            self.refused.add(name)
+            raise RuntimeError(f"Backend meagre does not support {name}")
+
+        return refuse
+
+
+class Asking(GlooCommunicator):
+    """Asks its process group for everything."""
+
+    lacking = frozenset()
+
+
+def test_what_a_class_lacks_is_built(pool: Pool) -> None:
+    def program() -> list[str]:
+        gloo = md.group.WORLD.open_channel("cpu").communicator
+        meagre = Meagre(gloo._group)
+        wire = Asking("meagre", gloo.rank, gloo.size, meagre, HashStore())
+        check_every_verb(wire, (torch.float32, torch.uint8))
+        return sorted(meagre.refused)
+
+    expected = ["_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", "alltoall"]
+    expected += ["alltoall_base", "gather", "reduce", "reduce_scatter", "scatter"]
+    assert pool.run(program, 2) == [expected] * 2
+
+
+def test_a_class_without_any_all_gather_is_a_failure() -> None:
+    meagre = Meagre(RecordedNccl(None, 0, 1, None))
+    meagre.allgather = meagre._allgather_base
+    wire = C10dCommunicator("meagre", 0, 1, meagre)
+    with pytest.raises(WireFailure, match="Backend meagre does not support _allgather_base"):
+        wire.all_gather(torch.ones(1), torch.ones(1), TERMS)
+
+
+@pytest.mark.gpu
+def test_nccl_with_a_bound_device_and_options(tmp_path) -> None:
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    device = torch.device("cuda", 0)
+    md.init_process_group(
+        "nccl",
+        init_method=f"file://{tmp_path}/world",
+        rank=0,
+        world_size=1,
+        pg_options=options,
+        device_id=device,
+    )
+    try:
+        group = md.group.WORLD.open_channel("cuda").communicator._group
+        assert group.options.is_high_priority_stream
+        md.barrier(device_ids=[0])
+        md.barrier()
+        private = md.new_group(device_id=device)
+        x = torch.ones(2, device=device)
+        md.all_reduce(x, group=private)
+        assert x.tolist() == [1.0, 1.0]
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_one_world_serves_both_kinds_of_tensors(tmp_path) -> None:
+    md.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        assert md.get_backend() == "nccl"
+        assert md.get_backend_config() == "cpu:gloo,cuda:nccl"
+        for device, wire in (("cpu", "gloo"), ("cuda", "nccl")):
+            x = torch.ones(2, device=device)
+            md.all_reduce(x)
+            assert md.group.WORLD.open_channel(device).communicator.wire == wire
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_nccl_with_one_rank(tmp_path) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        x = torch.ones(4, device="cuda")
+        work = md.all_reduce(x, async_op=True)
+        work.wait()
+        md.broadcast(x, src=0)
+        out = torch.empty(1, 4, device="cuda")
+        md.all_gather_into_tensor(out, x)
+        md.barrier()
+        assert out.tolist() == [[1.0] * 4]
+        with pytest.raises(md.ArgumentError, match="NCCL, which has no tags"):
+            md.irecv(x, 0, tag=3)
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_two_streams_as_torch_documents_them(tmp_path) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        side = torch.cuda.Stream()
+        x = torch.tensor([1.0], device="cuda")
+        work = md.all_reduce(x, async_op=True)
+        work.wait()
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            x.add_(100)
+        side.synchronize()
+        assert x.item() == 101.0
+    finally:
+        md.destroy_process_group()

@@ -1,0 +1,379 @@
+"""How members come to share memory: what each gets, and that one member's trouble is everyone's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.wires.failures import WireFailure, WireRefused, WireTimeout
+from meshdist.wires.shm import handshake
+from meshdist.wires.shm.handshake import Shared, share
+from tests.load import is_within
+from tests.pool import Failure, Pool
+
+Attach = Callable[[Shared], None]
+BYTES = 8192
+
+
+def make_memory() -> int:
+    file = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(file, BYTES)
+    return file
+
+
+def close_all(shared: Shared) -> None:
+    os.close(shared.memory)
+    for file in shared.processes:
+        if file >= 0:
+            os.close(file)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def process_of(handle: int) -> int:
+    with open(f"/proc/self/fdinfo/{handle}") as file:
+        return int(next(line.split()[1] for line in file if line.startswith("Pid:")))
+
+
+class Circle:
+    """Members as threads of this process, in ranks 10, 11, ...; thread names are their places."""
+
+    def __init__(self, size: int) -> None:
+        self.store = HashStore()
+        self.ranks = [10 + member for member in range(size)]
+
+    def run(
+        self,
+        attach: Callable[[int, Shared], None] = lambda member, shared: close_all(shared),
+        make: Callable[[], int] = make_memory,
+        *,
+        members: list[int] | None = None,
+        timeout_s: float = 10.0,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> list[Exception | None]:
+        """The exception of each of ``members``, None where it came to share."""
+        found: dict[int, Exception | None] = {}
+
+        def be(member: int) -> None:
+            found[member] = None
+            try:
+                share(
+                    self.store,
+                    member,
+                    self.ranks,
+                    make,
+                    lambda shared: attach(member, shared),
+                    timeout_s,
+                )
+            except Exception as error:
+                found[member] = error
+
+        places = range(len(self.ranks)) if members is None else members
+        threads = [threading.Thread(target=be, args=(p,), name=str(p)) for p in places]
+        for thread in threads:
+            thread.start()
+        meanwhile()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        return [found[place] for place in places]
+
+    def connect(self) -> socket.socket:
+        """A connection to the first member, which has said nothing yet."""
+        name = self.store.get("shared/address").decode()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(f"\0{name}")
+        return connection
+
+
+def all_tell(found: list[Exception | None], kind: type[Exception], text: str) -> None:
+    assert [type(error) for error in found] == [kind] * len(found)
+    assert {str(error) for error in found} == {text}
+
+
+def only_on(member: int, usual: Callable[..., Any], other: Callable[..., Any]) -> Any:
+    """What does ``other`` on one member's thread."""
+
+    def choose(*args: Any, **settings: Any) -> Any:
+        is_it = threading.current_thread().name == str(member)
+        return (other if is_it else usual)(*args, **settings)
+
+    return choose
+
+
+def raise_it(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_member_gets_one_memory_and_a_handle_to_every_other(size: int) -> None:
+    before = num_files()
+    seen: dict[int, Any] = {}
+
+    def attach(member: int, shared: Shared) -> None:
+        handles = shared.processes
+        assert not any(os.get_inheritable(file) for file in handles if file >= 0)
+        assert not os.get_inheritable(shared.memory)
+        processes = [process_of(file) if file >= 0 else None for file in handles]
+        seen[member] = (os.fstat(shared.memory).st_ino, processes)
+        close_all(shared)
+
+    assert Circle(size).run(attach) == [None] * size
+    assert len({inode for inode, _ in seen.values()}) == 1
+    for member, (_, processes) in seen.items():
+        assert processes == [None if one == member else os.getpid() for one in range(size)]
+    assert num_files() <= before  # threads of other tests may close some meanwhile
+
+
+def test_more_handles_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_MOST_FILES", 3)
+    before = num_files()
+    seen: list[int] = []
+
+    def attach(member: int, shared: Shared) -> None:
+        seen.append(len(shared.processes))
+        close_all(shared)
+
+    assert Circle(9).run(attach) == [None] * 9
+    assert seen == [9] * 9
+    assert num_files() <= before  # threads of other tests may close some meanwhile
+
+
+def test_too_many_files_under_way_are_sent_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [OSError(errno.ETOOMANYREFS, "too many") for _ in range(5)]
+
+    class Full(socket.socket):
+        def sendmsg(self, *args: Any) -> int:
+            if refusals:
+                raise refusals.pop()
+            return super().sendmsg(*args)
+
+    monkeypatch.setattr(socket, "socket", Full)
+    assert Circle(3).run() == [None] * 3
+    assert not refusals
+
+
+@pytest.mark.parametrize("member", [0, 1, 3])
+@pytest.mark.parametrize("error", [OSError(12, "no room"), MemoryError(), RuntimeError("too old")])
+def test_a_member_that_cannot_attach_is_a_refusal_for_all(member: int, error: Exception) -> None:
+    before = num_files()
+
+    def attach(place: int, shared: Shared) -> None:
+        close_all(shared)
+        if place == member:
+            raise error
+
+    told = str(error) or "MemoryError"
+    all_tell(Circle(4).run(attach), WireRefused, f"rank {10 + member}: {told}")
+    assert num_files() <= before  # threads of other tests may close some meanwhile
+
+
+def test_memory_that_cannot_be_made_is_a_refusal_for_all() -> None:
+    found = Circle(3).run(make=lambda: raise_it(OSError(errno.ENOMEM, "Cannot allocate memory")))
+    all_tell(found, WireRefused, "rank 10: [Errno 12] Cannot allocate memory")
+
+
+@pytest.mark.parametrize("member", [0, 2])
+def test_a_system_without_process_handles_is_a_refusal_for_all(
+    member: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOSYS, "Function not implemented")
+    other = lambda pid: raise_it(error)  # noqa: E731
+    monkeypatch.setattr(os, "pidfd_open", only_on(member, os.pidfd_open, other))
+    found = Circle(3).run()
+    all_tell(found, WireRefused, f"rank {10 + member}: [Errno 38] Function not implemented")
+
+
+def test_a_python_without_process_handles_is_a_refusal_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    all_tell(Circle(2).run(), WireRefused, "rank 10: this system has no pidfd_open")
+
+
+@pytest.mark.parametrize(("member", "teller"), [(0, 11), (1, 11)])
+def test_a_member_of_another_user_is_a_refusal_for_all(
+    member: int, teller: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", only_on(member, os.getuid, lambda: 12345))
+    all_tell(Circle(2).run(), WireRefused, f"rank {teller}: rank 10 runs as another user")
+
+
+def test_a_member_that_is_turned_away_before_it_speaks_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = handshake._send
+
+    def send_late(*args: Any) -> None:
+        time.sleep(0.2)
+        usual(*args)
+
+    monkeypatch.setattr(os, "getuid", only_on(0, os.getuid, lambda: 12345))
+    monkeypatch.setattr(handshake, "_send", only_on(1, usual, send_late))
+    all_tell(Circle(2).run(), WireRefused, "rank 11: rank 10 runs as another user")
+
+
+def test_a_stranger_is_turned_away_and_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    circle = Circle(2)
+    peers: list[int] = []
+    usual = handshake._peer_user
+
+    def peer_user(connection: socket.socket) -> int:
+        peers.append(1)
+        is_first = len(peers) == 1
+        return 12345 if is_first else usual(connection)
+
+    monkeypatch.setattr(handshake, "_peer_user", peer_user)
+    got: list[bytes] = []
+
+    def intrude() -> None:
+        with circle.connect() as connection:
+            connection.settimeout(5)
+            got.append(connection.recv(100))
+            got.append(connection.recv(100))
+        late = threading.Thread(target=lambda: others.extend(circle.run(members=[1])))
+        late.start()
+        late.join()
+
+    others: list[Exception | None] = []
+    assert circle.run(members=[0], meanwhile=intrude) == [None]
+    assert others == [None]
+    assert got == [(-1).to_bytes(4, "big", signed=True) + bytes(4), b""]
+
+
+def test_a_member_that_cannot_connect_is_a_refusal_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(socket.socket):
+        def connect(self, address: Any) -> None:
+            if threading.current_thread().name == "2":
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            super().connect(address)
+
+    monkeypatch.setattr(socket, "socket", Refusing)
+    text = "rank 12 cannot reach rank 10: [Errno 111] Connection refused"
+    all_tell(Circle(4).run(), WireRefused, text)
+
+
+@pytest.mark.parametrize("missing", [[0], [1], [1, 2, 4]])
+def test_members_that_never_come_are_named_by_all_others(missing: list[int]) -> None:
+    before = num_files()
+    members = [member for member in range(5) if member not in missing]
+    found = Circle(5).run(members=members, timeout_s=0.2)
+    named = {1: "rank 11", 0: "rank 10", 3: "ranks 11-12, 14"}[
+        len(missing) if len(missing) > 1 else missing[0]
+    ]
+    all_tell(found, WireTimeout, f"{named} did not come to share memory")
+    assert num_files() <= before  # threads of other tests may close some meanwhile
+
+
+@pytest.mark.parametrize("stage", ["silent", "greeted"])
+def test_a_member_that_stops_in_the_middle_is_a_timeout_for_all(stage: str) -> None:
+    circle = Circle(3)
+    held: list[socket.socket] = []
+
+    def stop() -> None:
+        held.append(circle.connect())
+        if stage == "greeted":
+            handle = os.pidfd_open(os.getpid())
+            handshake._send(held[0], 1, [handle], 0.0)
+            os.close(handle)
+
+    found = circle.run(members=[0, 2], timeout_s=0.4, meanwhile=stop)
+    texts = {
+        "silent": "a member did not answer while memory was shared",
+        "greeted": "rank 11 did not come to share memory",
+    }
+    all_tell(found, WireTimeout, texts[stage])
+    held[0].close()
+
+
+def test_a_connection_that_ends_before_it_said_who_it_is() -> None:
+    circle = Circle(3)
+    found = circle.run(members=[0, 2], meanwhile=lambda: circle.connect().close())
+    all_tell(found, WireFailure, "a member left while memory was shared")
+
+
+def sharing(attach: Attach, num_spare_files: int | None = None) -> tuple[str, str, int]:
+    """Share among processes of a world; the kind of the error, its text, files gained."""
+    world = get_world()
+    attach_here = attach
+    store = PrefixStore(f"shared {num_spare_files}", world.store)
+    before = num_files()
+    told = ("", "")
+    if num_spare_files is not None and world.rank == 1:
+        import resource
+
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # listdir has had one open of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest_file() + 1 + num_spare_files, usual[1]))
+    try:
+        share(store, world.rank, range(world.size), make_memory, attach_here, 10.0)
+    except Exception as error:
+        told = (type(error).__name__, str(error))
+    finally:
+        if num_spare_files is not None and world.rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    return (*told, num_files() - before)
+
+
+def highest_file() -> int:
+    return max(int(name) for name in os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_process_that_ends_in_the_middle_is_noticed_at_once(dying: int, pool: Pool) -> None:
+    def program() -> Any:
+        def attach(shared: Shared) -> None:
+            if md.get_rank() == dying:
+                os._exit(3)
+            close_all(shared)
+
+        begin = time.monotonic()
+        return sharing(attach), time.monotonic() - begin
+
+    outcomes = pool.outcomes(program, 3)
+    assert isinstance(outcomes.pop(dying), Failure)
+    for told, seconds in outcomes:
+        assert told[:2] == ("WireFailure", f"rank {dying} left while memory was shared")
+        assert told[2] <= 0  # the Gloo connection to it may have ended too
+        assert is_within(seconds, 2.0)
+
+
+def test_too_few_file_numbers_are_a_refusal_for_all_and_leave_none_behind(pool: Pool) -> None:
+    def program() -> Any:
+        gaps = fill_gaps()
+        try:
+            return [sharing(close_all, spare) for spare in range(9)]
+        finally:
+            for file in gaps:
+                os.close(file)
+
+    by_rank = pool.run(program, 4)
+    refused = ("WireRefused", "rank 1: [Errno 24] Too many open files", 0)
+    outcomes = by_rank[1]
+    assert all(found == outcomes for found in by_rank)
+    assert set(outcomes) == {refused, ("", "", 0)}
+    assert outcomes == sorted(outcomes, reverse=True)  # refused until there are enough
+    assert outcomes[0] == refused
+    assert outcomes[-1] == ("", "", 0)
+
+
+def fill_gaps() -> list[int]:
+    """Open files until the next number is the highest, so that a limit counts from there."""
+    files = []
+    top = highest_file()
+    while True:
+        files.append(os.open("/dev/null", os.O_RDONLY))
+        if files[-1] > top:
+            return files

@@ -1,0 +1,582 @@
+"""The wire of simulated ranks: every verb against NumPy, and what its operations promise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from meshdist.bootstrap.world import get_world
+from meshdist.errors import AgreementError, DtypeError
+from meshdist.reduce_ops import ReduceOp
+from meshdist.wires import fallbacks
+from meshdist.wires.communicator import Communicator
+from meshdist.wires.failures import WireAborted, WireFailure
+from meshdist.wires.opening import Opening
+from meshdist.wires.operations import Chain
+from meshdist.wires.registry import get_wire
+from meshdist.worlds.simulation import simulate
+from tests.wires.samples import (
+    DTYPES,
+    OPS,
+    TERMS,
+    T,
+    bits,
+    draw,
+    legal_ops,
+    open_group,
+    reduced_in_numpy,
+)
+
+SIZES = (1, 2, 3, 4)
+COMPLEX_HALF = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+# ---- every verb, every dtype --------------------------------------------------------------------
+
+Tensors = list[torch.Tensor]
+Inputs = Sequence[Tensors]
+"""What each member brings."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of a communicator.
+
+    Args:
+        counts: how many elements a member's inputs have: of (member, size of the group, whether
+            sizes are to differ).
+        run: starts the verb on a group with a member's own copies of all inputs, its own among
+            them; returns what was started, and the tensors that hold the result.
+        expect: the result of each member, as bytes, of all inputs.
+        can_differ: whether sizes may differ.
+        reduces: whether it takes an op.
+    """
+
+    counts: Callable[[int, int, bool], list[int]]
+    run: Callable[[Any, Tensors, Inputs, Any], tuple[Any, Tensors]]
+    expect: Callable[[Inputs, str], list[list[bytes]]]
+    can_differ: bool = False
+    reduces: bool = False
+
+
+def one(member: int, size: int, uneven: bool) -> list[int]:
+    return [2 * size]
+
+
+def own_count(member: int, size: int, uneven: bool) -> list[int]:
+    return [(2 * member + 1) % 4 if uneven else 3]
+
+
+def by_receiver(member: int, size: int, uneven: bool) -> list[int]:
+    return [(2 * j + 3) % 5 if uneven else 2 for j in range(size)]
+
+
+def by_pair(member: int, size: int, uneven: bool) -> list[int]:
+    return [(2 * member + j) % 4 if uneven else 2 for j in range(size)]
+
+
+def like(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Fresh tensors of as many elements, none of which is right yet."""
+    return [
+        torch.full((x.numel() * x.itemsize,), 7, dtype=torch.uint8).view(x.dtype) for x in tensors
+    ]
+
+
+def root_of(group: Any) -> int:
+    return group.size // 2
+
+
+def all_gather(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    (output,) = like([torch.cat([x for (x,) in inputs])])
+    return group.all_gather(output, mine[0], TERMS), [output]
+
+
+def all_gather_list(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = like([x for (x,) in inputs])
+    return group.all_gather_list(outputs, mine[0], TERMS), outputs
+
+
+def gather(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = like([x for (x,) in inputs]) if group.rank == root_of(group) else []
+    return group.gather(outputs, mine[0], root_of(group), TERMS), outputs
+
+
+def scatter(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    root = root_of(group)
+    output = like([inputs[root][group.rank]])
+    return group.scatter(output[0], mine if group.rank == root else [], root, TERMS), output
+
+
+def reduce_scatter(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    output = like([mine[0][: mine[0].numel() // group.size]])
+    return group.reduce_scatter(output[0], mine[0], op, TERMS), output
+
+
+def reduce_scatter_list(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    output = like([mine[group.rank]])
+    return group.reduce_scatter_list(output[0], mine, op, TERMS), output
+
+
+def all_to_all(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = like([theirs[group.rank] for theirs in inputs])
+    return group.all_to_all(outputs, mine, TERMS), outputs
+
+
+def all_to_all_single(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
+    outputs = [theirs[group.rank] for theirs in inputs]
+    taken, given = [x.numel() for x in outputs], [x.numel() for x in mine]
+    (output,) = like([torch.cat(outputs)])
+    return group.all_to_all_single(output, torch.cat(mine), taken, given, TERMS), [output]
+
+
+def columns(inputs: Inputs) -> list[Tensors]:
+    return [list(column) for column in zip(*inputs, strict=True)]
+
+
+def all_reduced(inputs: Inputs, op: str) -> list[list[bytes]]:
+    return [[bits(reduced_in_numpy(column, op)) for column in columns(inputs)]] * len(inputs)
+
+
+def reduced_at_root(inputs: Inputs, op: str) -> list[list[bytes]]:
+    root, whole = len(inputs) // 2, bits(reduced_in_numpy([x for (x,) in inputs], op))
+    return [[whole if member == root else bits(x)] for member, (x,) in enumerate(inputs)]
+
+
+def reduced_blocks(inputs: Inputs, op: str) -> list[list[bytes]]:
+    whole = reduced_in_numpy([x for (x,) in inputs], op)
+    return [[bits(block)] for block in whole.chunk(len(inputs))]
+
+
+def gathered(inputs: Inputs, op: str) -> list[list[bytes]]:
+    return [[bits(x) for (x,) in inputs]] * len(inputs)
+
+
+def exchanged(inputs: Inputs, op: str) -> list[list[bytes]]:
+    return [[bits(x) for x in column] for column in columns(inputs)]
+
+
+def joined(expected: list[list[bytes]]) -> list[list[bytes]]:
+    return [[b"".join(each)] for each in expected]
+
+
+VERBS = {
+    "all_reduce": Verb(
+        one, lambda g, x, _, op: (g.all_reduce(x[0], op, TERMS), x), all_reduced, reduces=True
+    ),
+    "all_reduce_list": Verb(
+        by_receiver,
+        lambda g, x, _, op: (g.all_reduce_list(x, op, TERMS), x),
+        all_reduced,
+        can_differ=True,
+        reduces=True,
+    ),
+    "reduce": Verb(
+        one,
+        lambda g, x, _, op: (g.reduce(x[0], op, root_of(g), TERMS), x),
+        reduced_at_root,
+        reduces=True,
+    ),
+    "broadcast": Verb(
+        one,
+        lambda g, x, _, op: (g.broadcast(x[0], root_of(g), TERMS), x),
+        lambda inputs, _: [[bits(inputs[len(inputs) // 2][0])]] * len(inputs),
+    ),
+    "gather": Verb(
+        one,
+        gather,
+        lambda inputs, _: [
+            [bits(x) for (x,) in inputs] if member == len(inputs) // 2 else []
+            for member in range(len(inputs))
+        ],
+    ),
+    "scatter": Verb(
+        by_receiver, scatter, lambda inputs, _: [[bits(x)] for x in inputs[len(inputs) // 2]]
+    ),
+    "all_gather": Verb(one, all_gather, lambda inputs, op: joined(gathered(inputs, op))),
+    "all_gather_list": Verb(own_count, all_gather_list, gathered, can_differ=True),
+    "reduce_scatter": Verb(one, reduce_scatter, reduced_blocks, reduces=True),
+    "reduce_scatter_list": Verb(
+        by_receiver,
+        reduce_scatter_list,
+        lambda inputs, op: [[bits(reduced_in_numpy(column, op))] for column in columns(inputs)],
+        can_differ=True,
+        reduces=True,
+    ),
+    "all_to_all": Verb(by_pair, all_to_all, exchanged, can_differ=True),
+    "all_to_all_single": Verb(
+        by_pair,
+        all_to_all_single,
+        lambda inputs, op: joined(exchanged(inputs, op)),
+        can_differ=True,
+    ),
+}
+WRITE_THEIR_INPUTS = ("all_reduce", "all_reduce_list", "reduce", "broadcast")
+
+
+@COMPLEX_HALF
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_on_every_dtype_matches_numpy(verb: str, dtype: torch.dtype) -> None:
+    case = VERBS[verb]
+    ops = legal_ops(dtype) if case.reduces else ["SUM"]
+    for size in SIZES:
+        for uneven in (False, True)[: 1 + case.can_differ]:
+            inputs = [
+                [
+                    draw(dtype, (count,), 100 * member + place)
+                    for place, count in enumerate(case.counts(member, size, uneven))
+                ]
+                for member in range(size)
+            ]
+
+            def program(inputs: Inputs = inputs) -> list[list[bytes]]:
+                group = open_group()
+                given = [bits(x) for x in inputs[group.rank]]
+                results = []
+                for op in ops:
+                    mine = [x.clone() for x in inputs[group.rank]]
+                    pending, result = case.run(group, mine, inputs, getattr(ReduceOp, op))
+                    pending.finish(T)
+                    assert verb in WRITE_THEIR_INPUTS or [bits(x) for x in mine] == given
+                    results.append([bits(x) for x in result])
+                return results
+
+            expected = [case.expect(inputs, op) for op in ops]
+            for member, results in enumerate(simulate(program, size)):
+                assert results == [each[member] for each in expected], (size, uneven, member)
+
+
+def test_what_the_wire_says_it_serves_is_what_the_table_runs() -> None:
+    wire = get_wire("simulated")
+    for name, verb in VERBS.items():
+        for dtype in DTYPES:
+            assert wire.support(name, "cpu", dtype) == "native"
+            for op in OPS:
+                runs = not verb.reduces or op in legal_ops(dtype)
+                told = wire.support(name, "cuda", dtype, getattr(ReduceOp, op))
+                assert told == ("native" if runs else "")
+        assert wire.support(name, "privateuseone", torch.float32) == ""
+        told = wire.support(name, "cpu", torch.float4_e2m1fn_x2)
+        assert told == ("" if verb.reduces else "native")
+    for name in ("send", "recv", "barrier"):
+        assert wire.support(name, "cpu", torch.int8) == "native"
+
+
+@COMPLEX_HALF
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_messages_carry_every_dtype(dtype: torch.dtype, size: int) -> None:
+    inputs = [draw(dtype, (2, 3), member) for member in range(size)]
+
+    def program() -> bytes:
+        group = open_group()
+        (received,) = like([inputs[0]])
+        group.send(inputs[group.rank], (group.rank + 1) % size, 0, TERMS).finish(T)
+        group.recv(received, (group.rank - 1) % size, 0, TERMS).finish(T)
+        return bits(received)
+
+    assert simulate(program, size) == [bits(inputs[member - 1]) for member in range(size)]
+
+
+def test_what_cannot_be_added_is_moved_all_the_same() -> None:
+    def program() -> tuple[list[bytes], bytes]:
+        group = open_group()
+        inputs = [torch.tensor([16 * group.rank + j], dtype=torch.uint8) for j in range(2)]
+        inputs = [x.view(torch.float4_e2m1fn_x2) for x in inputs]
+        outputs = like(inputs)
+        group.all_to_all(outputs, inputs, TERMS).finish(T)
+        group.broadcast(inputs[0], 1, TERMS).finish(T)
+        return [bits(x) for x in outputs], bits(inputs[0])
+
+    assert simulate(program, 2) == [([b"\x00", b"\x10"], b"\x10"), ([b"\x01", b"\x11"], b"\x10")]
+
+
+def test_a_list_of_tensors_may_mix_dtypes_and_be_empty() -> None:
+    def program() -> list[Any]:
+        group = open_group()
+        tensors = [torch.ones(2), torch.full((), 3), torch.zeros(0, dtype=torch.bool)]
+        group.all_reduce_list(tensors, ReduceOp.SUM, TERMS).finish(T)
+        group.all_reduce_list([], ReduceOp.SUM, TERMS).finish(T)
+        return [x.tolist() for x in tensors]
+
+    assert simulate(program, 3) == [[[3.0, 3.0], 9, []]] * 3
+
+
+def test_a_list_of_tensors_is_reduced_by_an_op_that_all_of_them_have() -> None:
+    def program() -> None:
+        group = open_group()
+        with pytest.raises(DtypeError, match="cannot reduce int8 with AVG"):
+            group.all_reduce_list(
+                [torch.ones(1), torch.ones(1, dtype=torch.int8)], ReduceOp.AVG, TERMS
+            )
+
+    simulate(program, 2)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 2)])
+def test_tensors_of_any_layout(shape: tuple[int, ...]) -> None:
+    def program() -> list[torch.Tensor]:
+        group = open_group()
+        x = torch.ones(shape).mT if len(shape) == 2 else torch.ones(shape)
+        out = torch.zeros((3, *x.shape))
+        group.all_gather(out, x, TERMS).finish(T)
+        group.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+        return [x, out]
+
+    for x, out in simulate(program, 3):
+        assert torch.equal(x, torch.full_like(x, 3.0))
+        assert torch.equal(out, torch.ones_like(out))
+
+
+def test_parameters_and_inference_tensors_are_written() -> None:
+    def program() -> None:
+        group = open_group()
+        parameter = torch.nn.Parameter(torch.full((2,), float(group.rank)))
+        with torch.inference_mode(group.rank == 0):
+            mixed = torch.full((2,), float(group.rank))
+            group.broadcast(parameter, 1, TERMS).finish(T)
+            group.broadcast(mixed, 1, TERMS).finish(T)
+        assert parameter.tolist() == mixed.tolist() == [1.0, 1.0]
+        assert parameter.requires_grad
+        assert not parameter.is_inference()
+        assert mixed.is_inference() == (group.rank == 0)
+
+    simulate(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "served"),
+    [
+        ("AVG", torch.int32, "AVG on floating and complex dtypes"),
+        ("BAND", torch.float32, "BAND on integers and bool"),
+        ("MAX", torch.complex64, "MAX on dtypes that are not complex"),
+        (
+            "SUM",
+            torch.float4_e2m1fn_x2,
+            "bool, or integers, floats and complex numbers of 8 bits and more",
+        ),
+    ],
+)
+def test_reductions_that_a_dtype_lacks_are_refused(
+    op: str, dtype: torch.dtype, served: str
+) -> None:
+    def program() -> None:
+        group = open_group()
+        with pytest.raises(DtypeError) as caught:
+            group.all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op), TERMS)
+        name = str(dtype).removeprefix("torch.")
+        assert str(caught.value).splitlines() == [
+            f"the wire 'simulated' cannot reduce {name} with {op}",
+            f"  expected: {served}",
+            "  fix:      use another reduction, or convert the tensor",
+        ]
+
+    simulate(program, 2)
+
+
+# ---- asynchronous operations -------------------------------------------------------------------
+
+
+def test_started_operations_do_not_wait() -> None:
+    def program() -> list[float]:
+        group = open_group()
+        tensors = [torch.full((2,), float(i + group.rank)) for i in range(3)]
+        pending = [group.all_reduce(x, ReduceOp.SUM, TERMS) for x in tensors]
+        for each in reversed(pending):
+            each.finish(T)
+            each.finish(T)
+        return [x[0].item() for x in tensors]
+
+    assert simulate(program, 2) == [[1.0, 3.0, 5.0]] * 2
+
+
+def test_overlapping_groups_in_different_orders() -> None:
+    def program() -> tuple[float, float]:
+        rank = get_world().rank
+        whole = open_group()
+        pair = open_group((0, 1), "pair") if rank < 2 else None
+        x, y = torch.ones(1), torch.full((1,), 10.0)
+        if rank == 0 and pair is not None:
+            first = pair.all_reduce(y, ReduceOp.SUM, TERMS)
+            second = whole.all_reduce(x, ReduceOp.SUM, TERMS)
+            second.finish(T)
+            first.finish(T)
+        elif pair is not None:
+            second = whole.all_reduce(x, ReduceOp.SUM, TERMS)
+            first = pair.all_reduce(y, ReduceOp.SUM, TERMS)
+            first.finish(T)
+            second.finish(T)
+        else:
+            whole.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+        return x.item(), y.item()
+
+    assert simulate(program, 3) == [(3.0, 20.0), (3.0, 20.0), (3.0, 10.0)]
+
+
+def test_asking_whether_done_lets_the_others_go_on() -> None:
+    def program() -> int:
+        group = open_group()
+        x = torch.ones(1)
+        pending = group.all_reduce(x, ReduceOp.SUM, TERMS)
+        asked = 0
+        while not pending.poll():
+            asked += 1
+            assert asked < 10
+        assert x.item() == get_world().size
+        return asked
+
+    assert simulate(program, 3) == [0, 0, 0]
+    assert simulate(program, 1) == [0]
+
+
+def test_a_barrier_completes_what_was_started_before() -> None:
+    def program() -> float:
+        group = open_group()
+        x = torch.ones(1)
+        group.all_reduce(x, ReduceOp.SUM, TERMS)
+        group.barrier(TERMS).finish(T)
+        return x.item()
+
+    assert simulate(program, 3) == [3.0] * 3
+
+
+def test_nothing_is_kept_of_a_finished_operation() -> None:
+    def program() -> None:
+        group = open_group()
+        x, block = torch.ones(2), torch.ones(1)
+        kept = [weakref.ref(x), weakref.ref(block)]
+        pending = [group.all_reduce(x, ReduceOp.SUM, TERMS)]
+        pending.append(group.reduce_scatter(block, x, ReduceOp.SUM, TERMS))
+        pending.append(group.send(x, group.rank, 0, TERMS))
+        y = torch.empty(2)
+        kept.append(weakref.ref(y))
+        pending.append(group.recv(y, group.rank, 0, TERMS))
+        for each in pending:
+            each.finish(T)
+        del x, y, block
+        assert [ref() for ref in kept] == [None] * 3
+
+    simulate(program, 2)
+
+
+# ---- several operations as one ------------------------------------------------------------------
+
+
+def test_operations_that_end_as_one_bring_their_results_home_once() -> None:
+    def program() -> tuple[list[float], int]:
+        group = open_group()
+        tensors = [torch.full((2,), float(i + group.rank)) for i in range(3)]
+        settled: list[int] = []
+        chain = Chain(
+            [group.all_reduce(x, ReduceOp.SUM, TERMS) for x in tensors], lambda: settled.append(1)
+        )
+        outer = Chain([chain, group.barrier(TERMS)])
+        outer.finish(T)
+        outer.finish(T)
+        assert outer.poll()
+        return [x[0].item() for x in tensors], len(settled)
+
+    assert simulate(program, 2) == [([1.0, 3.0, 5.0], 1)] * 2
+
+
+def test_asking_for_a_chain_lets_the_others_go_on() -> None:
+    def program() -> list[bool]:
+        group = open_group()
+        asked = []
+        chain = Chain([group.barrier(TERMS), group.barrier(TERMS)])
+        while not asked or not asked[-1]:
+            asked.append(chain.poll())
+            assert len(asked) < 10
+        return asked
+
+    assert simulate(program, 3)[0] == [True]
+
+
+def test_a_chain_fails_as_its_part_does() -> None:
+    def program() -> None:
+        group = open_group()
+        chain = Chain([group.barrier(TERMS), group.broadcast(torch.ones(1), group.rank, TERMS)])
+        with pytest.raises(AgreementError, match="disagree about their call 2"):
+            chain.finish(T)
+
+    simulate(program, 2)
+
+
+def test_verbs_made_of_others_run_here_too() -> None:
+    def program() -> list[Any]:
+        group = open_group()
+        mine = torch.arange(4.0) + group.rank
+        block, outputs = torch.zeros(2), [torch.zeros(2), torch.zeros(2)]
+        started = [
+            Communicator.reduce_scatter_list(group, block, mine.split(2), ReduceOp.SUM, TERMS),
+            Communicator.all_to_all(group, outputs, list(mine.split(2)), TERMS),
+            fallbacks.all_reduce_by_gathering(group, mine, ReduceOp.MAX, TERMS),
+        ]
+        for each in started:
+            each.finish(T)
+        return [block.tolist(), [x.tolist() for x in outputs], mine.tolist()]
+
+    first, second = simulate(program, 2)
+    assert first == [[1.0, 3.0], [[0.0, 1.0], [1.0, 2.0]], [1.0, 2.0, 3.0, 4.0]]
+    assert second == [[5.0, 7.0], [[2.0, 3.0], [3.0, 4.0]], [1.0, 2.0, 3.0, 4.0]]
+
+
+# ---- abort, end, opening ------------------------------------------------------------------------
+
+
+def test_abort_frees_all_members() -> None:
+    def program() -> str:
+        group = open_group()
+        if group.rank == 2:
+            group.abort()
+        start = [lambda: group.recv(torch.zeros(1), 1, 0, TERMS), lambda: group.barrier(TERMS)]
+        with pytest.raises(WireAborted) as caught:
+            start[min(group.rank, 1)]().finish(T)
+        with pytest.raises(WireAborted):
+            group.barrier(TERMS)
+        return str(caught.value)
+
+    assert simulate(program, 3) == ["the communicator was aborted"] * 3
+
+
+def test_a_closed_communicator_refuses_calls() -> None:
+    def program() -> None:
+        group = open_group()
+        pending = group.barrier(TERMS)
+        group.close()
+        pending.finish(T)
+        with pytest.raises(WireFailure, match="the communicator was closed"):
+            group.barrier(TERMS)
+
+    simulate(program, 2)
+
+
+def test_data_that_cannot_be_moved_is_a_failure_of_every_member() -> None:
+    def program() -> None:
+        group = open_group()
+        with pytest.raises(WireFailure, match="moving the data failed: RuntimeError: shape"):
+            group.all_gather(torch.zeros(3), torch.zeros(2), TERMS).finish(T)
+
+    simulate(program, 2)
+
+
+def test_members_that_disagree_about_the_group() -> None:
+    def program() -> None:
+        ranks = (0, 1) if get_world().rank == 0 else (1, 0)
+        open_group(ranks)
+
+    with pytest.raises(AgreementError) as caught:
+        simulate(program, 2)
+    assert caught.value.found == "ranks 0-1 elsewhere; ranks 1, 0 here"
+    assert "disagree about who they are" in str(caught.value)
+
+
+def test_the_wire_serves_simulated_ranks_alone() -> None:
+    opening = Opening(HashStore(), (0,), 0, "cpu", T)
+    with pytest.raises(WireFailure, match=r"serves simulated ranks alone: .* meshdist.simulate"):
+        get_wire("simulated").open(opening)

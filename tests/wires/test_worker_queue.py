@@ -1,0 +1,117 @@
+"""Operations that one thread does in order."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+
+from meshdist.wires.failures import WireTimeout
+from meshdist.wires.worker_queue import Job, WorkerQueue
+from tests.load import is_within
+
+SECONDS = timedelta(seconds=5)
+
+
+@pytest.fixture
+def queue() -> WorkerQueue:
+    return WorkerQueue(lambda: None)
+
+
+def test_operations_are_done_in_order_by_one_thread_not_the_callers(
+    queue: WorkerQueue,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    jobs = [
+        queue.start(lambda k=k: seen.append((k, threading.get_ident())))  # type: ignore[misc]
+        for k in range(20)
+    ]
+    for job in jobs:
+        job.finish(SECONDS)
+        assert job.poll()
+    assert [k for k, _ in seen] == list(range(20))
+    assert {thread for _, thread in seen} != {threading.get_ident()}
+    assert len({thread for _, thread in seen}) == 1
+    queue.end()
+
+
+def test_it_is_idle_before_and_after_but_not_during(queue: WorkerQueue) -> None:
+    gate = threading.Event()
+    assert queue.is_idle
+    job = queue.start(lambda: gate.wait(5.0) and None)  # type: ignore[func-returns-value]
+    with pytest.raises(WireTimeout, match=r"not finished after 0.01 s"):
+        job.finish(timedelta(seconds=0.01))
+    assert not queue.is_idle and not job.poll()
+    gate.set()
+    job.finish(SECONDS)
+    assert queue.is_idle
+    queue.end()
+
+
+def test_a_failure_is_kept_and_later_operations_are_done(queue: WorkerQueue) -> None:
+    def fail() -> None:
+        raise KeyError("no such thing")
+
+    first, second = queue.start(fail), queue.start(lambda: None)
+    with pytest.raises(KeyError):
+        first.finish(SECONDS)
+    second.finish(SECONDS)
+    assert first.poll() and second.poll()
+    queue.end()
+
+
+def test_nothing_is_kept_of_what_is_done() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    gone = weakref.ref(thing)
+    job = Job(lambda thing=thing: None)  # type: ignore[misc]
+    job.run()
+    del thing
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_end_releases_a_thread_that_waits() -> None:
+    gate = threading.Event()
+    queue = WorkerQueue(gate.set)
+    job = queue.start(lambda: gate.wait(30.0) and None)  # type: ignore[func-returns-value]
+    begin = time.monotonic()
+    queue.end()
+    took = time.monotonic() - begin
+    assert job.poll() and took > 0.9
+    assert is_within(took, 3.0)
+    queue.end()  # a second end does nothing
+    again = queue.start(lambda: None)  # and a new operation begins anew
+    again.finish(SECONDS)
+    queue.end()
+
+
+def test_the_thread_ends_with_whoever_could_start_something() -> None:
+    queue = WorkerQueue(lambda: None)
+    found: list[threading.Thread] = []
+    queue.start(lambda: found.append(threading.current_thread())).finish(SECONDS)
+    del queue
+    gc.collect()
+    found[0].join(5.0)
+    assert not found[0].is_alive()
+
+
+def test_a_process_ends_while_an_operation_waits() -> None:
+    program = """
+import threading
+from meshdist.wires.worker_queue import WorkerQueue
+gate = threading.Event()
+queue = WorkerQueue(gate.set)
+queue.start(lambda: gate.wait(60.0))
+"""
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    assert time.monotonic() - begin < 45
