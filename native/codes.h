@@ -7,21 +7,6 @@
 
 namespace meshdist {
 
-enum class Verb : std::uint8_t {
-  all_reduce,
-  all_reduce_list,
-  reduce,
-  broadcast,
-  all_gather,
-  all_gather_v,
-  gather,
-  scatter,
-  reduce_scatter,
-  reduce_scatter_v,
-  all_to_all,
-  barrier,
-};
-
 // The dtypes: name in Python, bytes, and what puts their loops into the table of kernels (see
 // kernels_level.h).
 #define MESHDIST_DTYPES(X)               \
@@ -47,6 +32,24 @@ enum class Verb : std::uint8_t {
   X(float8_e5m2fnuz, 1, put_nothing)     \
   X(float8_e8m0fnu, 1, put_nothing)
 
+// The core's verbs: name, its method of `Collectives`, whether it reduces, and how many parts its
+// outputs and its inputs are: none where they are one buffer, one, one per member, the same on the
+// root alone, or any number.
+enum class Parts { none, one, each, at_root, any };
+#define MESHDIST_VERBS(X)                              \
+  X(all_reduce, all_reduce, true, none, none)          \
+  X(all_reduce_list, all_reduce, true, any, none)      \
+  X(reduce, all_reduce, true, none, none)              \
+  X(broadcast, broadcast, false, none, none)           \
+  X(all_gather, all_gather, false, none, none)         \
+  X(all_gather_v, all_gather, false, each, one)        \
+  X(gather, gather, false, at_root, none)              \
+  X(scatter, scatter, false, none, at_root)            \
+  X(reduce_scatter, reduce_scatter, true, none, none)  \
+  X(reduce_scatter_v, reduce_scatter, true, one, each) \
+  X(all_to_all, all_to_all, false, each, each)         \
+  X(barrier, barrier, false, none, none)
+
 #define MESHDIST_OPS(X) X(sum) X(avg) X(product) X(min) X(max) X(band) X(bor) X(bxor)
 
 // timeout: this rank's time ran out; aborted: a member ended the communicator, and its cause is in
@@ -59,19 +62,26 @@ enum class Verb : std::uint8_t {
   X(interrupted) X(pending)
 
 #define MESHDIST_K_NAME(name, ...) k##name,
-#define MESHDIST_NAME(name) name,
+#define MESHDIST_NAME(name, ...) name,
 #define MESHDIST_BYTES(name, bytes, put_loops) bytes,
+#define MESHDIST_OUTPUTS(name, method, reduces, outputs, inputs) Parts::outputs,
+#define MESHDIST_INPUTS(name, method, reduces, outputs, inputs) Parts::inputs,
 #define MESHDIST_TEXT(name, ...) #name,
 
+enum class Verb : std::uint8_t { MESHDIST_VERBS(MESHDIST_NAME) };
 enum class Dtype : std::uint8_t { MESHDIST_DTYPES(MESHDIST_K_NAME) };
 enum class Op : std::uint8_t { MESHDIST_OPS(MESHDIST_NAME) };
 enum class Status : int { MESHDIST_STATUSES(MESHDIST_NAME) };
 
 constexpr std::size_t kDtypeBytes[] = {MESHDIST_DTYPES(MESHDIST_BYTES)};
+constexpr Parts kOutputs[] = {MESHDIST_VERBS(MESHDIST_OUTPUTS)};
+constexpr Parts kInputs[] = {MESHDIST_VERBS(MESHDIST_INPUTS)};
+constexpr const char* kVerbNames[] = {MESHDIST_VERBS(MESHDIST_TEXT)};
 constexpr const char* kDtypeNames[] = {MESHDIST_DTYPES(MESHDIST_TEXT)};
 constexpr const char* kOpNames[] = {MESHDIST_OPS(MESHDIST_TEXT)};
 constexpr const char* kStatusNames[] = {MESHDIST_STATUSES(MESHDIST_TEXT)};
 
+constexpr std::size_t kNumVerbs = sizeof kVerbNames / sizeof *kVerbNames;
 constexpr std::size_t kNumDtypes = sizeof kDtypeNames / sizeof *kDtypeNames;
 constexpr std::size_t kNumOps = sizeof kOpNames / sizeof *kOpNames;
 

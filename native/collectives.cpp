@@ -93,43 +93,16 @@ Status Collectives::agree(const Job& job, std::uint64_t round) {
   return status;
 }
 
+#define MESHDIST_RUN(name, method, reduces, ...)                              \
+  case Verb::name:                                                            \
+    loop_ = reduces ? kernels_.reduce[header.dtype][header.op] : nullptr;     \
+    return reduces && loop_ == nullptr ? Status::unsupported : method(job);
+
 Status Collectives::dispatch(Job& job) {
-  const bool reduces = job.verb() == Verb::all_reduce || job.verb() == Verb::all_reduce_list ||
-                       job.verb() == Verb::reduce || job.verb() == Verb::reduce_scatter ||
-                       job.verb() == Verb::reduce_scatter_v;
-  if (reduces) {
-    loop_ = kernels_.reduce[job.call.header.dtype][job.call.header.op];
-    if (loop_ == nullptr) return Status::unsupported;
-  }
+  const auto& header = job.call.header;
   streams_out_ = false;
-  switch (job.verb()) {
-    case Verb::all_reduce:
-    case Verb::all_reduce_list:
-    case Verb::reduce: {
-      if (is_halved(job)) return reduce_by_halves(job);
-      const std::size_t bytes = job.count() * item_;
-      const bool whole = end_.size <= 2 || bytes <= tuning.whole_reduce_bytes;
-      return whole ? reduce_whole(job) : reduce_by_parts(job);
-    }
-    case Verb::broadcast:
-      return broadcast(job);
-    case Verb::all_gather:
-    case Verb::all_gather_v:
-      return all_gather(job);
-    case Verb::gather:
-      return gather(job);
-    case Verb::scatter:
-      return scatter(job);
-    case Verb::reduce_scatter:
-    case Verb::reduce_scatter_v:
-      return reduce_scatter(job);
-    case Verb::all_to_all:
-      return all_to_all(job);
-    case Verb::barrier:
-      return barrier(job);
-    default:
-      return Status::unsupported;
-  }
+  switch (job.verb()) { MESHDIST_VERBS(MESHDIST_RUN) }
+  return Status::unsupported;
 }
 
 void Collectives::copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const {

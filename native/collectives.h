@@ -76,6 +76,7 @@ class Collectives {
   void reduce_shared(const Job& job);
   Status try_reading(const Call& call);
   Status agree(const Job& job, std::uint64_t round);
+  Status all_reduce(Job& job);
   Status reduce_whole(Job& job);
   Status reduce_by_parts(Job& job);
   Bytes fetch_block(unsigned member, std::size_t offset, std::size_t bytes);

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -29,15 +30,6 @@ auto filled_in() {
   return [](Struct* self, Members... members) { new (self) Struct{std::move(members)...}; };
 }
 
-// A method of the fast path as Python has it: None where the call is done, else False.
-template <class... Args>
-auto done(bool (FastPath::*method)(Args...)) {
-  return [method](FastPath& self, Args... args) -> nb::object {
-    if ((self.*method)(args...)) return nb::none();
-    return nb::bool_(false);
-  };
-}
-
 // `result` becomes the sum of both, numbers of a dtype. Called by MPI, which passes its own datatype.
 void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
   const ReduceLoop add =
@@ -54,33 +46,6 @@ void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
   add(to.buf, sources, 2, count);
   PyBuffer_Release(&to);
   PyBuffer_Release(&from);
-}
-
-// A verb in its two forms: `name(..., timeout)` waits and returns a status, `name_async(...,
-// timeout)` returns a Ticket at once.
-template <class... Args>
-void bind_verb(nb::class_<PyCommunicator>& to, const char* name, const char* async_name,
-               Job (PyCommunicator::*make)(Args...) const) {
-  to.def(name, [make](PyCommunicator& self, std::decay_t<Args>... args, double timeout) {
-    Job job = (self.*make)(args...);
-    return self.run(job, timeout);
-  });
-  to.def(async_name, [make](PyCommunicator& self, std::decay_t<Args>... args, double timeout) {
-    return self.start((self.*make)(args...), timeout);
-  });
-}
-
-// Sends or receives in their two forms: the first waits and returns a status.
-template <bool kIsSend>
-void bind_transfers(nb::class_<PyCommunicator>& to, const char* name, const char* async_name) {
-  to.def(name, [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                  std::int64_t tag, double timeout, std::uint64_t note) {
-    return self.run_transfer(kIsSend, data, count, dtype, peer, tag, note, timeout);
-  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "timeout"_a, "note"_a = 0);
-  to.def(async_name, [](PyCommunicator& self, Address data, Count count, unsigned dtype, int peer,
-                        std::int64_t tag, std::uint64_t note) {
-    return self.start_transfer(kIsSend, data, count, dtype, peer, tag, note);
-  }, "data"_a, "count"_a, "dtype"_a, "peer"_a, "tag"_a, "note"_a = 0);
 }
 
 // The codes of names, as Python writes them.
@@ -111,6 +76,7 @@ NB_MODULE(native, m) {
 
   nb::exception<std::system_error>(m, "SystemError_", PyExc_OSError);
   m.attr("DTYPES") = codes_of(kDtypeNames, [](int letter) { return letter; });
+  m.attr("VERBS") = codes_of(kVerbNames, [](int letter) { return letter; });
   m.attr("OPS") = codes_of(kOpNames, std::toupper);
   m.attr("STATUSES") = codes_of(kStatusNames, std::toupper);
 
@@ -158,20 +124,20 @@ NB_MODULE(native, m) {
       "fd"_a, "rank"_a, "pidfds"_a);
   c.def_prop_ro("rank", [](const PyCommunicator& self) { return self.end->rank; });
   c.def_prop_ro("size", [](const PyCommunicator& self) { return self.end->size; });
-  bind_verb(c, "all_reduce", "all_reduce_async", &PyCommunicator::all_reduce);
-  bind_verb(c, "all_reduce_list", "all_reduce_list_async", &PyCommunicator::all_reduce_list);
-  bind_verb(c, "reduce", "reduce_async", &PyCommunicator::reduce);
-  bind_verb(c, "broadcast", "broadcast_async", &PyCommunicator::broadcast);
-  bind_verb(c, "all_gather", "all_gather_async", &PyCommunicator::all_gather);
-  bind_verb(c, "all_gather_v", "all_gather_v_async", &PyCommunicator::all_gather_v);
-  bind_verb(c, "gather", "gather_async", &PyCommunicator::gather);
-  bind_verb(c, "scatter", "scatter_async", &PyCommunicator::scatter);
-  bind_verb(c, "reduce_scatter", "reduce_scatter_async", &PyCommunicator::reduce_scatter);
-  bind_verb(c, "reduce_scatter_v", "reduce_scatter_v_async", &PyCommunicator::reduce_scatter_v);
-  bind_verb(c, "all_to_all", "all_to_all_async", &PyCommunicator::all_to_all);
-  bind_verb(c, "barrier", "barrier_async", &PyCommunicator::barrier);
-  bind_transfers<true>(c, "send", "send_async");
-  bind_transfers<false>(c, "recv", "recv_async");
+  // Collectives and messages in their two forms: the first waits and returns a status.
+  c.def("run", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
+                  int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
+                  double timeout) {
+    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins);
+    return self.run(job, timeout);
+  });
+  c.def("start", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
+                    int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
+                    double timeout) {
+    return self.start(self.job(verb, count, dtype, op, root, out, in, outs, ins), timeout);
+  });
+  c.def("run_transfer", &PyCommunicator::run_transfer);
+  c.def("start_transfer", &PyCommunicator::start_transfer);
   nb::class_<MessageLog>(m, "MessageLog")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, std::uint64_t>())
       .def_prop_ro("num_waiting", &MessageLog::num_waiting)
@@ -219,26 +185,7 @@ NB_MODULE(native, m) {
            nb::keep_alive<1, 2>(), "functions"_a, "words"_a, "arrivals"_a, "timeout"_a, "link"_a,
            "finish_collective"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a,
            "largest_tag"_a, "most_bytes"_a, "spin_s"_a);
-  // See `FastPath` in `meshdist.wires.communicator`.
-  const auto any = nb::arg().none();
-  nb::class_<FastPath>(m, "FastPath")
-      .def(nb::init<Entry&, Runner&, nb::list>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           "entry"_a, "runner"_a, "reductions"_a)
-      .def("all_reduce", done(&FastPath::all_reduce), any)
-      .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
-      .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
-      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any)
-      .def("all_gather_single", done(&FastPath::all_gather_single), any, any)
-      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any)
-      .def("reduce_scatter_single", done(&FastPath::reduce_scatter_single), any, any, any)
-      .def("all_gather", done(&FastPath::all_gather), any, any)
-      .def("gather", done(&FastPath::gather), any, any, nb::arg())
-      .def("scatter", done(&FastPath::scatter), any, any, nb::arg())
-      .def("all_to_all", done(&FastPath::all_to_all), any, any)
-      .def("all_to_all_single", done(&FastPath::all_to_all_single), any, any)
-      .def("barrier", done(&FastPath::barrier))
-      .def("send", done(&FastPath::send), any, nb::arg(), any)
-      .def("recv", &FastPath::recv, any, any, any);
+  bind_fast_path(m);
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);

@@ -8,6 +8,10 @@
 namespace meshdist {
 namespace {
 
+#define MESHDIST_MPI_COLLECTIVES(X)                                                       \
+  X(Allreduce) X(Reduce) X(Bcast) X(Allgather) X(Allgatherv) X(Reduce_scatter_block)      \
+  X(Gather) X(Scatter) X(Alltoallv) X(Alltoall) X(Barrier)
+#define MESHDIST_MPI_MESSAGES(X) X(Isend) X(Irecv) X(Test) X(Get_count)
 #define MESHDIST_INDEX(name) k##name,
 #define MESHDIST_TEXT_OF(name) #name,
 

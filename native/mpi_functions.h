@@ -12,11 +12,6 @@
 
 namespace meshdist {
 
-#define MESHDIST_MPI_COLLECTIVES(X)                                                       \
-  X(Allreduce) X(Reduce) X(Bcast) X(Allgather) X(Allgatherv) X(Reduce_scatter_block)      \
-  X(Gather) X(Scatter) X(Alltoallv) X(Alltoall) X(Barrier)
-#define MESHDIST_MPI_MESSAGES(X) X(Isend) X(Irecv) X(Test) X(Get_count)
-
 class MpiFunctions {
  public:
   // The functions' names: the blocking collectives, those that only start them, and the others.

@@ -18,7 +18,7 @@
 namespace meshdist {
 
 using Count = std::uint64_t;
-using Counts = std::vector<Count>;
+using Buffers = std::vector<std::pair<Address, Count>>;
 
 inline std::uint8_t* pointer(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
 
@@ -106,11 +106,11 @@ class PyCommunicator : public Communicator {
   PyCommunicator(int fd, unsigned rank, Processes processes)
       : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes)) {}
 
-  Job job(Verb verb, Count count, unsigned dtype, unsigned op = 0, int root = 0, Address out = 0,
-          Address in = 0) const {
+  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
+    if (verb >= kNumVerbs) throw std::invalid_argument("no such verb code");
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
     if (op >= kNumOps) throw std::invalid_argument("no such operation code");
-    if (verb != Verb::all_reduce_list && (root < 0 || root >= static_cast<int>(end->size))) {
+    if (root < 0 || root >= static_cast<int>(end->size)) {
       throw std::invalid_argument("root lies outside the group");
     }
     Job job;
@@ -123,20 +123,17 @@ class PyCommunicator : public Communicator {
     job.in = pointer(in);
     return job;
   }
-
-  std::vector<Part> parts(const Addresses& addresses, const Counts& counts, bool per_member) const {
-    if (addresses.size() != counts.size() || (per_member && counts.size() != end->size)) {
+  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in,
+          const Buffers& outs, const Buffers& ins) const {
+    Job it = job(verb, count, dtype, op, root, out, in);
+    if (!fits(outs, kOutputs[verb], root) || !fits(ins, kInputs[verb], root)) {
       throw std::invalid_argument("one address and one count per member are expected");
     }
-    std::vector<Part> parts(counts.size());
-    for (std::size_t i = 0; i < parts.size(); ++i) parts[i] = {pointer(addresses[i]), counts[i]};
-    return parts;
+    for (auto [address, elements] : outs) it.outs.push_back({pointer(address), elements});
+    for (auto [address, elements] : ins) it.ins.push_back({pointer(address), elements});
+    if (it.verb() == Verb::all_reduce_list) sign(it);
+    return it;
   }
-  std::vector<Part> equal_parts(const Addresses& addresses, Count count, bool is_wanted) const {
-    if (!is_wanted) return {};
-    return parts(addresses, Counts(addresses.size(), count), true);
-  }
-  bool is_me(int root) const { return root == static_cast<int>(end->rank); }
 
   int run(Job& job, double timeout) {
     Status status;
@@ -155,68 +152,6 @@ class PyCommunicator : public Communicator {
     job.call.deadline = deadline_after(timeout);
     return PyTicket{progress, progress->start(std::move(job))};
   }
-
-  // ---- each verb's job; `run` or `start` follows
-
-  Job all_reduce(Address data, Count count, unsigned dtype, unsigned op) const {
-    return job(Verb::all_reduce, count, dtype, op, 0, data);
-  }
-  Job all_reduce_list(const Addresses& data, const Counts& counts, unsigned dtype,
-                      unsigned op) const {
-    Count total = 0;
-    std::uint32_t digest = 2166136261u;  // FNV-1a over the counts: lists of other cuts differ
-    for (Count count : counts) {
-      total += count;
-      for (int i = 0; i < 8; ++i) digest = (digest ^ (count >> (8 * i) & 0xff)) * 16777619u;
-    }
-    Job it = job(Verb::all_reduce_list, total, dtype, op, static_cast<std::int32_t>(digest));
-    it.outs = parts(data, counts, false);
-    return it;
-  }
-  Job reduce(Address data, Count count, unsigned dtype, unsigned op, int root) const {
-    return job(Verb::reduce, count, dtype, op, root, data);
-  }
-  Job broadcast(Address data, Count count, unsigned dtype, int root) const {
-    return job(Verb::broadcast, count, dtype, 0, root, data);
-  }
-  Job all_gather(Address out, Address in, Count count, unsigned dtype) const {
-    return job(Verb::all_gather, count, dtype, 0, 0, out, in);
-  }
-  Job all_gather_v(const Addresses& outs, const Counts& out_counts, Address in, Count count,
-                   unsigned dtype) const {
-    Job it = job(Verb::all_gather_v, 0, dtype);
-    it.outs = parts(outs, out_counts, true);
-    it.ins = {Part{pointer(in), count}};
-    return it;
-  }
-  Job gather(const Addresses& outs, Address in, Count count, unsigned dtype, int root) const {
-    Job it = job(Verb::gather, count, dtype, 0, root, 0, in);
-    it.outs = equal_parts(outs, count, is_me(root));
-    return it;
-  }
-  Job scatter(Address out, const Addresses& ins, Count count, unsigned dtype, int root) const {
-    Job it = job(Verb::scatter, count, dtype, 0, root, out);
-    it.ins = equal_parts(ins, count, is_me(root));
-    return it;
-  }
-  Job reduce_scatter(Address out, Address in, Count count, unsigned dtype, unsigned op) const {
-    return job(Verb::reduce_scatter, count, dtype, op, 0, out, in);
-  }
-  Job reduce_scatter_v(Address out, Count count, const Addresses& ins, const Counts& in_counts,
-                       unsigned dtype, unsigned op) const {
-    Job it = job(Verb::reduce_scatter_v, 0, dtype, op);
-    it.outs = {Part{pointer(out), count}};
-    it.ins = parts(ins, in_counts, true);
-    return it;
-  }
-  Job all_to_all(const Addresses& outs, const Counts& out_counts, const Addresses& ins,
-                 const Counts& in_counts, unsigned dtype) const {
-    Job it = job(Verb::all_to_all, 0, dtype);
-    it.outs = parts(outs, out_counts, true);
-    it.ins = parts(ins, in_counts, true);
-    return it;
-  }
-  Job barrier() const { return job(Verb::barrier, 0, 0); }
 
   // ---- transfers
 
@@ -269,6 +204,22 @@ class PyCommunicator : public Communicator {
   int last_source = -1;
 
  private:
+  bool fits(const Buffers& buffers, Parts parts, int root) const {
+    const bool is_root = root == static_cast<int>(end->rank);
+    const bool are_all = parts == Parts::each || (parts == Parts::at_root && is_root);
+    return parts == Parts::any ||
+           buffers.size() == (are_all ? end->size : parts == Parts::one ? 1u : 0u);
+  }
+  // A list's header: FNV-1a over the counts in place of a root, so that lists of other cuts differ.
+  static void sign(Job& job) {
+    std::uint32_t digest = 2166136261u;
+    for (const Part& part : job.outs) {
+      job.call.header.count += part.count;
+      for (int i = 0; i < 8; ++i) digest = (digest ^ (part.count >> (8 * i) & 0xff)) * 16777619u;
+    }
+    job.call.header.root = static_cast<std::int32_t>(digest);
+  }
+
   Failure last_failure_;
   TransferPtr last_transfer_;
 };

@@ -33,6 +33,12 @@ void for_stretches(const Part* parts, std::size_t num_parts, std::uint64_t start
 
 }  // namespace
 
+Status Collectives::all_reduce(Job& job) {
+  if (is_halved(job)) return reduce_by_halves(job);
+  const bool whole = end_.size <= 2 || job.count() * item_ <= tuning.whole_reduce_bytes;
+  return whole ? reduce_whole(job) : reduce_by_parts(job);
+}
+
 Status Collectives::reduce_whole(Job& job) {
   const Part single{job.out, job.count()};
   const bool is_list = job.verb() == Verb::all_reduce_list;

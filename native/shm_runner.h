@@ -16,7 +16,7 @@ class ShmRunner final : public Runner {
 
   void run(const Collective& call) override {
     const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
-    Job job = core_.job(call.verb, varies ? 0 : call.count, call.dtype,
+    Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
                         static_cast<unsigned>(call.way.op),
                         std::max(static_cast<int>(call.header.root), 0), call.out, call.in);
     for (Address one : call.ins) job.ins.push_back({pointer(one), call.count});

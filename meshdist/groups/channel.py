@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ from ..checking.header_table import CHECK_EVERY, HeaderTable
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.deadlines import Deadline, wait_until
-from ..wires.communicator import Communicator, FastPath
+from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.failures import MembersDisagree, WireAborted, WireFailure, WireTimeout
 from ..wires.operations import Operation, Terms
@@ -33,6 +33,9 @@ from ..wires.registry import Wire
 from ..wires.work import Work
 from .failures import Explainer, OtherMembers
 from .registry import OpenCommunicator
+
+if TYPE_CHECKING:
+    from ..wires.native import FastPath
 
 __all__ = ["Channel"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
@@ -23,7 +23,6 @@ from ..errors import (
 )
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.forks import num_forks
-from ..wires.communicator import FastPath
 from ..wires.failures import WireFailure, WireRefused, WireTimeout
 from ..wires.opening import Opening
 from ..wires.operations import Terms
@@ -33,6 +32,9 @@ from .agreement import Agreement
 from .channel import Channel
 from .other_members import MembersOfWorld, silent_ranks
 from .registry import get_registry
+
+if TYPE_CHECKING:
+    from ..wires.native import FastPath
 
 __all__ = [
     "GroupMember",

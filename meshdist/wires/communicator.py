@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -26,82 +26,16 @@ from .operations import Chain, Operation, Terms
 from .packing import blocks, packed, parts, write, write_blocks
 from .scratch import Scratch
 
-__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "FastPath"]
+if TYPE_CHECKING:
+    from .native import FastPath
+
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator"]
 
 LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
 
 EXCHANGE_TAG = (1 << 30) - 1
 """The tag of messages that belong to an all-to-all; no program's message bears it."""
-
-
-class FastPath(Protocol):
-    """What the native core does for blocking calls on plain CPU tensors.
-
-    A method has the name of its verb, does all that the verb does, and returns what it returns; or
-    it does nothing, and returns False, where the call is not that plain. It raises what the verb
-    raises. Roots and peers are places in the group.
-    """
-
-    def all_reduce(self, tensor: Any, /) -> bool | None:
-        """The sum, in place."""
-        ...
-
-    def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
-        """To member ``root``."""
-        ...
-
-    def broadcast(self, tensor: Any, root: int, /) -> bool | None:
-        """From member ``root``."""
-        ...
-
-    def all_gather_into_tensor(self, output: Any, tensor: Any, /) -> bool | None:
-        """In either form of the output."""
-        ...
-
-    def all_gather_single(self, output: Any, tensor: Any, /) -> bool | None:
-        """The same."""
-        ...
-
-    def reduce_scatter_tensor(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
-        """In either form of the input."""
-        ...
-
-    def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
-        """The same."""
-        ...
-
-    def all_gather(self, outputs: Any, tensor: Any, /) -> bool | None:
-        """Into a list of tensors as large as this member's."""
-        ...
-
-    def gather(self, tensor: Any, outputs: Any, root: int, /) -> bool | None:
-        """To member ``root``; ``outputs`` is None on the others."""
-        ...
-
-    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool | None:
-        """From member ``root``; ``inputs`` is None on the others."""
-        ...
-
-    def all_to_all(self, outputs: Any, inputs: Any, /) -> bool | None:
-        """Of lists of tensors of one size."""
-        ...
-
-    def all_to_all_single(self, output: Any, tensor: Any, /) -> bool | None:
-        """In equal parts."""
-        ...
-
-    def barrier(self) -> bool | None:
-        """Over all members."""
-        ...
-
-    def send(self, tensor: Any, peer: int, tag: Any, /) -> bool | None:
-        """To member ``peer``."""
-        ...
-
-    def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> int:
-        """From member ``peer``, or from any."""
-        ...
 
 
 class Communicator(ABC):

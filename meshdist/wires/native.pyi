@@ -2,13 +2,12 @@
 
 Absent where it was not built (not on Linux, or without a compiler): importing it raises
 ImportError. Addresses are ``tensor.data_ptr()``, counts are elements, ``timeout`` is in seconds
-(negative: none), codes are those of ``DTYPES`` and ``OPS``. The caller keeps the memory alive until
-the call returns or the ticket is done. Everything that may wait releases the GIL, and Ctrl-C
-raises KeyboardInterrupt from it.
+(negative: none), codes are those of ``VERBS``, ``DTYPES`` and ``OPS``. The caller keeps the memory
+alive until the call returns or the ticket is done. Everything that may wait releases the GIL, and
+Ctrl-C raises KeyboardInterrupt from it.
 
-Collectives of one communicator come from one thread at a time. Each has a second form
-``<verb>_async`` with the same arguments, which returns a Ticket: those run in order on the
-communicator's own thread, and a blocking call runs after them.
+Collectives of one communicator come from one thread at a time. Those that are only started run in
+order on the communicator's own thread, and a blocking one runs after them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES: dict[str, int]
+VERBS: dict[str, int]
 OPS: dict[str, int]
 STATUSES: dict[str, int]
 """OK = 0, TIMEOUT, ABORTED, DIED, MISMATCH, UNSUPPORTED, CLOSED, CANCELLED, INTERRUPTED."""
@@ -200,7 +200,11 @@ class MpiRunner(Runner):
     ) -> None: ...
 
 class FastPath:
-    """As ``FastPath`` in ``meshdist.wires.communicator``, which has its methods.
+    """What the native core does for blocking calls on plain CPU tensors.
+
+    A method has the name of its verb, does all that the verb does, and returns what it returns; or
+    it does nothing, and returns False, where the call is not that plain. It raises what the verb
+    raises. Roots and peers are places in the group.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
     names of both. SUM comes first.
@@ -212,6 +216,50 @@ class FastPath:
         runner: Runner,
         reductions: list[tuple[Any, int, dict[Any, tuple[int, int]]]],
     ) -> None: ...
+    def all_reduce(self, tensor: Any, /) -> bool | None:
+        """The sum, in place."""
+
+    def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
+        """To member ``root``."""
+
+    def broadcast(self, tensor: Any, root: int, /) -> bool | None:
+        """From member ``root``."""
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, /) -> bool | None:
+        """In either form of the output."""
+
+    def all_gather_single(self, output: Any, tensor: Any, /) -> bool | None:
+        """The same."""
+
+    def reduce_scatter_tensor(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
+        """In either form of the input."""
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
+        """The same."""
+
+    def all_gather(self, outputs: Any, tensor: Any, /) -> bool | None:
+        """Into a list of tensors as large as this member's."""
+
+    def gather(self, tensor: Any, outputs: Any, root: int, /) -> bool | None:
+        """To member ``root``; ``outputs`` is None on the others."""
+
+    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool | None:
+        """From member ``root``; ``inputs`` is None on the others."""
+
+    def all_to_all(self, outputs: Any, inputs: Any, /) -> bool | None:
+        """Of lists of tensors of one size."""
+
+    def all_to_all_single(self, output: Any, tensor: Any, /) -> bool | None:
+        """In equal parts."""
+
+    def barrier(self) -> bool | None:
+        """Over all members."""
+
+    def send(self, tensor: Any, peer: int, tag: Any, /) -> bool | None:
+        """To member ``peer``."""
+
+    def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> int:
+        """From member ``peer``, or from any."""
 
 def add_to(dtype: int, data: object, result: object, datatype: object, /) -> None:
     """``result`` becomes the sum of both: buffers of numbers of a dtype. ``datatype`` is MPI's."""
@@ -304,213 +352,73 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def all_reduce(self, data: int, count: int, dtype: int, op: int, timeout: float, /) -> int: ...
-    def all_reduce_list(
+    def run(
         self,
-        data: Sequence[int],
-        counts: Sequence[int],
-        dtype: int,
-        op: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def reduce(
-        self,
-        data: int,
+        verb: int,
         count: int,
         dtype: int,
         op: int,
         root: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def broadcast(self, data: int, count: int, dtype: int, root: int, timeout: float, /) -> int: ...
-    def all_gather(
-        self, output: int, data: int, count: int, dtype: int, timeout: float, /
-    ) -> int: ...
-    def all_gather_v(
-        self,
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        data: int,
-        count: int,
-        dtype: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def gather(
-        self,
-        outputs: Sequence[int],
-        data: int,
-        count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def scatter(
-        self,
-        output: int,
-        inputs: Sequence[int],
-        count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def reduce_scatter(
-        self,
         output: int,
         data: int,
-        count: int,
-        dtype: int,
-        op: int,
+        outputs: Sequence[tuple[int, int]],
+        inputs: Sequence[tuple[int, int]],
         timeout: float,
         /,
-    ) -> int: ...
-    def reduce_scatter_v(
-        self,
-        output: int,
-        count: int,
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
-        dtype: int,
-        op: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def all_to_all(
-        self,
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
-        dtype: int,
-        timeout: float,
-        /,
-    ) -> int: ...
-    def barrier(self, timeout: float, /) -> int: ...
-    def all_reduce_async(
-        self, data: int, count: int, dtype: int, op: int, timeout: float, /
-    ) -> Ticket: ...
-    def all_reduce_list_async(
-        self,
-        data: Sequence[int],
-        counts: Sequence[int],
-        dtype: int,
-        op: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def reduce_async(
-        self,
-        data: int,
-        count: int,
-        dtype: int,
-        op: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def broadcast_async(
-        self, data: int, count: int, dtype: int, root: int, timeout: float, /
-    ) -> Ticket: ...
-    def all_gather_async(
-        self, output: int, data: int, count: int, dtype: int, timeout: float, /
-    ) -> Ticket: ...
-    def all_gather_v_async(
-        self,
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        data: int,
-        count: int,
-        dtype: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def gather_async(
-        self,
-        outputs: Sequence[int],
-        data: int,
-        count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def scatter_async(
-        self,
-        output: int,
-        inputs: Sequence[int],
-        count: int,
-        dtype: int,
-        root: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def reduce_scatter_async(
-        self,
-        output: int,
-        data: int,
-        count: int,
-        dtype: int,
-        op: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def reduce_scatter_v_async(
-        self,
-        output: int,
-        count: int,
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
-        dtype: int,
-        op: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def all_to_all_async(
-        self,
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
-        dtype: int,
-        timeout: float,
-        /,
-    ) -> Ticket: ...
-    def barrier_async(self, timeout: float, /) -> Ticket: ...
-    def send(
-        self,
-        data: int,
-        count: int,
-        dtype: int,
-        peer: int,
-        tag: int,
-        timeout: float,
-        note: int = 0,
-    ) -> int: ...
-    def recv(
-        self,
-        data: int,
-        count: int,
-        dtype: int,
-        peer: int,
-        tag: int,
-        timeout: float,
-        note: int = 0,
     ) -> int:
-        """``peer`` -1 takes from any member; ``last_source`` is then the sender.
+        """Do the collective ``VERBS[...]``; returns the status.
+
+        ``count`` is one member's part, 0 where parts differ. What a verb gives and takes is one
+        buffer, ``data`` and ``output``, or several, each an address and a count: ``native/codes.h``
+        says which. What is reduced in place, or sent by ``broadcast``, is its output.
+        """
+
+    def start(
+        self,
+        verb: int,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        output: int,
+        data: int,
+        outputs: Sequence[tuple[int, int]],
+        inputs: Sequence[tuple[int, int]],
+        timeout: float,
+        /,
+    ) -> Ticket:
+        """The same without waiting."""
+
+    def run_transfer(
+        self,
+        is_send: bool,
+        data: int,
+        count: int,
+        dtype: int,
+        peer: int,
+        tag: int,
+        note: int,
+        timeout: float,
+        /,
+    ) -> int:
+        """Send or receive; ``peer`` -1 takes from any member, and ``last_source`` is the sender.
 
         ``note`` is what the other side gets as ``other_note`` where the two do not fit.
         """
 
-    def send_async(
-        self, data: int, count: int, dtype: int, peer: int, tag: int, note: int = 0
-    ) -> Transfer: ...
-    def recv_async(
-        self, data: int, count: int, dtype: int, peer: int, tag: int, note: int = 0
-    ) -> Transfer: ...
+    def start_transfer(
+        self,
+        is_send: bool,
+        data: int,
+        count: int,
+        dtype: int,
+        peer: int,
+        tag: int,
+        note: int,
+        /,
+    ) -> Transfer:
+        """The same without waiting."""
+
     @property
     def last_source(self) -> int: ...
     def last_failure(self) -> Failure:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from meshdist.wires import native
+from tests.native.named_core import NamedCore
 
 SLOT_BYTES = 128 * 1024
 RING_BYTES = 64 * 1024
@@ -35,7 +36,7 @@ def _main(rank: int, fd: int, pipe: Any, body: Callable[..., Any]) -> None:
     pids = pipe.recv()
     pidfds = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     try:
-        communicator = native.Communicator(fd, rank, pidfds)
+        communicator = NamedCore(fd, rank, pidfds)
         os.close(fd)
         pipe.send(("attached", None))
         pipe.recv()

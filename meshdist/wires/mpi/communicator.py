@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
-from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, FastPath
+from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator
 from ..failures import WireAborted, WireFailure
 from ..mailbox import Mailbox
 from ..opening import Opening
@@ -41,6 +41,9 @@ from .ops import (
     plan_of,
 )
 from .staging import StagedCommunicator
+
+if TYPE_CHECKING:
+    from ..native import FastPath
 
 __all__ = ["MpiCommunicator", "MpiWire"]
 

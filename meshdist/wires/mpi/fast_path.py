@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...bootstrap.mpi_library import find_functions
-from ..communicator import FastPath
 from ..core import core
 from ..failures import WireFailure
 from .arrivals import Arrivals
 from .link import Link
 from .ops import plain_reductions
+
+if TYPE_CHECKING:
+    from ..native import FastPath
 
 __all__ = ["make_fast_path"]
 

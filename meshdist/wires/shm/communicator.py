@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import PrefixStore
@@ -23,7 +24,7 @@ from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
-from ..communicator import LARGEST_TAG, Communicator, FastPath
+from ..communicator import LARGEST_TAG, Communicator
 from ..core import core as _core
 from ..failures import WireFailure, WireRefused
 from ..opening import Opening
@@ -31,6 +32,9 @@ from ..operations import DONE, Done, Operation, Terms
 from ..registry import Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
+
+if TYPE_CHECKING:
+    from ..native import FastPath
 
 __all__ = ["ShmCommunicator", "ShmWire"]
 
@@ -45,6 +49,9 @@ _KIB = 1024
 # together stay in the shared cache, and a group takes no more than some MiB.
 _MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128 * _KIB, 64 * _KIB))
 _ALIGNMENT = 4096
+
+Places = Sequence[tuple[int, int]]
+"""Of each buffer its address, and how many elements it has."""
 
 
 class ShmOperation(Operation):
@@ -101,7 +108,7 @@ class ShmCommunicator(Communicator):
         self._opening = opening
         self._num_buffers = 0
         self._core = core
-        self._all_reduce = core.all_reduce
+        self._run = core.run
         self._in_flight: dict[Any, Any] = {}
 
     @classmethod
@@ -117,15 +124,8 @@ class ShmCommunicator(Communicator):
         codes = _sums.get(tensor.dtype) if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
             return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
-        dtype, number = codes
-        place, count, seconds = tensor.data_ptr(), tensor.numel(), terms.timeout.total_seconds()
-        if not terms.waits:
-            ticket = self._core.all_reduce_async(place, count, dtype, number, seconds)
-            return self._started(ticket, tensor, terms)
-        status = self._all_reduce(place, count, dtype, number, seconds)
-        if status:
-            raise failure_of(status, self._core.last_failure())
-        return DONE
+        place = tensor.data_ptr()
+        return self._start("all_reduce", tensor, terms, tensor.numel(), *codes, 0, place)
 
     def all_reduce_list(
         self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
@@ -133,43 +133,44 @@ class ShmCommunicator(Communicator):
         codes = _codes(tensors[0].dtype, op)
         if codes is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             return super().all_reduce_list(tensors, op, terms)
-        return self._start("all_reduce_list", tensors, terms, *_places(tensors), *codes)
+        return self._start("all_reduce_list", tensors, terms, 0, *codes, outs=_places(tensors))
 
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
         codes = _codes(tensor.dtype, op)
         if codes is None:
             return super().reduce(tensor, op, root, terms)
-        place = (tensor.data_ptr(), tensor.numel())
-        return self._start("reduce", tensor, terms, *place, *codes, root)
+        place = tensor.data_ptr()
+        return self._start("reduce", tensor, terms, tensor.numel(), *codes, root, place)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        place = (tensor.data_ptr(), *_amount(tensor))
-        return self._start("broadcast", tensor, terms, *place, root)
+        place = tensor.data_ptr()
+        return self._start("broadcast", tensor, terms, *_amount(tensor), 0, root, place)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
-        places = (output.data_ptr(), tensor.data_ptr(), *_amount(tensor))
-        return self._start("all_gather", (output, tensor), terms, *places)
+        places = (output.data_ptr(), tensor.data_ptr())
+        return self._start("all_gather", (output, tensor), terms, *_amount(tensor), 0, 0, *places)
 
     def all_gather_list(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
     ) -> Operation:
-        outputs, (tensor,) = _movable(outputs), _movable([tensor])
-        place = (tensor.data_ptr(), *_amount(tensor))
-        return self._start("all_gather_v", (outputs, tensor), terms, *_places(outputs), *place)
+        outs, ins = _places(outputs), _places([tensor])
+        return self._start_parts("all_gather_v", (outputs, tensor), terms, tensor, outs, ins)
 
     def gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
     ) -> Operation:
-        addresses = [output.data_ptr() for output in outputs]
-        place = (tensor.data_ptr(), *_amount(tensor))
-        return self._start("gather", (outputs, tensor), terms, addresses, *place, root)
+        place, outs = tensor.data_ptr(), _places(outputs)
+        return self._start(
+            "gather", (outputs, tensor), terms, *_amount(tensor), 0, root, 0, place, outs
+        )
 
     def scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
     ) -> Operation:
-        addresses = [part.data_ptr() for part in inputs]
-        arguments = (tensor.data_ptr(), addresses, *_amount(tensor), root)
-        return self._start("scatter", (inputs, tensor), terms, *arguments)
+        place, ins = tensor.data_ptr(), _places(inputs)
+        return self._start(
+            "scatter", (inputs, tensor), terms, *_amount(tensor), 0, root, place, ins=ins
+        )
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
@@ -177,8 +178,9 @@ class ShmCommunicator(Communicator):
         codes = _codes(tensor.dtype, op)
         if codes is None:
             return super().reduce_scatter(output, tensor, op, terms)
-        places = (output.data_ptr(), tensor.data_ptr(), output.numel())
-        return self._start("reduce_scatter", (output, tensor), terms, *places, *codes)
+        places = (output.data_ptr(), tensor.data_ptr())
+        kept = (output, tensor)
+        return self._start("reduce_scatter", kept, terms, output.numel(), *codes, 0, *places)
 
     def reduce_scatter_list(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
@@ -186,16 +188,16 @@ class ShmCommunicator(Communicator):
         codes = _codes(output.dtype, op)
         if codes is None:
             return super().reduce_scatter_list(output, inputs, op, terms)
-        arguments = (output.data_ptr(), output.numel(), *_places(inputs), *codes)
-        return self._start("reduce_scatter_v", (output, inputs), terms, *arguments)
+        outs, ins = _places([output]), _places(inputs)
+        return self._start(
+            "reduce_scatter_v", (output, inputs), terms, 0, *codes, outs=outs, ins=ins
+        )
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
     ) -> Operation:
-        outputs, inputs = _movable(outputs), _movable(inputs)
-        _, code = _amount(inputs[0])
-        places = (*_places(outputs), *_places(inputs))
-        return self._start("all_to_all", (outputs, inputs), terms, *places, code)
+        places = _places(outputs), _places(inputs)
+        return self._start_parts("all_to_all", (outputs, inputs), terms, inputs[0], *places)
 
     def all_to_all_single(
         self,
@@ -205,9 +207,8 @@ class ShmCommunicator(Communicator):
         input_sizes: Sequence[int],
         terms: Terms,
     ) -> Operation:
-        places = (*_cuts(output, output_sizes), *_cuts(tensor, input_sizes))
-        _, code = _amount(tensor)
-        return self._start("all_to_all", (output, tensor), terms, *places, code)
+        places = _cuts(output, output_sizes), _cuts(tensor, input_sizes)
+        return self._start_parts("all_to_all", (output, tensor), terms, tensor, *places)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         return self._start("barrier", None, terms)
@@ -239,25 +240,10 @@ class ShmCommunicator(Communicator):
         return torch.from_numpy(memory.array()[start : start + num_bytes])
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        arguments, message = (tensor.data_ptr(), *_amount(tensor), peer, tag), (True, peer, tag)
-        if not terms.waits:
-            ticket = self._core.send_async(*arguments, terms.number)
-            return self._started(ticket, tensor, terms, message)
-        status = self._core.send(*arguments, terms.timeout.total_seconds(), terms.number)
-        if status:
-            raise failure_of(status, self._core.last_transfer_failure(), terms.number, message)
-        return DONE
+        return self._start_message(tensor, terms, (True, peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        place = -1 if peer is None else peer
-        arguments, message = (tensor.data_ptr(), *_amount(tensor), place, tag), (False, place, tag)
-        if not terms.waits:
-            ticket = self._core.recv_async(*arguments, terms.number)
-            return self._started(ticket, tensor, terms, message)
-        status = self._core.recv(*arguments, terms.timeout.total_seconds(), terms.number)
-        if status:
-            raise failure_of(status, self._core.last_transfer_failure(), terms.number, message)
-        return Done(self._core.last_source)
+        return self._start_message(tensor, terms, (False, -1 if peer is None else peer, tag))
 
     def fast_path(
         self,
@@ -285,16 +271,59 @@ class ShmCommunicator(Communicator):
     def close(self) -> None:
         self._core.close()
 
-    def _start(self, name: str, kept: Any, terms: Terms, *arguments: Any) -> Operation:
-        """Do a collective, or start it in the background."""
+    def _start(
+        self,
+        verb: str,
+        kept: Any,
+        terms: Terms,
+        count: int = 0,
+        dtype: int = 0,
+        op: int = 0,
+        root: int = 0,
+        out: int = 0,
+        data: int = 0,
+        outs: Places = (),
+        ins: Places = (),
+    ) -> Operation:
+        """Do a collective, or start it in the background.
+
+        Args:
+            verb: the core's name.
+            kept: the tensors that it uses.
+            terms: whether the caller waits for it, and how long.
+            count: elements of one member's part, 0 where these differ.
+            dtype, op, root: the core's numbers.
+            out, data: addresses of the result and of the input, where each is one buffer.
+            outs, ins: address and count of each part, where they are several.
+        """
+        call = (_core.VERBS[verb], count, dtype, op, root, out, data, outs, ins)
         seconds = terms.timeout.total_seconds()
-        if terms.waits:
-            status = getattr(self._core, name)(*arguments, seconds)
-            if status:
-                raise failure_of(status, self._core.last_failure())
-            return DONE
-        ticket = getattr(self._core, f"{name}_async")(*arguments, seconds)
-        return self._started(ticket, kept, terms)
+        if not terms.waits:
+            return self._started(self._core.start(*call, seconds), kept, terms)
+        status = self._run(*call, seconds)
+        if status:
+            raise failure_of(status, self._core.last_failure())
+        return DONE
+
+    def _start_parts(
+        self, verb: str, kept: Any, terms: Terms, like: torch.Tensor, outs: Places, ins: Places
+    ) -> Operation:
+        """The same for parts of any sizes, of the dtype of ``like``."""
+        _, code = _amount(like)
+        return self._start(verb, kept, terms, 0, code, outs=outs, ins=ins)
+
+    def _start_message(
+        self, tensor: torch.Tensor, terms: Terms, message: tuple[bool, int, int]
+    ) -> Operation:
+        """Do a message, or start it: whether it is sent, its peer (-1 for any) and its tag."""
+        is_send, peer, tag = message
+        call = (is_send, tensor.data_ptr(), *_amount(tensor), peer, tag, terms.number)
+        if not terms.waits:
+            return self._started(self._core.start_transfer(*call), tensor, terms, message)
+        status = self._core.run_transfer(*call, terms.timeout.total_seconds())
+        if status:
+            raise failure_of(status, self._core.last_transfer_failure(), terms.number, message)
+        return DONE if is_send else Done(self._core.last_source)
 
     def _started(
         self, ticket: Any, kept: Any, terms: Terms, message: tuple[bool, int, int] | None = None
@@ -431,28 +460,20 @@ def _amount(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.numel(), code
 
 
-def _movable(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors, in a dtype that the core knows: their own, or their bytes."""
-    if not tensors or tensors[0].dtype in _CODES:
-        return tensors
-    return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+def _places(tensors: Sequence[torch.Tensor]) -> Places:
+    """Where each lies, and how much of it travels."""
+    return [(tensor.data_ptr(), _amount(tensor)[0]) for tensor in tensors]
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    return [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
-
-
-def _cuts(tensor: torch.Tensor, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Addresses and counts of consecutive parts."""
-    item, address = tensor.itemsize, tensor.data_ptr()
-    places = [address]
-    for size in sizes:
-        address += size * item
-        places.append(address)
-    del places[-1]
-    if tensor.dtype in _CODES:
-        return places, list(sizes)
-    return places, [size * item for size in sizes]
+def _cuts(tensor: torch.Tensor, sizes: Sequence[int]) -> Places:
+    """The same of consecutive parts."""
+    item = tensor.itemsize
+    scale = 1 if tensor.dtype in _CODES else item  # others travel as bytes
+    starts = accumulate(sizes, initial=0)
+    address = tensor.data_ptr()
+    return [
+        (address + start * item, size * scale) for start, size in zip(starts, sizes, strict=False)
+    ]
 
 
 register_wire(ShmWire())
