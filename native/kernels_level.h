@@ -156,40 +156,29 @@ struct Product {
     return static_cast<uint16_t>(uint32_t{a} * uint32_t{b});
   }
 };
-struct Min {  // a NaN on either side wins, as in torch
+template <bool kIsMax>
+struct Extreme {  // a NaN on either side wins, as in torch
   template <class T>
   static T apply(T a, T b) {
-    return a < b || a != a ? a : b;
+    return (kIsMax ? a > b : a < b) || a != a ? a : b;
   }
+#if defined(__AVX2__)
+  static constexpr int kOrder = kIsMax ? _CMP_GT_OQ : _CMP_LT_OQ;
+#endif
 #if defined(__AVX512F__)
   static __m512 apply(__m512 a, __m512 b) {
-    const __mmask16 first = _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    return _mm512_mask_blend_ps(first, b, a);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, kOrder) | is_nan, b, a);
   }
 #elif defined(__AVX2__)
   static __m256 apply(__m256 a, __m256 b) {
-    const __m256 less = _mm256_cmp_ps(a, b, _CMP_LT_OQ);
-    return _mm256_blendv_ps(b, a, _mm256_or_ps(less, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(b, a, _mm256_or_ps(_mm256_cmp_ps(a, b, kOrder), is_nan));
   }
 #endif
 };
-struct Max {
-  template <class T>
-  static T apply(T a, T b) {
-    return a > b || a != a ? a : b;
-  }
-#if defined(__AVX512F__)
-  static __m512 apply(__m512 a, __m512 b) {
-    const __mmask16 first = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    return _mm512_mask_blend_ps(first, b, a);
-  }
-#elif defined(__AVX2__)
-  static __m256 apply(__m256 a, __m256 b) {
-    const __m256 greater = _mm256_cmp_ps(a, b, _CMP_GT_OQ);
-    return _mm256_blendv_ps(b, a, _mm256_or_ps(greater, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
-  }
-#endif
-};
+using Min = Extreme<false>;
+using Max = Extreme<true>;
 struct And {
   template <class T>
   static T apply(T a, T b) {

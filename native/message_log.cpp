@@ -1,7 +1,5 @@
 #include "message_log.h"
 
-#include <utility>
-
 namespace meshdist {
 namespace {
 
@@ -12,15 +10,6 @@ std::uint64_t seal(std::uint64_t entry, std::uint64_t name) {
 }
 
 }  // namespace
-
-MessageLog::MessageLog(nb::object mine, nb::object find_theirs, nb::object is_current,
-                       nb::object is_alive, nb::object publish_later, std::uint64_t num_entries)
-    : mine_(std::move(mine)),
-      find_theirs_(std::move(find_theirs)),
-      is_current_(std::move(is_current)),
-      is_alive_(std::move(is_alive)),
-      publish_later_(std::move(publish_later)),
-      num_entries_(num_entries) {}
 
 std::uint64_t MessageLog::note(std::uint64_t kind, std::uint64_t header) {
   find_theirs();

@@ -26,7 +26,13 @@ class MessageLog {
   // `is_alive`: whether the other may read or write more. `publish_later` lets a thread `publish` now
   // and then until nothing waits. `num_entries` of one member can be ahead of the other.
   MessageLog(nb::object mine, nb::object find_theirs, nb::object is_current, nb::object is_alive,
-             nb::object publish_later, std::uint64_t num_entries);
+             nb::object publish_later, std::uint64_t num_entries)
+      : mine_(std::move(mine)),
+        find_theirs_(std::move(find_theirs)),
+        is_current_(std::move(is_current)),
+        is_alive_(std::move(is_alive)),
+        publish_later_(std::move(publish_later)),
+        num_entries_(num_entries) {}
 
   // Note one transfer of a kind; returns its number where its counterpart is there and differs,
   // else 0.

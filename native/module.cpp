@@ -60,12 +60,6 @@ nb::dict codes_of(const char* const (&names)[kCount], int (*letter)(int)) {
   return codes;
 }
 
-nb::object flags(const std::vector<bool>& of) {
-  nb::list found;
-  for (bool one : of) found.append(one);
-  return found;
-}
-
 }  // namespace
 }  // namespace meshdist
 
@@ -75,8 +69,8 @@ NB_MODULE(native, m) {
   m.doc() = "Collectives between the processes of one host, through shared memory.";
 
   nb::exception<std::system_error>(m, "SystemError_", PyExc_OSError);
-  m.attr("DTYPES") = codes_of(kDtypeNames, [](int letter) { return letter; });
-  m.attr("VERBS") = codes_of(kVerbNames, [](int letter) { return letter; });
+  m.attr("DTYPES") = codes_of(kDtypeNames, std::tolower);
+  m.attr("VERBS") = codes_of(kVerbNames, std::tolower);
   m.attr("OPS") = codes_of(kOpNames, std::toupper);
   m.attr("STATUSES") = codes_of(kStatusNames, std::toupper);
 
@@ -100,8 +94,8 @@ NB_MODULE(native, m) {
       .def_prop_ro("status", [](const Failure& self) { return static_cast<int>(self.status); })
       .def_ro("culprit", &Failure::culprit)
       .def_ro("text", &Failure::text)
-      .def_prop_ro("was_closed", [](const Failure& self) { return flags(self.was_closed); })
-      .def_prop_ro("has_exited", [](const Failure& self) { return flags(self.has_exited); })
+      .def_ro("was_closed", &Failure::was_closed)
+      .def_ro("has_exited", &Failure::has_exited)
       .def_ro("source", &Failure::source)
       .def_ro("other_note", &Failure::other_note);
   nb::class_<PyTicket>(m, "Ticket")
@@ -115,13 +109,7 @@ NB_MODULE(native, m) {
       .def_prop_ro("source", [](const PyTransfer& self) { return self.transfer->source; });
 
   nb::class_<PyCommunicator> c(m, "Communicator");
-  c.def(
-      "__init__",
-      [](PyCommunicator* self, int fd, unsigned rank, std::vector<int> pidfds) {
-        Processes processes(std::move(pidfds));
-        new (self) PyCommunicator(fd, rank, std::move(processes));
-      },
-      "fd"_a, "rank"_a, "pidfds"_a);
+  c.def(nb::init<int, unsigned, std::vector<int>>(), "fd"_a, "rank"_a, "pidfds"_a);
   c.def_prop_ro("rank", [](const PyCommunicator& self) { return self.end->rank; });
   c.def_prop_ro("size", [](const PyCommunicator& self) { return self.end->size; });
   // Collectives and messages in their two forms: the first waits and returns a status.

@@ -10,7 +10,6 @@ constexpr int kLooksPerTime = 16;  // at the clock
 // most, since a rank that spins here handles no signals.
 constexpr Nanoseconds kNsPerByte = 1;
 constexpr Nanoseconds kLongestSpin = 20'000'000;
-constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // MPI's functions count in an int
 
 namespace names {
 const Name is_aborted{"is_aborted"}, check_size{"check_size"}, strand{"strand"},
@@ -44,25 +43,6 @@ std::vector<int> cuts_of(const Collective& call) {
 }
 
 }  // namespace
-
-MpiRunner::MpiRunner(const MpiFunctions& mpi, const ArrivalWords& words, nb::object arrivals,
-                     nb::object timeout, nb::object link, nb::object finish_collective,
-                     nb::object finish_message, nb::object explain, nb::object error,
-                     std::uint64_t rank, std::int64_t largest_tag, std::uint64_t most_bytes,
-                     double spin_s)
-    : Runner(largest_tag),
-      mpi_(mpi),
-      words_(words),
-      arrivals_(std::move(arrivals)),
-      timeout_(std::move(timeout)),
-      link_(std::move(link)),
-      finish_collective_(std::move(finish_collective)),
-      finish_message_(std::move(finish_message)),
-      explain_(std::move(explain)),
-      error_(std::move(error)),
-      rank_(rank),
-      most_bytes_(std::min(most_bytes, kMostBytes)),
-      spin_ns_(static_cast<Nanoseconds>(spin_s * 1e9)) {}
 
 bool MpiRunner::is_aborted() const { return is_true(get(link_, names::is_aborted)); }
 

@@ -26,7 +26,20 @@ class MpiRunner final : public Runner {
   MpiRunner(const MpiFunctions& mpi, const ArrivalWords& words, nb::object arrivals,
             nb::object timeout, nb::object link, nb::object finish_collective,
             nb::object finish_message, nb::object explain, nb::object error, std::uint64_t rank,
-            std::int64_t largest_tag, std::uint64_t most_bytes, double spin_s);
+            std::int64_t largest_tag, std::uint64_t most_bytes, double spin_s)
+      : Runner(largest_tag),
+        mpi_(mpi),
+        words_(words),
+        arrivals_(std::move(arrivals)),
+        timeout_(std::move(timeout)),
+        link_(std::move(link)),
+        finish_collective_(std::move(finish_collective)),
+        finish_message_(std::move(finish_message)),
+        explain_(std::move(explain)),
+        error_(std::move(error)),
+        rank_(rank),
+        most_bytes_(std::min(most_bytes, kMostBytes)),
+        spin_ns_(static_cast<Nanoseconds>(spin_s * 1e9)) {}
 
   bool is_ready() const override;
   bool takes(const Collective& call) const override;
@@ -35,6 +48,8 @@ class MpiRunner final : public Runner {
   void run(Message& message, nb::handle x, Entry& entry) override;
 
  private:
+  static constexpr std::uint64_t kMostBytes = (1u << 31) - 1;  // MPI's functions count in an int
+
   bool is_root(const Collective& call) const {
     return call.header.root == static_cast<std::int64_t>(rank_);
   }

@@ -16,19 +16,6 @@ nb::object code_of(nb::handle frame) {
 
 }  // namespace
 
-Notes::Notes(nb::object counts, nb::list notes, nb::dict num_messages, nb::object moments,
-             nb::object is_between, nb::object no_stack, nb::object group)
-    : counts_(std::move(counts)),
-      notes_(std::move(notes)),
-      num_messages_(std::move(num_messages)),
-      moments_(std::move(moments)),
-      is_between_(std::move(is_between)),
-      no_stack_(std::move(no_stack)),
-      group_(std::move(group)),
-      get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
-      depth_(whole(1)),
-      num_kept_(PyList_Size(notes_.ptr())) {}
-
 std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
 
 std::uint64_t Notes::keep_collective(nb::handle verb, const nb::object& data, nb::handle op,

@@ -12,7 +12,17 @@ class Notes {
   // `is_between` has for each file whether it lies between the program and the verbs, and `no_stack`
   // stands for the stack, in notes of `group`.
   Notes(nb::object counts, nb::list notes, nb::dict num_messages, nb::object moments,
-        nb::object is_between, nb::object no_stack, nb::object group);
+        nb::object is_between, nb::object no_stack, nb::object group)
+      : counts_(std::move(counts)),
+        notes_(std::move(notes)),
+        num_messages_(std::move(num_messages)),
+        moments_(std::move(moments)),
+        is_between_(std::move(is_between)),
+        no_stack_(std::move(no_stack)),
+        group_(std::move(group)),
+        get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
+        depth_(whole(1)),
+        num_kept_(PyList_Size(notes_.ptr())) {}
 
   // Of the last collective.
   std::uint64_t sequence() const;

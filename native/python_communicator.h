@@ -33,18 +33,22 @@ inline int outcome(Status status) {
   return static_cast<int>(status);
 }
 
+// Wait for `what`, which `owner` has started; returns the status.
+template <class Owner, class What>
+int wait_for(Owner& owner, const What& what, double timeout) {
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = owner.wait(what, deadline_after(timeout), is_interrupted);
+  }
+  return outcome(status);
+}
+
 struct PyTicket {
   std::shared_ptr<Progress> progress;
   TicketPtr ticket;
 
-  int wait(double timeout) const {
-    Status status;
-    {
-      nb::gil_scoped_release release;
-      status = progress->wait(ticket, deadline_after(timeout), is_interrupted);
-    }
-    return outcome(status);
-  }
+  int wait(double timeout) const { return wait_for(*progress, ticket, timeout); }
   bool is_done() const { return ticket->is_done.load(std::memory_order_acquire) != 0; }
   const Failure& failure() const {
     if (!is_done()) throw std::runtime_error("the collective is still in flight");
@@ -57,14 +61,7 @@ struct PyTransfer {
   std::shared_ptr<Transfers> transfers;
   TransferPtr transfer;
 
-  int wait(double timeout) const {
-    Status status;
-    {
-      nb::gil_scoped_release release;
-      status = transfers->wait(transfer, deadline_after(timeout), is_interrupted);
-    }
-    return outcome(status);
-  }
+  int wait(double timeout) const { return wait_for(*transfers, transfer, timeout); }
   bool is_done() const {
     nb::gil_scoped_release release;
     return transfers->test(transfer);
@@ -103,13 +100,15 @@ struct PyMemory {
 
 class PyCommunicator : public Communicator {
  public:
-  PyCommunicator(int fd, unsigned rank, Processes processes)
-      : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes)) {}
+  // The descriptors are its own at once, also where it cannot be made.
+  PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds)
+      : PyCommunicator(fd, rank, Processes(std::move(pidfds))) {}
 
-  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
-    if (verb >= kNumVerbs) throw std::invalid_argument("no such verb code");
-    if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
-    if (op >= kNumOps) throw std::invalid_argument("no such operation code");
+  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out,
+          Address in) const {
+    if (verb >= kNumVerbs || dtype >= kNumDtypes || op >= kNumOps) {
+      throw std::invalid_argument("no such code of a verb, dtype or operation");
+    }
     if (root < 0 || root >= static_cast<int>(end->size)) {
       throw std::invalid_argument("root lies outside the group");
     }
@@ -219,6 +218,9 @@ class PyCommunicator : public Communicator {
     }
     job.call.header.root = static_cast<std::int32_t>(digest);
   }
+
+  PyCommunicator(int fd, unsigned rank, Processes processes)
+      : Communicator(std::make_shared<Segment>(fd), rank, std::move(processes)) {}
 
   Failure last_failure_;
   TransferPtr last_transfer_;

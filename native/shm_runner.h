@@ -35,8 +35,7 @@ class ShmRunner final : public Runner {
     if (status != 0) {
       const nb::object sides =
           tuple_of(nb::bool_(message.is_send), whole(message.member), message.tag);
-      raise_error(
-          call_with(fail_, whole(status), whole(note), sides));
+      raise_error(call_with(fail_, whole(status), whole(note), sides));
     }
     message.member = core_.last_source;
   }
