@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["blocks", "packed", "parts", "write", "write_all", "write_blocks"]
+__all__ = ["Tensors", "blocks", "packed", "parts", "write", "write_all", "write_blocks"]
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+"""Several tensors: one for each member, or such as one verb carries together."""
 
 
 def parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -19,7 +23,7 @@ def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
     return tensor.view(num_blocks, tensor.numel() // num_blocks).unbind()
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def packed(tensors: Tensors) -> torch.Tensor:
     """A new flat tensor that holds all of them."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -30,14 +34,14 @@ def write(output: torch.Tensor, data: torch.Tensor) -> None:
         output.view(-1).copy_(data.view(-1))
 
 
-def write_all(outputs: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+def write_all(outputs: Tensors, data: Tensors) -> None:
     """Copy each of ``data`` into the output in its place."""
     with torch.inference_mode():
         for output, part in zip(outputs, data, strict=True):
             output.view(-1).copy_(part.view(-1))
 
 
-def write_blocks(outputs: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
     """Copy the equal parts of ``whole`` into the outputs, if there are any."""
     if outputs:
         write_all(outputs, blocks(whole, len(outputs)))

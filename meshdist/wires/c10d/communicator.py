@@ -36,7 +36,7 @@ from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..mailbox import Mailbox
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import parts
+from ..packing import Tensors, parts
 from ..reductions import find_lack
 from .substitutes import Arithmetic, Substitute, read_as
 
@@ -177,9 +177,7 @@ class C10dCommunicator(Communicator):
             raise self.failure(error) from None
         return self._operation(work, terms)
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -213,9 +211,7 @@ class C10dCommunicator(Communicator):
         blocks = parts(output, [tensor.numel()] * self.size)
         return self._start(terms, "allgather", [_all_movable(blocks)], [_movable(tensor)], options)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         count = tensor.numel()
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
             options = self._options_for(AllgatherOptions, terms)
@@ -225,17 +221,13 @@ class C10dCommunicator(Communicator):
                 return started
         return super().all_gather_list(outputs, tensor, terms)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         options = self._options_for(GatherOptions, terms, root)
         lists = [_all_movable(outputs)] if self.rank == root else []
         started = self._start_if_there(terms, "gather", lists, [_movable(tensor)], options)
         return super().gather(outputs, tensor, root, terms) if started is None else started
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         options = self._options_for(ScatterOptions, terms, root)
         lists = [_all_movable(inputs)] if self.rank == root else []
         started = self._start_if_there(terms, "scatter", [_movable(tensor)], lists, options)
@@ -257,7 +249,7 @@ class C10dCommunicator(Communicator):
         return fallbacks.reduce_scatter_by_exchange(self, output, tensor, sizes, op, terms)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         substitute = self._view("reduce_scatter_list", op, output.dtype)
         if substitute is not None:
@@ -274,9 +266,7 @@ class C10dCommunicator(Communicator):
         started = fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, terms)
         return Chain([started], lambda: self.scratch.give(whole))
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         some, data = _all_movable(outputs), _all_movable(inputs)
         if "all_to_all" in self.lacking:
             return fallbacks.all_to_all_by_packing(self, some, data, terms)
@@ -398,9 +388,7 @@ class C10dCommunicator(Communicator):
             return self.all_reduce(read_as(tensor, substitute.dtype), substitute.op, terms)
         return fallbacks.all_reduce_widened(self, tensor, op, substitute.dtype, terms)
 
-    def _all_reduce_alike(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def _all_reduce_alike(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         """``all_reduce_list`` where all dtypes are equal."""
         substitute = self._view("all_reduce_list", op, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
@@ -481,5 +469,5 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return read_as(tensor, tensor.dtype if tensor.dtype in _MOVED else torch.uint8)
 
 
-def _all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _all_movable(tensors: Tensors) -> list[torch.Tensor]:
     return [_movable(tensor) for tensor in tensors]

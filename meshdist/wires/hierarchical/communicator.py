@@ -38,7 +38,7 @@ from ..failures import (
 )
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import parts
+from ..packing import Tensors, parts
 from ..registry import Wire, find_wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator
 from ..worker_queue import WorkerQueue
@@ -94,9 +94,7 @@ class HierarchicalCommunicator(Communicator):
             return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
         return self._start(terms, two_level.all_reduce, tensor, op)
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         dtype = tensors[0].dtype
         is_alike = all(tensor.dtype is dtype for tensor in tensors)
         if len(tensors) == 1 or not is_alike or not _reduces(dtype, op):
@@ -115,9 +113,7 @@ class HierarchicalCommunicator(Communicator):
         outputs = parts(output, [tensor.numel()] * self.size)
         return self._start(terms, two_level.all_gather, outputs, tensor, output)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         return self._start(terms, two_level.all_gather, outputs, tensor)
 
     def reduce_scatter(
@@ -127,25 +123,19 @@ class HierarchicalCommunicator(Communicator):
         return self.reduce_scatter_list(output, inputs, op, terms)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         if not _reduces(output.dtype, op):
             return super().reduce_scatter_list(output, inputs, op, terms)
         return self._start(terms, two_level.reduce_scatter, output, inputs, op)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         return self._over_all.gather(outputs, tensor, root, terms)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         return self._over_all.scatter(tensor, inputs, root, terms)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         here = self._places.here
         near_out, near_in = [outputs[k] for k in here], [inputs[k] for k in here]
         far_out, far_in = _without(outputs, here), _without(inputs, here)
@@ -303,7 +293,7 @@ def _reduces(dtype: torch.dtype, op: ReduceKind) -> bool:
     return ShmCommunicator.support("all_reduce", "cpu", dtype, op) == "native"
 
 
-def _without(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> list[torch.Tensor]:
+def _without(tensors: Tensors, members: Sequence[int]) -> list[torch.Tensor]:
     """``tensors``, with nothing in place of those of some members."""
     nothing = tensors[0].new_empty(0)
     return [nothing if k in members else tensor for k, tensor in enumerate(tensors)]

@@ -18,7 +18,7 @@ from ...runtime.deadlines import Deadline
 from .. import fallbacks
 from ..communicator import Communicator
 from ..operations import Terms
-from ..packing import packed, parts, write_all
+from ..packing import Tensors, packed, parts, write_all
 from .host_places import HostPlaces, cuts
 
 __all__ = [
@@ -134,7 +134,7 @@ def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     stages.spread(whole, num_parts)
 
 
-def all_reduce_together(stages: Stages, tensors: Sequence[torch.Tensor], op: ReduceKind) -> None:
+def all_reduce_together(stages: Stages, tensors: Tensors, op: ReduceKind) -> None:
     """Reduce tensors of one dtype as one."""
     whole = packed(tensors)
     all_reduce(stages, whole, op)
@@ -194,10 +194,7 @@ def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
 
 
 def all_gather(
-    stages: Stages,
-    outputs: Sequence[torch.Tensor],
-    tensor: torch.Tensor,
-    together: torch.Tensor | None = None,
+    stages: Stages, outputs: Tensors, tensor: torch.Tensor, together: torch.Tensor | None = None
 ) -> None:
     """Gather inside, exchange what each host has, and spread it.
 
@@ -228,9 +225,7 @@ def all_gather(
         write_all(in_order, _parts_like(whole, in_order))
 
 
-def reduce_scatter(
-    stages: Stages, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind
-) -> None:
+def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: ReduceKind) -> None:
     """Reduce inside, to each owner what passes through it; exchange across; hand out inside."""
     if _overflows(output.dtype, op):
         wide = output.float()
@@ -263,9 +258,7 @@ def reduce_scatter(
         stages.inside("all_to_all", takes, gives)
 
 
-def all_to_all_here(
-    stages: Stages, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
+def all_to_all_here(stages: Stages, outputs: Tensors, inputs: Tensors) -> None:
     """An all-to-all among this host's members alone."""
     if len(outputs) == 1:
         outputs[0].copy_(inputs[0])
@@ -291,13 +284,13 @@ def _step(op: ReduceKind) -> ReduceKind:
     return ReduceOp.SUM if op == ReduceOp.AVG else op
 
 
-def _numel(tensors: Sequence[torch.Tensor]) -> int:
+def _numel(tensors: Tensors) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _room_for(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _room_for(tensors: Tensors) -> torch.Tensor:
     return torch.empty(_numel(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
 
 
-def _parts_like(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     return parts(whole, [tensor.numel() for tensor in tensors])

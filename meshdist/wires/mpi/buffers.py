@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..packing import Tensors
 from ..scratch import Scratch
 
 __all__ = ["Buffers", "packed", "unpacked"]
@@ -73,7 +74,7 @@ class Buffers:
         return whole.Commit()
 
 
-def packed(tensors: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
+def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
     """One flat tensor of all, and what gives its memory back; a view where they lie in a row."""
     whole = _in_a_row(tensors)
     if whole is not None:
@@ -83,7 +84,7 @@ def packed(tensors: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.Ten
     return whole, partial(scratch.give, whole)
 
 
-def unpacked(outputs: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
+def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
     """One flat tensor for all, and what takes it apart; a view where they lie in a row."""
     whole = _in_a_row(outputs)
     if whole is not None:
@@ -97,7 +98,7 @@ def unpacked(outputs: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.T
     return whole, take_apart
 
 
-def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
     """One view of tensors that lie one after the other in one block of memory."""
     first = next((x for x in tensors if x.numel()), tensors[0])
     item, start = first.itemsize, first.data_ptr()
@@ -114,11 +115,11 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return flat.as_strided(((end - start) // item,), (1,))
 
 
-def _parts(whole: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _parts(whole: torch.Tensor, like: Tensors) -> Tensors:
     return list(whole.split([x.numel() for x in like]))
 
 
-def _copy_parts(outputs: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+def _copy_parts(outputs: Tensors, data: Tensors) -> None:
     with torch.inference_mode():  # they may be parameters, or inference tensors
         for output, part in zip(outputs, data, strict=True):
             output.view(-1).copy_(part.view(-1))

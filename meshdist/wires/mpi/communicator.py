@@ -24,7 +24,7 @@ from ..failures import WireAborted, WireFailure
 from ..mailbox import Mailbox
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import parts
+from ..packing import Tensors, parts
 from ..registry import Wire, register_wire
 from ..tag_numbers import TagNumbers
 from .arrivals import Arrivals, Turnout
@@ -119,7 +119,7 @@ class MpiCommunicator(Communicator):
         return self._reduce_blocks(output, tensor, None, op, terms)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         whole, give_back = packed(inputs, self.scratch)
         sizes = [part.numel() for part in inputs]
@@ -167,9 +167,7 @@ class MpiCommunicator(Communicator):
         buffers = moved(tensor), moved(output, self.size)
         return self._collective("Allgather", terms, (output, tensor), None, *buffers)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         sizes = [output.numel() for output in outputs]
         if not self._fits(sum(sizes), tensor):
             return super().all_gather_list(outputs, tensor, terms)
@@ -178,9 +176,7 @@ class MpiCommunicator(Communicator):
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
         return self._collective("Allgatherv", terms, (whole, tensor), unpack, *buffers)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         mine = self._buffers.moved
         if self.rank != root:
             return self._collective("Gather", terms, tensor, None, mine(tensor), None, root)
@@ -189,9 +185,7 @@ class MpiCommunicator(Communicator):
         buffers = mine(tensor), mine(whole, self.size)
         return self._collective("Gather", terms, (whole, tensor), unpack, *buffers, root)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         mine = self._buffers.moved
         if self.rank != root:
             return self._collective("Scatter", terms, tensor, None, None, mine(tensor), root)
@@ -200,9 +194,7 @@ class MpiCommunicator(Communicator):
         buffers = mine(whole, self.size), mine(tensor)
         return self._collective("Scatter", terms, (whole, tensor), give_back, *buffers, root)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         # A member may have much for one and little for another, which sees that little alone. So
         # each pair decides for itself whether its part goes with the others.
         most = self._most_for_one(inputs[0])
@@ -480,7 +472,7 @@ def _synchronize(tensor: torch.Tensor) -> None:
     torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _without_large(tensors: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
+def _without_large(tensors: Tensors, most: int) -> list[torch.Tensor]:
     return [x if x.numel() <= most else x.new_empty(0) for x in tensors]
 
 

@@ -28,6 +28,7 @@ from ..core import core as _core
 from ..failures import WireFailure, WireRefused
 from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
+from ..packing import Tensors
 from ..registry import Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
@@ -127,9 +128,7 @@ class ShmCommunicator(Communicator):
             raise failure_of(status, self._core.last_failure())
         return DONE
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         codes = _codes(tensors[0].dtype, op)
         if codes is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             return super().all_reduce_list(tensors, op, terms)
@@ -150,23 +149,17 @@ class ShmCommunicator(Communicator):
         places = (output.data_ptr(), tensor.data_ptr(), *_amount(tensor))
         return self._start("all_gather", (output, tensor), terms, *places)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         outputs, (tensor,) = _movable(outputs), _movable([tensor])
         place = (tensor.data_ptr(), *_amount(tensor))
         return self._start("all_gather_v", (outputs, tensor), terms, *_places(outputs), *place)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         addresses = [output.data_ptr() for output in outputs]
         place = (tensor.data_ptr(), *_amount(tensor))
         return self._start("gather", (outputs, tensor), terms, addresses, *place, root)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         addresses = [part.data_ptr() for part in inputs]
         arguments = (tensor.data_ptr(), addresses, *_amount(tensor), root)
         return self._start("scatter", (inputs, tensor), terms, *arguments)
@@ -181,7 +174,7 @@ class ShmCommunicator(Communicator):
         return self._start("reduce_scatter", (output, tensor), terms, *places, *codes)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         codes = _codes(output.dtype, op)
         if codes is None:
@@ -189,9 +182,7 @@ class ShmCommunicator(Communicator):
         arguments = (output.data_ptr(), output.numel(), *_places(inputs), *codes)
         return self._start("reduce_scatter_v", (output, inputs), terms, *arguments)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         outputs, inputs = _movable(outputs), _movable(inputs)
         _, code = _amount(inputs[0])
         places = (*_places(outputs), *_places(inputs))
@@ -431,14 +422,14 @@ def _amount(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.numel(), code
 
 
-def _movable(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _movable(tensors: Tensors) -> Tensors:
     """The tensors, in a dtype that the core knows: their own, or their bytes."""
     if not tensors or tensors[0].dtype in _CODES:
         return tensors
     return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+def _places(tensors: Tensors) -> tuple[list[int], list[int]]:
     return [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
 
 

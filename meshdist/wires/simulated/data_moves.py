@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from ...reduce_ops import ReduceKind, ReduceOp
+from ..packing import Tensors
 from ..reductions import reduced
 
 __all__ = ["Round", "move", "synchronize", "write"]
@@ -32,8 +33,8 @@ class Round:
         root: the member that a rooted verb starts from or leads to.
     """
 
-    inputs: Sequence[Sequence[torch.Tensor]]
-    outputs: Sequence[Sequence[torch.Tensor]]
+    inputs: Sequence[Tensors]
+    outputs: Sequence[Tensors]
     op: ReduceKind = ReduceOp.SUM
     root: int = 0
 

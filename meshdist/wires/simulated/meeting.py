@@ -21,6 +21,7 @@ from ...errors import AgreementError
 from ...reduce_ops import ReduceOp
 from ..failures import WireAborted, WireFailure
 from ..operations import Operation
+from ..packing import Tensors
 from .data_moves import Round, move, synchronize, write
 from .scheduler import Rank, find_rank_here
 
@@ -78,8 +79,8 @@ class Collective(Step):
         rank: Rank,
         call: Call,
         way: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        inputs: Tensors,
+        outputs: Tensors,
     ) -> None:
         super().__init__(meeting, member, rank, call)
         self.way = way
