@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -20,25 +21,23 @@ __all__ = ["Mailbox", "SelfTransfer"]
 _LONGEST_PAUSE_S = 0.001
 
 
+@dataclass(eq=False, slots=True)
 class SelfTransfer(Operation):
     """One send or receive of a rank to itself; done once its counterpart was started."""
 
-    __slots__ = ("_mailbox", "is_done", "is_send", "tensor")
-
-    def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, *, is_send: bool) -> None:
-        self._mailbox = mailbox
-        self.tensor = tensor
-        self.is_send = is_send
-        self.is_done = False
+    mailbox: Mailbox
+    tensor: torch.Tensor
+    is_send: bool
+    is_done: bool = False
 
     def finish(self, timeout: timedelta) -> None:
-        self._mailbox.finish(self, timeout)
+        self.mailbox.finish(self, timeout)
 
     def poll(self) -> bool:
         return self.is_done
 
     def source(self) -> int:
-        return self._mailbox.rank
+        return self.mailbox.rank
 
 
 class Mailbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class Operation(ABC):
         raise WireFailure("only a receive has a source")
 
 
+@dataclass(eq=False, slots=True)
 class Done(Operation):
     """An operation that is done.
 
@@ -59,10 +61,7 @@ class Done(Operation):
         sender: the member that a receive came from.
     """
 
-    __slots__ = ("_sender",)
-
-    def __init__(self, sender: int | None = None) -> None:
-        self._sender = sender
+    sender: int | None = None
 
     def finish(self, timeout: timedelta) -> None:
         pass
@@ -71,13 +70,14 @@ class Done(Operation):
         return True
 
     def source(self) -> int:
-        return super().source() if self._sender is None else self._sender
+        return Operation.source(self) if self.sender is None else self.sender
 
 
 DONE = Done()
 """Of every verb that was done as it was started, and is no receive."""
 
 
+@dataclass(eq=False, slots=True)
 class Chain(Operation):
     """Several operations that end as one.
 
@@ -86,25 +86,22 @@ class Chain(Operation):
         then: called once, when all of them are finished: copies the result to where it belongs.
     """
 
-    __slots__ = ("_parts", "_then")
-
-    def __init__(self, parts: Sequence[Operation], then: Callable[[], None] | None = None) -> None:
-        self._parts = parts
-        self._then = then
+    parts: Sequence[Operation]
+    then: Callable[[], None] | None = None
 
     def finish(self, timeout: timedelta) -> None:
         deadline = Deadline(timeout)
-        for part in self._parts:
+        for part in self.parts:
             part.finish(deadline.left)
-        then, self._then = self._then, None
+        then, self.then = self.then, None
         if then is not None:
             then()
 
     def poll(self) -> bool:
-        return all(part.poll() for part in self._parts)
+        return all(part.poll() for part in self.parts)
 
     def source(self) -> int:
-        return self._parts[0].source() if len(self._parts) == 1 else super().source()
+        return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)
 
 
 class Deferred(Operation):

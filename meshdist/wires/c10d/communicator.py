@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -89,6 +90,7 @@ def is_timeout(text: str) -> bool:
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
+@dataclass(eq=False, slots=True)
 class C10dOperation(Operation):
     """A collective that c10d has started.
 
@@ -97,19 +99,17 @@ class C10dOperation(Operation):
         work: what c10d gave.
     """
 
-    __slots__ = ("_communicator", "work")
-
-    def __init__(self, communicator: C10dCommunicator, work: Any) -> None:
-        self._communicator = communicator
-        self.work = work
+    communicator: C10dCommunicator
+    work: Any
 
     def finish(self, timeout: timedelta) -> None:
-        self._communicator.finish_work(self.work, timeout)
+        self.communicator.finish_work(self.work, timeout)
 
     def poll(self) -> bool:
         return bool(self.work.is_completed())
 
 
+@dataclass(eq=False, slots=True)
 class C10dTransfer(C10dOperation):
     """A send or receive.
 
@@ -118,14 +118,10 @@ class C10dTransfer(C10dOperation):
         peer: the other side; None where that may be any.
     """
 
-    __slots__ = ("_peer",)
-
-    def __init__(self, communicator: C10dCommunicator, work: Any, peer: int | None) -> None:
-        super().__init__(communicator, work)
-        self._peer = peer
+    peer: int | None
 
     def source(self) -> int:
-        return int(self.work._source_rank()) if self._peer is None else self._peer
+        return int(self.work._source_rank()) if self.peer is None else self.peer
 
 
 class C10dCommunicator(Communicator):
@@ -185,15 +181,12 @@ class C10dCommunicator(Communicator):
         return started[0] if len(started) == 1 else Chain(started)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        substitute = self._view("reduce", op, tensor.dtype)
+        started, substitute = None, self._view("reduce", op, tensor.dtype)
         if substitute is not None:
             options = self._options_for(ReduceOptions, terms, root, substitute.op)
-            started = self._start_if_there(
-                terms, "reduce", [read_as(tensor, substitute.dtype)], options
-            )
-            if started is not None:
-                return started
-        return super().reduce(tensor, op, root, terms)
+            views = [read_as(tensor, substitute.dtype)]
+            started = self._start_if_there(terms, "reduce", views, options)
+        return started or super().reduce(tensor, op, root, terms)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         options = self._options_for(BroadcastOptions, terms, root)
@@ -225,13 +218,13 @@ class C10dCommunicator(Communicator):
         options = self._options_for(GatherOptions, terms, root)
         lists = [_all_movable(outputs)] if self.rank == root else []
         started = self._start_if_there(terms, "gather", lists, [_movable(tensor)], options)
-        return super().gather(outputs, tensor, root, terms) if started is None else started
+        return started or super().gather(outputs, tensor, root, terms)
 
     def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         options = self._options_for(ScatterOptions, terms, root)
         lists = [_all_movable(inputs)] if self.rank == root else []
         started = self._start_if_there(terms, "scatter", [_movable(tensor)], lists, options)
-        return super().scatter(tensor, inputs, root, terms) if started is None else started
+        return started or super().scatter(tensor, inputs, root, terms)
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
@@ -289,9 +282,9 @@ class C10dCommunicator(Communicator):
             takes, sends = ([n * tensor.itemsize for n in sizes] for sizes in (takes, sends))
         options = self._options_for(AllToAllOptions, terms)
         started = self._start_if_there(terms, "alltoall_base", whole, data, takes, sends, options)
-        if started is not None:
-            return started
-        return super().all_to_all_single(output, tensor, output_sizes, input_sizes, terms)
+        return started or super().all_to_all_single(
+            output, tensor, output_sizes, input_sizes, terms
+        )
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         options = BarrierOptions()
@@ -392,9 +385,7 @@ class C10dCommunicator(Communicator):
         """``all_reduce_list`` where all dtypes are equal."""
         substitute = self._view("all_reduce_list", op, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
-            options = AllreduceCoalescedOptions()
-            options.reduceOp = substitute.op  # type: ignore[assignment]
-            options.timeout = self.own_timeout(terms.timeout)
+            options = self._options_for(AllreduceCoalescedOptions, terms, op=substitute.op)
             views = tensors
             if substitute.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, substitute.dtype) for tensor in tensors]

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ _LOOK_S = 0.1
 _LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a process
 
 
+@dataclass(eq=False, slots=True)
 class MpiOperation(Operation):
     """A collective or message in flight, with the tensors whose memory it uses.
 
@@ -49,70 +51,50 @@ class MpiOperation(Operation):
         num_bytes: of a receive: how many have to come.
     """
 
-    __slots__ = (
-        "_link",
-        "_num_bytes",
-        "_polling",
-        "_request",
-        "_status",
-        "_then",
-        "is_done",
-        "kept",
-    )
-
-    def __init__(
-        self,
-        link: Link,
-        request: Any,
-        kept: Any,
-        then: Callable[[], None] | None = None,
-        status: Any = None,
-        num_bytes: int = 0,
-    ) -> None:
-        self._link = link
-        self._request = request
-        self.kept = kept
-        self._then = then
-        self._status = status
-        self._num_bytes = num_bytes
-        self.is_done = False
-        self._polling = threading.Lock()
+    link: Link
+    request: Any
+    kept: Any
+    then: Callable[[], None] | None = None
+    status: Any = None
+    num_bytes: int = 0
+    is_done: bool = False
+    polling: threading.Lock = field(default_factory=threading.Lock)
 
     def finish(self, timeout: timedelta) -> None:
-        link, is_receive = self._link, self._status is not None
+        link, is_receive = self.link, self.status is not None
         try:
             link.wait(self.test, timeout)
         except link.MPI.Exception as error:
             link.forget(self)
-            raise link.failure(error, self._num_bytes if is_receive else None) from None
+            raise link.failure(error, self.num_bytes if is_receive else None) from None
         link.forget(self)
         if is_receive:
-            link.check_size(self._status.Get_count(link.MPI.BYTE), self._num_bytes)
-        then, self._then, self.kept = self._then, None, None
+            link.check_size(self.status.Get_count(link.MPI.BYTE), self.num_bytes)
+        then, self.then, self.kept = self.then, None, None
         if then is not None:
             then()
 
     def poll(self) -> bool:
-        return self._link.is_aborted or self.test_quietly()
+        return self.link.is_aborted or self.test_quietly()
 
     def source(self) -> int:
-        return super().source() if self._status is None else int(self._status.Get_source())
+        return Operation.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
         """Let MPI go on, unless another thread does so just now; whether it is done with this."""
-        if not self.is_done and self._polling.acquire(blocking=False):
+        if not self.is_done and self.polling.acquire(blocking=False):
             try:
                 if not self.is_done:  # a second test after the end gets an empty status
-                    self.is_done = self._request.Test(self._status)
+                    self.is_done = self.request.Test(self.status)
             finally:
-                self._polling.release()
+                self.polling.release()
         return self.is_done
 
     def test_quietly(self) -> bool:
         """As ``test``; also where it has failed, as ``finish`` will raise."""
         try:
             return self.test()
-        except self._link.MPI.Exception:
+        except self.link.MPI.Exception:
             return True
 
 

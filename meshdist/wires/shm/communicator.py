@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -48,6 +49,7 @@ _MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128
 _ALIGNMENT = 4096
 
 
+@dataclass(eq=False, slots=True)
 class ShmOperation(Operation):
     """A collective or message in flight.
 
@@ -58,34 +60,25 @@ class ShmOperation(Operation):
         message: of a message whether it is a send, the peer and the tag.
     """
 
-    __slots__ = ("_in_flight", "_message", "_number", "_ticket")
-
-    def __init__(
-        self,
-        ticket: Any,
-        in_flight: dict[Any, Any],
-        number: int,
-        message: tuple[bool, int, int] | None,
-    ) -> None:
-        self._ticket = ticket
-        self._in_flight = in_flight
-        self._number = number
-        self._message = message
+    ticket: Any
+    in_flight: dict[Any, Any]
+    number: int
+    message: tuple[bool, int, int] | None
 
     def finish(self, timeout: timedelta) -> None:
-        ticket = self._ticket
+        ticket = self.ticket
         status = ticket.wait(timeout.total_seconds())
-        self._in_flight.pop(ticket, None)
+        self.in_flight.pop(ticket, None)
         if status:
-            raise failure_of(status, ticket.failure(), self._number, self._message)
+            raise failure_of(status, ticket.failure(), self.number, self.message)
 
     def poll(self) -> bool:
-        return bool(self._ticket.is_done())
+        return bool(self.ticket.is_done())
 
     def source(self) -> int:
-        if self._message is None or self._message[0]:
-            return super().source()
-        return int(self._ticket.source)
+        if self.message is None or self.message[0]:
+            return Operation.source(self)
+        return int(self.ticket.source)
 
 
 class ShmCommunicator(Communicator):
@@ -98,7 +91,6 @@ class ShmCommunicator(Communicator):
 
     def __init__(self, opening: Opening, core: Any) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
-        self._ranks = opening.ranks
         self._opening = opening
         self._num_buffers = 0
         self._core = core
@@ -205,25 +197,10 @@ class ShmCommunicator(Communicator):
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
         stride = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        made: list[Any] = []
-
-        def attach(shared: Shared) -> None:
-            _close_all(shared.processes)
-            try:
-                made.append(_core.Memory(shared.memory))
-            finally:
-                os.close(shared.memory)
-
         self._num_buffers += 1
-        share(
-            PrefixStore(f"buffer {self._num_buffers}", self._opening.store),
-            self.rank,
-            self._ranks,
-            partial(_make_memory, stride * self.size),
-            attach,
-            timeout.total_seconds(),
-        )
-        (memory,) = made
+        store = PrefixStore(f"buffer {self._num_buffers}", self._opening.store)
+        opening = replace(self._opening, store=store, timeout=timeout)
+        memory = _share(opening, partial(_make_memory, stride * self.size), _attach_memory)
         self._core.add_memory(memory)
         start = self.rank * stride
         # Cut before torch sees it: the storage of the tensor is this member's part alone.
@@ -334,27 +311,12 @@ class ShmWire(Wire):
         """Open the group's memory; raises WireRefused on every member where one cannot."""
         if not opening.is_one_host:
             raise WireRefused("its ranks run on several hosts")
-        made: list[Any] = []
-
-        def attach(shared: Shared) -> None:
-            try:
-                made.append(_core.Communicator(shared.memory, opening.rank, shared.processes))
-            finally:
-                os.close(shared.memory)
-
-        try:
-            share(
-                opening.store,
-                opening.rank,
-                opening.ranks,
-                partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
-                attach,
-                opening.timeout.total_seconds(),
-            )
-        except BaseException:
-            made.clear()  # nothing of it stays, however long the error is kept
-            raise
-        communicator = ShmCommunicator(opening, made[0])
+        core = _share(
+            opening,
+            partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
+            lambda shared: _core.Communicator(shared.memory, opening.rank, shared.processes),
+        )
+        communicator = ShmCommunicator(opening, core)
         # The first call measures which stores suit the path between the members.
         communicator.barrier(Terms(opening.timeout, waits=True))
         return communicator
@@ -380,10 +342,31 @@ def _check_room(num_bytes: int) -> None:
         raise MemoryError(f"{num_bytes:,} bytes are asked for, and {free:,.0f} are free")
 
 
-def _close_all(files: Sequence[int]) -> None:
-    for file in files:
-        if file >= 0:
-            os.close(file)
+def _attach_memory(shared: Shared) -> Any:
+    """Memory for buffers, which needs no handles of processes."""
+    for handle in shared.processes:
+        if handle >= 0:
+            os.close(handle)
+    return _core.Memory(shared.memory)
+
+
+def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
+    """What ``attach`` makes of memory that all members share; ``make`` opens it on the first."""
+    made: list[Any] = []
+
+    def attach_and_close(shared: Shared) -> None:
+        try:
+            made.append(attach(shared))
+        finally:
+            os.close(shared.memory)
+
+    seconds = opening.timeout.total_seconds()
+    try:
+        share(opening.store, opening.rank, opening.ranks, make, attach_and_close, seconds)
+    except BaseException:
+        made.clear()  # nothing of it stays, however long the error is kept
+        raise
+    return made[0]
 
 
 _known: dict[str, int] = {} if _core is None else _core.DTYPES

@@ -144,7 +144,7 @@ class SimulatedCommunicator(Communicator):
         self._check_usable()
         synchronize(tensor)
         call = self._call(terms.verb or "recv", tensor, message=(False, peer, tag, 0))
-        receive = Receive(self._meeting, self.rank, self._rank, call, tensor)
+        receive = Receive(self._meeting, self.rank, self._rank, call, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -30,29 +32,29 @@ __all__ = ["Collective", "Meeting", "Message", "Receive", "find_mismatch"]
 _BROKEN = "; the group is broken now"
 
 
+@dataclass(eq=False)
 class Step(Operation):
     """A started operation of one member."""
 
-    def __init__(self, meeting: Meeting, member: int, rank: Rank, call: Call) -> None:
-        self.meeting = meeting
-        self.member = member
-        self.call = call
-        self.is_done = False
-        self.failure: Exception | None = None
-        self._rank = rank
+    meeting: Meeting
+    member: int
+    rank: Rank
+    call: Call
+    is_done: bool = field(default=False, init=False)
+    failure: Exception | None = field(default=None, init=False)
 
     def finish(self, timeout: timedelta) -> None:
         """Wait, while other ranks run; ``timeout`` never expires."""
-        self._rank.check_here()
+        self.rank.check_here()
         if not self.is_done:
-            self._rank.wait(self)
+            self.rank.wait(self)
         if self.failure is not None:
             raise copy.copy(self.failure)
 
     def poll(self) -> bool:
         """Whether it is done, or has failed; if not, other ranks have run before."""
-        if not self.is_done and find_rank_here() is self._rank:
-            self._rank.poll(self)
+        if not self.is_done and find_rank_here() is self.rank:
+            self.rank.poll(self)
         return self.is_done
 
     def is_ready(self) -> bool:
@@ -69,26 +71,21 @@ class Step(Operation):
         self.is_done = True
 
 
+@dataclass(eq=False)
 class Collective(Step):
     """One member's part in a collective, carried by the verb ``way`` of a communicator."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        member: int,
-        rank: Rank,
-        call: Call,
-        way: str,
-        inputs: Tensors,
-        outputs: Tensors,
-    ) -> None:
-        super().__init__(meeting, member, rank, call)
-        self.way = way
-        self.inputs = inputs
-        self.outputs = outputs
+    way: str
+    inputs: Tensors
+    outputs: Tensors
+
+    @cached_property
+    def header(self) -> tuple[Any, ...]:
+        """What must be equal on all members."""
+        call = self.call
         op = None if call.op is None else call.op.value
         is_uneven = bool(call.sizes) and call.root is None
-        self.header = way, header(call.verb, call.data, op, call.root, is_uneven)
+        return self.way, *header(call.verb, call.data, op, call.root, is_uneven)
 
     def describe(self) -> str:
         """The call in words, with the members that it waits for."""
@@ -106,17 +103,14 @@ class Collective(Step):
         self.inputs = self.outputs = ()
 
 
+@dataclass(eq=False)
 class Receive(Step):
-    """A receive that waits for its message, or has it."""
+    """A receive from ``peer``, or anyone, that waits for its message, or has it."""
 
-    def __init__(
-        self, meeting: Meeting, member: int, rank: Rank, call: Call, tensor: torch.Tensor
-    ) -> None:
-        super().__init__(meeting, member, rank, call)
-        assert call.message is not None
-        _, self.peer, self.tag, _ = call.message
-        self.tensor: torch.Tensor | None = tensor
-        self._source: int | None = None
+    peer: int | None
+    tag: int
+    tensor: torch.Tensor | None
+    _source: int | None = field(default=None, init=False)
 
     def source(self) -> int:
         return super().source() if self._source is None else self._source
