@@ -12,7 +12,7 @@ member reduces in group order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -23,10 +23,10 @@ from ..reduce_ops import ReduceKind
 from ..runtime.deadlines import Deadline, wait_until
 from .failures import WireFailure, WireTimeout
 from .operations import Chain, Operation, Terms
-from .packing import Tensors, blocks, packed, parts, write, write_blocks
+from .packing import Sizes, Tensors, blocks, packed, parts, write, write_blocks
 from .scratch import Scratch
 
-__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "FastPath"]
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "FastPath", "handed_to"]
 
 LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
@@ -283,12 +283,24 @@ class Communicator(ABC):
         return Chain([*receives, *(self.send(inputs[j], j, EXCHANGE_TAG, later) for j in others)])
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         """As ``all_to_all`` over consecutive parts of flat tensors; sizes in elements."""
-        return self.all_to_all(parts(output, output_sizes), parts(tensor, input_sizes), terms)
+        return self.all_to_all(parts(output, takes), parts(tensor, gives), terms)
+
+
+def handed_to(other: str, method: str) -> Any:
+    """A method that hands its arguments to that of another communicator, the attribute ``other``.
+
+    Example:
+        >>> class Relay:
+        ...     upper = handed_to("text", "upper")
+        ...     text = "abc"
+        >>> Relay().upper()
+        'ABC'
+    """
+
+    def call(self: Any, *arguments: Any) -> Any:
+        return getattr(getattr(self, other), method)(*arguments)
+
+    return call

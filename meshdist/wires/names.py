@@ -83,7 +83,8 @@ class Backend(str):
 
 def usable_defaults() -> set[str]:
     """The names of the default wires that work here."""
-    return {name for names in _DEFAULT_WIRES.values() for name in names if _is_available(name)}
+    wires = filter(None, (find_wire(name) for names in _DEFAULT_WIRES.values() for name in names))
+    return {wire.name for wire in wires if wire.is_available()}
 
 
 def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
@@ -169,11 +170,6 @@ def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]
         if not is_simulated or find_wire(name) is None:
             get_wire(name)
     return dict(world.backends if world is not None and is_simulated else backends)
-
-
-def _is_available(name: str) -> bool:
-    wire = find_wire(name)
-    return wire is not None and wire.is_available()
 
 
 def backends_text(backends: dict[str, str]) -> str:

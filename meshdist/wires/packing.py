@@ -7,15 +7,33 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Tensors", "blocks", "packed", "parts", "write", "write_all", "write_blocks"]
+__all__ = [
+    "Sizes",
+    "Tensors",
+    "blocks",
+    "packed",
+    "parts",
+    "parts_like",
+    "write",
+    "write_all",
+    "write_blocks",
+]
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 """Several tensors: one for each member, or such as one verb carries together."""
 
+Sizes: TypeAlias = Sequence[int]
+"""Numbers of elements, one for each member."""
 
-def parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+
+def parts(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """Views of consecutive parts of a contiguous tensor, flat; sizes in elements."""
     return list(tensor.view(-1).split(list(sizes)))
+
+
+def parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+    """Views of consecutive parts of ``whole``, each of as many elements as one of ``tensors``."""
+    return parts(whole, [tensor.numel() for tensor in tensors])
 
 
 def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:

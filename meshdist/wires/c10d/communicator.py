@@ -9,7 +9,7 @@ class does not know its dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +37,7 @@ from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..mailbox import Mailbox
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import Tensors, parts
+from ..packing import Sizes, Tensors, parts
 from ..reductions import find_lack
 from .substitutes import Arithmetic, Substitute, read_as
 
@@ -137,7 +137,7 @@ class C10dCommunicator(Communicator):
     def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
         super().__init__(wire, rank, size)
         self._group = process_group
-        self._aborted = False
+        self.is_aborted = False
         self._mailbox = Mailbox(rank)
         self._batch: list[C10dTransfer] | None = None
         self._options: dict[Any, tuple[timedelta | None, Any]] = {}
@@ -269,22 +269,15 @@ class C10dCommunicator(Communicator):
         return super().all_to_all(outputs, inputs, terms) if started is None else started
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         whole, data = _movable(output), _movable(tensor)
-        takes, sends = output_sizes, input_sizes
+        sizes: tuple[Sizes, ...] = (takes, gives)
         if data.dtype is not tensor.dtype:
-            takes, sends = ([n * tensor.itemsize for n in sizes] for sizes in (takes, sends))
+            sizes = tuple([n * tensor.itemsize for n in some] for some in sizes)
         options = self._options_for(AllToAllOptions, terms)
-        started = self._start_if_there(terms, "alltoall_base", whole, data, takes, sends, options)
-        return started or super().all_to_all_single(
-            output, tensor, output_sizes, input_sizes, terms
-        )
+        started = self._start_if_there(terms, "alltoall_base", whole, data, *sizes, options)
+        return started or super().all_to_all_single(output, tensor, takes, gives, terms)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         options = BarrierOptions()
@@ -348,12 +341,12 @@ class C10dCommunicator(Communicator):
     def failure(self, error: RuntimeError) -> WireFailure:
         """The failure that an error from c10d means."""
         text = plain_text(error)
-        if self._aborted:
+        if self.is_aborted:
             return WireAborted(text)
         return WireTimeout(text) if is_timeout(text) else WireFailure(text)
 
     def abort(self) -> None:
-        self._aborted = True
+        self.is_aborted = True
         self._mailbox.abort()
         if self._group is not CLOSED:
             self._group.abort()

@@ -149,11 +149,6 @@ class GlooCommunicator(C10dCommunicator):
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
 
     @property
-    def is_aborted(self) -> bool:
-        """Whether this member has given it up."""
-        return self._aborted
-
-    @property
     def is_closed(self) -> bool:
         """Whether it has come to its end."""
         return self._group is CLOSED
@@ -165,7 +160,7 @@ class GlooCommunicator(C10dCommunicator):
             _expire(_start_expiring(group, peer) for peer in self._peers())
 
     def abort(self) -> None:
-        self._aborted = True
+        self.is_aborted = True
         self._mailbox.abort()
         if not self._is_lazy:  # closing what still connects would end the process
             self.disconnect()
@@ -212,7 +207,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def _number_of(self, tag: int) -> int:
         try:
-            return self._tag_numbers.number_of(tag, lambda: self._aborted)
+            return self._tag_numbers.number_of(tag, lambda: self.is_aborted)
         except DistNetworkError:  # the store's server has ended: no tag has a new number
             return _MOST_NUMBERED
         except RuntimeError as error:
@@ -231,7 +226,7 @@ class GlooCommunicator(C10dCommunicator):
             except RuntimeError as error:
                 if str(error) != _EXPIRED_SLICE:
                     raise self.failure(error) from None
-            if self._aborted:
+            if self.is_aborted:
                 raise WireAborted("aborted while waiting")
             if deadline.is_over:
                 self.disconnect()

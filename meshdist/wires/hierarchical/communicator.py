@@ -27,7 +27,7 @@ from ...runtime.deadlines import Deadline, wait_until
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..c10d.gloo import GlooCommunicator
-from ..communicator import Communicator
+from ..communicator import Communicator, handed_to
 from ..failures import (
     MemberLost,
     MembersDisagree,
@@ -129,11 +129,10 @@ class HierarchicalCommunicator(Communicator):
             return super().reduce_scatter_list(output, inputs, op, terms)
         return self._start(terms, two_level.reduce_scatter, output, inputs, op)
 
-    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        return self._over_all.gather(outputs, tensor, root, terms)
-
-    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
-        return self._over_all.scatter(tensor, inputs, root, terms)
+    gather = handed_to("_over_all", "gather")
+    scatter = handed_to("_over_all", "scatter")
+    send = handed_to("_over_all", "send")
+    recv = handed_to("_over_all", "recv")
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         here = self._places.here
@@ -146,12 +145,6 @@ class HierarchicalCommunicator(Communicator):
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         return self._start(terms, two_level.barrier)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        return self._over_all.send(tensor, peer, tag, terms)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        return self._over_all.recv(tensor, peer, tag, terms)
 
     def abort(self) -> None:
         self._is_aborted = True

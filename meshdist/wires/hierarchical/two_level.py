@@ -18,7 +18,7 @@ from ...runtime.deadlines import Deadline
 from .. import fallbacks
 from ..communicator import Communicator
 from ..operations import Terms
-from ..packing import Tensors, packed, parts, write_all
+from ..packing import Tensors, packed, parts_like, write_all
 from .host_places import HostPlaces, cuts
 
 __all__ = [
@@ -138,7 +138,7 @@ def all_reduce_together(stages: Stages, tensors: Tensors, op: ReduceKind) -> Non
     """Reduce tensors of one dtype as one."""
     whole = packed(tensors)
     all_reduce(stages, whole, op)
-    write_all(tensors, _parts_like(whole, tensors))
+    write_all(tensors, parts_like(whole, tensors))
 
 
 def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> None:
@@ -207,9 +207,12 @@ def all_gather(
     places, order = stages.places, stages.places.by_host
     in_order = [outputs[member] for member in order]
     is_in_place = together is not None and list(order) == sorted(order)
-    whole = together.view(-1) if together is not None and is_in_place else _room_for(outputs)
+    if together is not None and is_in_place:
+        whole = together.view(-1)
+    else:
+        whole = tensor.new_empty(_numel(outputs))
     of_hosts = whole.split([_numel([outputs[k] for k in members]) for members in places.members])
-    here = _parts_like(of_hosts[places.host], [outputs[k] for k in places.here])
+    here = parts_like(of_hosts[places.host], [outputs[k] for k in places.here])
     if len(here) == 1:
         here[0].copy_(tensor.view(-1))
     else:
@@ -222,7 +225,7 @@ def all_gather(
         if host != places.host:
             stages.spread(of_host, num_parts)
     if not is_in_place:
-        write_all(in_order, _parts_like(whole, in_order))
+        write_all(in_order, parts_like(whole, in_order))
 
 
 def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: ReduceKind) -> None:
@@ -250,7 +253,7 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
         stages.average(got, op)
         members = pile[places.host]
         for member, part in zip(
-            members, _parts_like(got, [inputs[k] for k in members]), strict=True
+            members, parts_like(got, [inputs[k] for k in members]), strict=True
         ):
             gives[here.index(member)] = part
     if not all_own:
@@ -286,11 +289,3 @@ def _step(op: ReduceKind) -> ReduceKind:
 
 def _numel(tensors: Tensors) -> int:
     return sum(tensor.numel() for tensor in tensors)
-
-
-def _room_for(tensors: Tensors) -> torch.Tensor:
-    return torch.empty(_numel(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
-    return parts(whole, [tensor.numel() for tensor in tensors])

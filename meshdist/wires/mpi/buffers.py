@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..packing import Tensors
+from ..packing import Tensors, parts_like, write_all
 from ..scratch import Scratch
 
 __all__ = ["Buffers", "packed", "unpacked"]
@@ -80,7 +80,7 @@ def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards
     if whole is not None:
         return whole, None
     whole = scratch.take(sum(x.numel() for x in tensors), tensors[0])
-    _copy_parts(_parts(whole, tensors), tensors)
+    write_all(parts_like(whole, tensors), tensors)
     return whole, partial(scratch.give, whole)
 
 
@@ -92,7 +92,7 @@ def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwar
     whole = scratch.take(sum(x.numel() for x in outputs), outputs[0])
 
     def take_apart() -> None:
-        _copy_parts(outputs, _parts(whole, outputs))
+        write_all(outputs, parts_like(whole, outputs))
         scratch.give(whole)
 
     return whole, take_apart
@@ -113,13 +113,3 @@ def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
         return None  # the next block of memory follows by chance
     flat = first.detach() if first.requires_grad else first
     return flat.as_strided(((end - start) // item,), (1,))
-
-
-def _parts(whole: torch.Tensor, like: Tensors) -> Tensors:
-    return list(whole.split([x.numel() for x in like]))
-
-
-def _copy_parts(outputs: Tensors, data: Tensors) -> None:
-    with torch.inference_mode():  # they may be parameters, or inference tensors
-        for output, part in zip(outputs, data, strict=True):
-            output.view(-1).copy_(part.view(-1))

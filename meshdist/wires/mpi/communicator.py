@@ -24,7 +24,7 @@ from ..failures import WireAborted, WireFailure
 from ..mailbox import Mailbox
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import Tensors, parts
+from ..packing import Sizes, Tensors, parts
 from ..registry import Wire, register_wire
 from ..tag_numbers import TagNumbers
 from .arrivals import Arrivals, Turnout
@@ -142,11 +142,8 @@ class MpiCommunicator(Communicator):
         mine, data = output, apart(whole, output)
         if not plan.is_plain:
             data = plan.encode(data, self.scratch)
-            mine = (
-                plan.encode(output, self.scratch)
-                if plan.is_in_place
-                else data.new_empty(output.numel())
-            )
+            is_ours = plan.is_in_place
+            mine = plan.encode(output, self.scratch) if is_ours else data.new_empty(output.numel())
         then = None if plan.is_plain else self._copy_back(plan, mine, output, data)
         kept = (output, mine, data)
         result, op = self._numbers(mine), self._op(plan)
@@ -169,7 +166,7 @@ class MpiCommunicator(Communicator):
 
     def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         sizes = [output.numel() for output in outputs]
-        if not self._fits(sum(sizes), tensor):
+        if sum(sizes) * tensor.itemsize > self._buffers.most:
             return super().all_gather_list(outputs, tensor, terms)
         whole, unpack = unpacked(outputs, self.scratch)
         tensor = apart(tensor, whole)
@@ -199,64 +196,34 @@ class MpiCommunicator(Communicator):
         # each pair decides for itself whether its part goes with the others.
         most = self._most_for_one(inputs[0])
         large = [
-            self.recv(output, peer, EXCHANGE_TAG, terms)
-            for peer, output in enumerate(outputs)
-            if output.numel() > most
+            start(one, peer, EXCHANGE_TAG, terms)
+            for start, tensors in ((self.recv, outputs), (self.send, inputs))
+            for peer, one in enumerate(tensors)
+            if one.numel() > most
         ]
-        large += [
-            self.send(part, peer, EXCHANGE_TAG, terms)
-            for peer, part in enumerate(inputs)
-            if part.numel() > most
-        ]
-        whole, unpack = unpacked(_without_large(outputs, most), self.scratch)
-        together, give_back = packed(_without_large(inputs, most), self.scratch)
-        started = self._exchange(
-            whole,
-            apart(together, whole),
-            [_if_at_most(output.numel(), most) for output in outputs],
-            [_if_at_most(part.numel(), most) for part in inputs],
-            terms,
-        )
+        outputs, inputs = _without_large(outputs, most), _without_large(inputs, most)
+        takes, gives = ([x.numel() for x in some] for some in (outputs, inputs))
+        whole, unpack = unpacked(outputs, self.scratch)
+        together, give_back = packed(inputs, self.scratch)
+        started = self._exchange(whole, apart(together, whole), takes, gives, terms)
 
-        def copy_back() -> None:
-            for act in (unpack, give_back):
-                if act is not None:
-                    act()
-
-        return Chain([*large, started], copy_back)
+        return Chain([Chain([*large, started], unpack)], give_back)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        if max(*output_sizes, *input_sizes) <= self._most_for_one(tensor):
+        if max(*takes, *gives) <= self._most_for_one(tensor):
             tensor = apart(tensor, output)
-            return self._exchange(output, tensor, output_sizes, input_sizes, terms)
-        outputs = parts(output, output_sizes)
-        return self.all_to_all(outputs, parts(tensor, input_sizes), terms)
+            return self._exchange(output, tensor, takes, gives, terms)
+        outputs = parts(output, takes)
+        return self.all_to_all(outputs, parts(tensor, gives), terms)
 
     def _exchange(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        cut, is_even = self._buffers.cut, len({*input_sizes, *output_sizes}) == 1
-        return self._collective(
-            "Alltoallv",
-            terms,
-            (output, tensor),
-            None,
-            cut(tensor, input_sizes),
-            cut(output, output_sizes),
-            is_even=is_even,
-        )
+        cut, is_even = self._buffers.cut, len({*gives, *takes}) == 1
+        kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
+        return self._collective("Alltoallv", terms, kept, None, *buffers, is_even=is_even)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         return self._collective("Barrier", terms, None, None)
@@ -426,9 +393,6 @@ class MpiCommunicator(Communicator):
         """How many elements one member may have for another in an exchange of all."""
         return self._buffers.most // (self.size * x.itemsize)
 
-    def _fits(self, count: int, like: torch.Tensor) -> bool:
-        return count * like.itemsize <= self._buffers.most
-
 
 class MpiWire(Wire):
     """MPI, by mpi4py: CPU tensors, and CUDA tensors directly or by way of host memory."""
@@ -474,10 +438,6 @@ def _synchronize(tensor: torch.Tensor) -> None:
 
 def _without_large(tensors: Tensors, most: int) -> list[torch.Tensor]:
     return [x if x.numel() <= most else x.new_empty(0) for x in tensors]
-
-
-def _if_at_most(count: int, most: int) -> int:
-    return count if count <= most else 0
 
 
 register_wire(MpiWire())

@@ -24,11 +24,11 @@ from ...runtime.hosts import ProcessCard, is_alive
 from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
 from ..operations import Operation
 
-__all__ = ["Link", "MpiOperation", "left_key", "open_links"]
+__all__ = ["SPIN_S", "Link", "MpiOperation", "left_key", "open_links"]
 
 # As long as every rank of the host has a core of its own, spinning takes no core from a rank that
 # could work; to yield would leave the core to other programs for whole time slices.
-_SPIN_S = 0.0002
+SPIN_S = 0.0002
 # MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
 _AWAKE_S = 0.02
 _LONGEST_PAUSE_S = 0.0002
@@ -98,6 +98,7 @@ class MpiOperation(Operation):
             return True
 
 
+@dataclass(eq=False)
 class Link:
     """One member's part in a group.
 
@@ -108,42 +109,28 @@ class Link:
         ranks: the members' global ranks.
         cards: the members' processes.
         rank: this member's place.
-        is_crowded: whether this host has more ranks than cores.
+        spin_s: how long to spin for another member, before the thread yields or sleeps.
         end: gives back what the group has taken besides.
         look: raises where waiting is in vain; called now and then. Or None.
-
-    Attributes:
-        spin_s: how long to spin for another member, before the thread yields or sleeps.
     """
 
-    def __init__(
-        self,
-        MPI: Any,
-        comm: Any,
-        store: Store,
-        ranks: Sequence[int],
-        cards: Sequence[ProcessCard],
-        rank: int,
-        *,
-        is_crowded: bool,
-        end: Callable[[], None],
-        look: Callable[[], None] | None = None,
-    ) -> None:
-        self.MPI = MPI
-        self.comm = comm
-        self.is_aborted = False
-        self.is_closed = False
-        self._store = store
-        self._ranks = ranks
-        self._cards = cards
-        self._rank = rank
-        self.spin_s = 0.0 if is_crowded else _SPIN_S
-        self._process_id = os.getpid()
-        self._in_flight: dict[MpiOperation, None] = {}
-        self._keeping = threading.Lock()
-        self._has_stranded = False
-        self._end = end
-        self._look = look
+    MPI: Any
+    comm: Any
+    store: Store
+    ranks: Sequence[int]
+    cards: Sequence[ProcessCard]
+    rank: int
+    spin_s: float
+    end: Callable[[], None]
+    look: Callable[[], None] | None = None
+    is_aborted: bool = field(default=False, init=False)
+    is_closed: bool = field(default=False, init=False)
+    in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
+    keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _has_stranded: bool = field(default=False, init=False)
+    _process_id: int = field(default_factory=os.getpid, init=False)
+
+    def __post_init__(self) -> None:
         _links.add(self)
 
     @property
@@ -154,11 +141,11 @@ class Link:
     @property
     def rank_of_world(self) -> int:
         """This member's global rank."""
-        return self._ranks[self._rank]
+        return self.ranks[self.rank]
 
     def find_dead(self) -> dict[int, ProcessCard]:
         """The global ranks of the members whose processes have ended, as far as can be seen."""
-        pairs = zip(self._ranks, self._cards, strict=True)
+        pairs = zip(self.ranks, self.cards, strict=True)
         return {rank: card for rank, card in pairs if is_alive(card) is False}
 
     def start(
@@ -171,8 +158,8 @@ class Link:
     ) -> MpiOperation:
         """The operation of a request; its tensors live as long, also where its Work is dropped."""
         operation = MpiOperation(self, request, kept, then, status, num_bytes)
-        in_flight = self._in_flight
-        with self._keeping:
+        in_flight = self.in_flight
+        with self.keeping:
             for _ in range(2):  # so that operations whose Work was dropped are freed in time
                 oldest = next(iter(in_flight), None)
                 if oldest is None:
@@ -185,8 +172,8 @@ class Link:
 
     def forget(self, operation: MpiOperation) -> None:
         """Drop an operation that is not in flight any more."""
-        with self._keeping:
-            self._in_flight.pop(operation, None)
+        with self.keeping:
+            self.in_flight.pop(operation, None)
 
     def progress(self) -> None:
         """Let MPI make progress on what is in flight."""
@@ -195,8 +182,8 @@ class Link:
         # A probe that finds a message makes no progress. To test an operation that is not done
         # makes progress on all of them.
         for link in open_links():
-            with link._keeping:
-                operation = next((one for one in link._in_flight if not one.is_done), None)
+            with link.keeping:
+                operation = next((one for one in link.in_flight if not one.is_done), None)
             if operation is not None:
                 operation.test_quietly()
                 return
@@ -231,7 +218,7 @@ class Link:
         if self.is_forked:  # it has no part in the group
             return
         with suppress(RuntimeError):  # the store is lost, as the others will see
-            self._store.set(left_key(self._rank), "")
+            self.store.set(left_key(self.rank), "")
 
     def close(self) -> None:
         """Give MPI its communicator back, where nothing is in flight on it."""
@@ -241,10 +228,10 @@ class Link:
         if self.is_forked:
             return
         self.leave()
-        self._end()
-        with self._keeping:
-            unfinished = [one for one in self._in_flight if not one.test_quietly()]
-            self._in_flight.clear()
+        self.end()
+        with self.keeping:
+            unfinished = [one for one in self.in_flight if not one.test_quietly()]
+            self.in_flight.clear()
         if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
             _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
             return
@@ -294,9 +281,9 @@ class Link:
         return look
 
     def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
-        if self._look is not None:
-            self._look()
-        lost = [k for k, card in enumerate(self._cards) if is_alive(card) is False]
+        if self.look is not None:
+            self.look()
+        lost = [k for k, card in enumerate(self.cards) if is_alive(card) is False]
         text = "has ended"
         if not lost and queries:
             lost, text = self._find_left(), "has closed this group, or ends"
@@ -306,8 +293,8 @@ class Link:
 
     def _find_left(self) -> list[int]:
         with suppress(RuntimeError):  # the store is lost
-            others = (k for k in range(len(self._cards)) if k != self._rank)
-            return [k for k in others if self._store.check([left_key(k)])]
+            others = (k for k in range(len(self.cards)) if k != self.rank)
+            return [k for k in others if self.store.check([left_key(k)])]
         return []
 
 

@@ -17,7 +17,7 @@ from ..failures import WireTimeout
 from ..opening import Opening
 from .arrivals import Arrivals, words_of_process
 from .dead_ranks import report_dead_ranks_at_the_end
-from .link import Link, left_key
+from .link import SPIN_S, Link, left_key
 
 __all__ = ["open_link"]
 
@@ -117,7 +117,7 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
         opening.ranks,
         cards,
         opening.rank,
-        is_crowded=opening.num_local > num_cores(),
+        spin_s=0.0 if opening.num_local > num_cores() else SPIN_S,
         end=region.release_after_all,
         look=opening.look,
     )

@@ -29,7 +29,7 @@ from ..core import core as _core
 from ..failures import WireFailure, WireRefused
 from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
-from ..packing import Tensors
+from ..packing import Sizes, Tensors
 from ..registry import Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
@@ -181,14 +181,9 @@ class ShmCommunicator(Communicator):
         return self._start("all_to_all", (outputs, inputs), terms, *places, code)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        places = (*_cuts(output, output_sizes), *_cuts(tensor, input_sizes))
+        places = (*_cuts(output, takes), *_cuts(tensor, gives))
         _, code = _amount(tensor)
         return self._start("all_to_all", (output, tensor), terms, *places, code)
 

@@ -24,7 +24,7 @@ from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure
 from ..opening import Opening
 from ..operations import DONE, Operation, Terms
-from ..packing import Tensors, parts
+from ..packing import Sizes, Tensors, parts
 from ..reductions import check_reducible, find_lack
 from ..registry import Wire, register_wire
 from .data_moves import synchronize
@@ -79,12 +79,12 @@ class SimulatedCommunicator(Communicator):
 
     def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         """Start giving member ``root`` everyone's tensor."""
-        sizes = self._odd_sizes(tensor, tensor, outputs if self.rank == root else tensor)
+        sizes = self._sizes(tensor), self._sizes(outputs if self.rank == root else tensor)
         return self._start("gather", tensor, [tensor], outputs, terms, root=root, sizes=sizes)
 
     def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         """Start giving every member its tensor of those on ``root``."""
-        sizes = self._odd_sizes(tensor, inputs if self.rank == root else tensor, tensor)
+        sizes = self._sizes(inputs if self.rank == root else tensor), self._sizes(tensor)
         return self._start("scatter", tensor, inputs, [tensor], terms, root=root, sizes=sizes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
@@ -115,16 +115,11 @@ class SimulatedCommunicator(Communicator):
         return self._start("all_to_all", inputs, inputs, outputs, terms, sizes=sizes)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         """Start an all-to-all over consecutive parts of both tensors."""
-        outputs, inputs = parts(output, output_sizes), parts(tensor, input_sizes)
-        sizes = input_sizes, output_sizes
+        outputs, inputs = parts(output, takes), parts(tensor, gives)
+        sizes = gives, takes
         return self._start("all_to_all_single", tensor, inputs, outputs, terms, sizes=sizes)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
@@ -183,6 +178,8 @@ class SimulatedCommunicator(Communicator):
             synchronize(part)
             if op is not None:
                 check_reducible(self.wire, op, part.dtype)
+        if root is not None and sizes[:1] == sizes[1:]:
+            sizes = ()  # as even as a rooted verb is
         self._started += 1
         call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
         started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs)
@@ -194,13 +191,6 @@ class SimulatedCommunicator(Communicator):
         frame = program_frame(sys._getframe(1))
         more |= {"code": frame.f_code, "instruction": frame.f_lasti}
         return Call(self._started, self._group, verb, data_of(tensor), **more)
-
-    def _odd_sizes(
-        self, tensor: torch.Tensor, sent: torch.Tensor | Tensors, taken: torch.Tensor | Tensors
-    ) -> Sequence[Sequence[int]]:
-        """``_sizes`` of both, where they say more than that each has as many as ``tensor``."""
-        sizes = self._sizes(sent), self._sizes(taken)
-        return () if sizes == (self._sizes(tensor),) * 2 else sizes
 
     def _sizes(self, tensors: torch.Tensor | Tensors) -> tuple[int, ...]:
         """Elements to or from each member: of a list, or of one tensor for all."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from .data_moves import Round, move, synchronize, write
 from .scheduler import Rank, find_rank_here
 
 __all__ = ["Collective", "Meeting", "Message", "Receive", "find_mismatch"]
+
+T = TypeVar("T")
 
 _BROKEN = "; the group is broken now"
 
@@ -218,65 +220,46 @@ class Meeting:
         self, started: Collective, there: Mapping[int, Collective]
     ) -> AgreementError | None:
         """Compare the newest call with all that are there."""
-        if started.header != next(iter(there.values())).header:
-            return self._disagreement(
-                there,
-                expected="the same verb, dtype, number of elements, op and root on every member",
-                fix="make every member call the same verbs in the same order, on fitting "
-                f"tensors{_BROKEN}",
-            )
         calls = {member: one.call for member, one in there.items()}
-        mismatch = find_mismatch(started.member, calls, self.ranks)
-        if mismatch is None:
+        mismatch: str | None = None
+        if started.header != next(iter(there.values())).header:
+            expected = "the same verb, dtype, number of elements, op and root on every member"
+            fix = "make every member call the same verbs in the same order, on fitting tensors"
+        elif mismatch := find_mismatch(started.member, calls, self.ranks):
+            expected = "what a member sends to another is what that one takes from it"
+            fix = (
+                "give each output as many elements as its source sends; where a member cannot "
+                "know them, exchange the sizes first"
+            )
+        else:
             return None
-        return self._disagreement(
-            there,
-            mismatch,
-            expected="what a member sends to another is what that one takes from it",
-            fix="give each output as many elements as its source sends; where a member cannot "
-            f"know them, exchange the sizes first{_BROKEN}",
-        )
-
-    def _disagreement(
-        self,
-        there: Mapping[int, Collective],
-        mismatch: str | None = None,
-        *,
-        expected: str,
-        fix: str,
-    ) -> AgreementError:
-        number = next(iter(there.values())).call.sequence
-        calls = dict.fromkeys(self.ranks, "not there yet")
-        calls |= {self.ranks[member]: one.call.text for member, one in there.items()}
+        texts = dict.fromkeys(self.ranks, "not there yet")
+        texts |= {self.ranks[member]: call.text for member, call in calls.items()}
         return AgreementError(
-            f"the members of a group disagree about their call {number}",
+            f"the members of a group disagree about their call {started.call.sequence}",
             where=f"{self.title}; no data was moved",
             expected=expected,
-            found="\n".join(filter(None, (mismatch, grouped_text(calls.items())))),
-            fix=fix,
+            found="\n".join(filter(None, (mismatch, grouped_text(texts.items())))),
+            fix=f"{fix}{_BROKEN}",
         )
 
     def send(self, message: Message, to: int) -> None:
         """Deliver to the first receive that takes the message, or keep a copy."""
-        waiting = self.receives[to]
-        for place, receive in enumerate(waiting):
-            if receive.takes(message):
-                del waiting[place]
-                receive.accept(message)
-                return
+        receive = _take(self.receives[to], lambda one: one.takes(message))
+        if receive is not None:
+            receive.accept(message)
+            return
         message.data = message.data.clone()
         synchronize(message.data)
         self.messages[to].append(message)
 
     def receive(self, receive: Receive) -> None:
         """Take the first message that is meant, or wait for it."""
-        kept = self.messages[receive.member]
-        for place, message in enumerate(kept):
-            if receive.takes(message):
-                del kept[place]
-                receive.accept(message)
-                return
-        self.receives[receive.member].append(receive)
+        message = _take(self.messages[receive.member], receive.takes)
+        if message is None:
+            self.receives[receive.member].append(receive)
+        else:
+            receive.accept(message)
 
     def fail(self, failure: AgreementError) -> None:
         """Members disagree: fail everything that is not done, and all that follows."""
@@ -297,6 +280,12 @@ class Meeting:
         self.rounds.clear()
         self.messages = [[] for _ in self.ranks]
         self.receives = [[] for _ in self.ranks]
+
+
+def _take(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
+    """Take the first one that fits out of a list."""
+    place = next((place for place, one in enumerate(waiting) if fits(one)), None)
+    return None if place is None else waiting.pop(place)
 
 
 def find_mismatch(member: int, calls: Mapping[int, Call], ranks: Sequence[int]) -> str | None:
