@@ -290,15 +290,7 @@ class Communicator(ABC):
 
 
 def handed_to(other: str, method: str) -> Any:
-    """A method that hands its arguments to that of another communicator, the attribute ``other``.
-
-    Example:
-        >>> class Relay:
-        ...     upper = handed_to("text", "upper")
-        ...     text = "abc"
-        >>> Relay().upper()
-        'ABC'
-    """
+    """A method that another communicator, the attribute ``other``, does in this one's place."""
 
     def call(self: Any, *arguments: Any) -> Any:
         return getattr(getattr(self, other), method)(*arguments)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from ..bootstrap.world import World
 from ..errors import ArgumentError, KindError
-from .c10d.registered import adopt_torch_backends, register_torch_backend
+from .c10d.registered import RegisteredWire, adopt_torch_backends
 from .hierarchical.communicator import HierarchicalWire as HierarchicalWire  # registers itself
 from .mpi.communicator import MpiWire as MpiWire  # registers itself
-from .registry import find_wire, get_wire
+from .registry import find_wire, get_wire, register_wire
 from .shm.communicator import ShmWire as ShmWire  # registers itself
 
 __all__ = [
@@ -77,7 +77,7 @@ class Backend(str):
             )
             devices = ("cpu", "cuda")
         kinds = frozenset([devices] if isinstance(devices, str) else devices)
-        register_torch_backend(name.lower(), func, kinds, extended_api=extended_api)
+        register_wire(RegisteredWire(name.lower(), func, kinds, extended_api))
         setattr(cls, name.upper(), name.lower())
 
 

@@ -16,18 +16,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch.distributed import distributed_c10d as c10d
 
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp
@@ -156,14 +145,14 @@ class C10dCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
         dtype = tensor.dtype
-        key = AllreduceOptions, op, dtype
+        key = c10d.AllreduceOptions, op, dtype
         last_timeout, options = self._options.get(key, _NOT_MADE)
         timeout = terms.timeout
         if last_timeout is not timeout:
             substitute = self._substitute(op, dtype)
             if substitute is None or substitute.dtype is not dtype:
                 return self._all_reduce_otherwise(tensor, op, substitute, terms)
-            options = AllreduceOptions()
+            options = c10d.AllreduceOptions()
             options.reduceOp = substitute.op  # type: ignore[assignment]
             options.timeout = self.own_timeout(timeout)
             self._options[key] = timeout, options
@@ -183,19 +172,19 @@ class C10dCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
         started, substitute = None, self._view("reduce", op, tensor.dtype)
         if substitute is not None:
-            options = self._options_for(ReduceOptions, terms, root, substitute.op)
+            options = self._options_for(c10d.ReduceOptions, terms, root, substitute.op)
             views = [read_as(tensor, substitute.dtype)]
             started = self._start_if_there(terms, "reduce", views, options)
         return started or super().reduce(tensor, op, root, terms)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        options = self._options_for(BroadcastOptions, terms, root)
+        options = self._options_for(c10d.BroadcastOptions, terms, root)
         return self._start(terms, "broadcast", [_movable(tensor)], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self.all_reduce(_movable(output), ReduceOp.MAX, terms)
-        options = self._options_for(AllgatherOptions, terms)
+        options = self._options_for(c10d.AllgatherOptions, terms)
         started = self._start_if_there(
             terms, "_allgather_base", _movable(output), _movable(tensor), options
         )
@@ -207,7 +196,7 @@ class C10dCommunicator(Communicator):
     def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         count = tensor.numel()
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
-            options = self._options_for(AllgatherOptions, terms)
+            options = self._options_for(c10d.AllgatherOptions, terms)
             lists = [_all_movable(outputs)]
             started = self._start_if_there(terms, "allgather", lists, [_movable(tensor)], options)
             if started is not None:
@@ -215,13 +204,13 @@ class C10dCommunicator(Communicator):
         return super().all_gather_list(outputs, tensor, terms)
 
     def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        options = self._options_for(GatherOptions, terms, root)
+        options = self._options_for(c10d.GatherOptions, terms, root)
         lists = [_all_movable(outputs)] if self.rank == root else []
         started = self._start_if_there(terms, "gather", lists, [_movable(tensor)], options)
         return started or super().gather(outputs, tensor, root, terms)
 
     def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
-        options = self._options_for(ScatterOptions, terms, root)
+        options = self._options_for(c10d.ScatterOptions, terms, root)
         lists = [_all_movable(inputs)] if self.rank == root else []
         started = self._start_if_there(terms, "scatter", [_movable(tensor)], lists, options)
         return started or super().scatter(tensor, inputs, root, terms)
@@ -234,7 +223,7 @@ class C10dCommunicator(Communicator):
         substitute = self._view("reduce_scatter", op, tensor.dtype)
         if substitute is not None:
             whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
-            options = self._options_for(ReduceScatterOptions, terms, op=substitute.op)
+            options = self._options_for(c10d.ReduceScatterOptions, terms, op=substitute.op)
             started = self._start_if_there(terms, "_reduce_scatter_base", mine, whole, options)
             if started is not None:
                 return started
@@ -248,7 +237,7 @@ class C10dCommunicator(Communicator):
         if substitute is not None:
             views = [read_as(part, substitute.dtype) for part in inputs]
             mine = read_as(output, substitute.dtype)
-            options = self._options_for(ReduceScatterOptions, terms, op=substitute.op)
+            options = self._options_for(c10d.ReduceScatterOptions, terms, op=substitute.op)
             started = self._start_if_there(terms, "reduce_scatter", [mine], [views], options)
             if started is not None:
                 return started
@@ -264,7 +253,7 @@ class C10dCommunicator(Communicator):
         if "all_to_all" in self.lacking:
             return fallbacks.all_to_all_by_packing(self, some, data, terms)
         started = self._start_if_there(
-            terms, "alltoall", some, data, self._options_for(AllToAllOptions, terms)
+            terms, "alltoall", some, data, self._options_for(c10d.AllToAllOptions, terms)
         )
         return super().all_to_all(outputs, inputs, terms) if started is None else started
 
@@ -275,12 +264,12 @@ class C10dCommunicator(Communicator):
         sizes: tuple[Sizes, ...] = (takes, gives)
         if data.dtype is not tensor.dtype:
             sizes = tuple([n * tensor.itemsize for n in some] for some in sizes)
-        options = self._options_for(AllToAllOptions, terms)
+        options = self._options_for(c10d.AllToAllOptions, terms)
         started = self._start_if_there(terms, "alltoall_base", whole, data, *sizes, options)
         return started or super().all_to_all_single(output, tensor, takes, gives, terms)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        options = BarrierOptions()
+        options = c10d.BarrierOptions()
         options.timeout = self.own_timeout(terms.timeout)
         if device is not None:
             options.device = device
@@ -378,7 +367,7 @@ class C10dCommunicator(Communicator):
         """``all_reduce_list`` where all dtypes are equal."""
         substitute = self._view("all_reduce_list", op, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
-            options = self._options_for(AllreduceCoalescedOptions, terms, op=substitute.op)
+            options = self._options_for(c10d.AllreduceCoalescedOptions, terms, op=substitute.op)
             views = tensors
             if substitute.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, substitute.dtype) for tensor in tensors]

@@ -16,7 +16,7 @@ from .communicator import C10dCommunicator
 from .gloo import GlooCommunicator
 from .nccl import NcclWire as NcclWire  # registers itself, as Gloo does
 
-__all__ = ["RegisteredWire", "adopt_torch_backends", "register_torch_backend"]
+__all__ = ["RegisteredWire", "adopt_torch_backends"]
 
 
 @dataclass(eq=False)
@@ -65,13 +65,6 @@ class RegisteredWire(Wire):
         return C10dCommunicator(self.name, opening.rank, size, group)
 
 
-def register_torch_backend(
-    name: str, make: Callable[..., Any], device_types: frozenset[str], *, extended_api: bool
-) -> None:
-    """Register a ``RegisteredWire`` of these arguments."""
-    register_wire(RegisteredWire(name, make, device_types, extended_api=extended_api))
-
-
 def adopt_torch_backends() -> None:
     """Make a wire of each backend that a plug-in has registered with torch and that is none yet."""
     backends: Any = distributed_c10d.Backend
@@ -79,4 +72,4 @@ def adopt_torch_backends() -> None:
         name = upper.lower()
         if find_wire(name) is None:
             kinds = frozenset(backends.backend_capability.get(name, ("cpu", "cuda")))
-            register_torch_backend(name, plugin.creator_fn, kinds, extended_api=plugin.extended_api)
+            register_wire(RegisteredWire(name, plugin.creator_fn, kinds, plugin.extended_api))

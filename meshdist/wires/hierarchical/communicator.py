@@ -116,12 +116,6 @@ class HierarchicalCommunicator(Communicator):
     def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         return self._start(terms, two_level.all_gather, outputs, tensor)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        inputs = parts(tensor, [output.numel()] * self.size)
-        return self.reduce_scatter_list(output, inputs, op, terms)
-
     def reduce_scatter_list(
         self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:

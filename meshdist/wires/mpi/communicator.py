@@ -30,7 +30,7 @@ from ..tag_numbers import TagNumbers
 from .arrivals import Arrivals, Turnout
 from .buffers import Buffers, packed, unpacked
 from .fast_path import make_fast_path
-from .link import Link
+from .link import Link, MpiOperation
 from .opening import open_link
 from .ops import (
     Plan,
@@ -237,7 +237,7 @@ class MpiCommunicator(Communicator):
             _synchronize(tensor)
         buffer = self._buffers.moved(tensor)
         request = self._post(self._comm.Isend, buffer, peer, self._tag(tag))
-        return self._link.start(request, tensor)
+        return self._link.start(MpiOperation(self._link, request, tensor))
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
         if peer == self.rank or (peer is None and (self.size == 1 or self.has_sent_itself(tag))):
@@ -248,8 +248,8 @@ class MpiCommunicator(Communicator):
         source = MPI.ANY_SOURCE if peer is None else peer
         buffer = self._buffers.moved(tensor)
         request = self._post(self._comm.Irecv, buffer, source, self._tag(tag))
-        num_bytes = tensor.numel() * tensor.itemsize
-        return self._link.start(request, tensor, None, MPI.Status(), num_bytes)
+        taken = (MPI.Status(), tensor.numel() * tensor.itemsize)
+        return self._link.start(MpiOperation(self._link, request, tensor, None, *taken))
 
     def has_sent_itself(self, tag: int) -> bool:
         return self._mailbox.has_sent(tag)
@@ -364,7 +364,7 @@ class MpiCommunicator(Communicator):
         self, name: str, kept: Any, then: Callable[[], None] | None, buffers: Sequence[Any]
     ) -> Operation:
         request = getattr(self._comm, "I" + name.lower())(*buffers)
-        return self._link.start(request, kept, then)
+        return self._link.start(MpiOperation(self._link, request, kept, then))
 
     def _post(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Start a message."""

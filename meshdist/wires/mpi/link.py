@@ -148,16 +148,8 @@ class Link:
         pairs = zip(self.ranks, self.cards, strict=True)
         return {rank: card for rank, card in pairs if is_alive(card) is False}
 
-    def start(
-        self,
-        request: Any,
-        kept: Any,
-        then: Callable[[], None] | None = None,
-        status: Any = None,
-        num_bytes: int = 0,
-    ) -> MpiOperation:
-        """The operation of a request; its tensors live as long, also where its Work is dropped."""
-        operation = MpiOperation(self, request, kept, then, status, num_bytes)
+    def start(self, operation: MpiOperation) -> MpiOperation:
+        """Keep an operation as long as it is in flight, also where its Work is dropped."""
         in_flight = self.in_flight
         with self.keeping:
             for _ in range(2):  # so that operations whose Work was dropped are freed in time
