@@ -104,6 +104,7 @@ class Chain(Operation):
         return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)
 
 
+@dataclass(eq=False)
 class Deferred(Operation):
     """An operation that starts when something else has happened.
 
@@ -117,21 +118,16 @@ class Deferred(Operation):
         is_cancelled: whether its caller has given it up; so is one that no caller holds.
     """
 
-    __slots__ = ("__weakref__", "_start", "_wait_for", "failure", "is_cancelled", "started")
-
-    def __init__(
-        self, start: Callable[[], None], wait_for: Callable[[Callable[[], bool], timedelta], None]
-    ) -> None:
-        self._start = start
-        self._wait_for = wait_for
-        self.started: Operation | None = None
-        self.failure: Exception | None = None
-        self.is_cancelled = False
+    start: Callable[[], None]
+    wait_for: Callable[[Callable[[], bool], timedelta], None]
+    started: Operation | None = None
+    failure: Exception | None = None
+    is_cancelled: bool = False
 
     def finish(self, timeout: timedelta) -> None:
         deadline = Deadline(timeout)
         try:
-            self._wait_for(self._try_to_start, timeout)
+            self.wait_for(self._try_to_start, timeout)
         except BaseException:  # Ctrl-C, too: the next receive must not wait behind it
             self.is_cancelled = True
             raise
@@ -154,5 +150,5 @@ class Deferred(Operation):
     def _try_to_start(self) -> bool:
         """Start it if it can be; whether it has started, or never will."""
         if self.started is None and self.failure is None:
-            self._start()
+            self.start()
         return self.started is not None or self.failure is not None

@@ -8,6 +8,7 @@ Everything here waits, and writes into the tensors that it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,7 @@ the time, one of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
 _LEAST = timedelta(milliseconds=1)
 
 
+@dataclass(eq=False)
 class Stages:
     """What one collective does on one level after the other, within its time.
 
@@ -50,17 +52,13 @@ class Stages:
         timeout: for all stages together.
     """
 
-    def __init__(
-        self,
-        places: HostPlaces,
-        inside: Communicator | None,
-        across: Communicator | None,
-        timeout: timedelta,
-    ) -> None:
-        self.places = places
-        self.size = len(places.by_host)
-        self._inside = inside
-        self._across = across
+    places: HostPlaces
+    _inside: Communicator | None
+    _across: Communicator | None
+    timeout: InitVar[timedelta]
+
+    def __post_init__(self, timeout: timedelta) -> None:
+        self.size = len(self.places.by_host)
         self._deadline = Deadline(timeout)
 
     def inside(self, verb: str, *arguments: Any) -> None:

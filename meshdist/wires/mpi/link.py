@@ -17,18 +17,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import Store
-
 from ...runtime.deadlines import Deadline, Grace, wait_until
-from ...runtime.hosts import ProcessCard, is_alive
+from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
+from ..opening import Opening
 from ..operations import Operation
 
-__all__ = ["SPIN_S", "Link", "MpiOperation", "left_key", "open_links"]
+__all__ = ["Link", "MpiOperation", "left_key", "open_links"]
 
 # As long as every rank of the host has a core of its own, spinning takes no core from a rank that
 # could work; to yield would leave the core to other programs for whole time slices.
-SPIN_S = 0.0002
+_SPIN_S = 0.0002
 # MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
 _AWAKE_S = 0.02
 _LONGEST_PAUSE_S = 0.0002
@@ -105,24 +104,19 @@ class Link:
     Args:
         MPI: mpi4py's module.
         comm: MPI's communicator.
-        store: of the group alone.
-        ranks: the members' global ranks.
+        opening: the group.
         cards: the members' processes.
-        rank: this member's place.
-        spin_s: how long to spin for another member, before the thread yields or sleeps.
         end: gives back what the group has taken besides.
-        look: raises where waiting is in vain; called now and then. Or None.
+
+    Attributes:
+        spin_s: how long to spin for another member, before the thread yields or sleeps.
     """
 
     MPI: Any
     comm: Any
-    store: Store
-    ranks: Sequence[int]
+    opening: Opening
     cards: Sequence[ProcessCard]
-    rank: int
-    spin_s: float
     end: Callable[[], None]
-    look: Callable[[], None] | None = None
     is_aborted: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
     in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
@@ -131,6 +125,7 @@ class Link:
     _process_id: int = field(default_factory=os.getpid, init=False)
 
     def __post_init__(self) -> None:
+        self.spin_s = 0.0 if self.opening.num_local > num_cores() else _SPIN_S
         _links.add(self)
 
     @property
@@ -141,11 +136,11 @@ class Link:
     @property
     def rank_of_world(self) -> int:
         """This member's global rank."""
-        return self.ranks[self.rank]
+        return self.opening.ranks[self.opening.rank]
 
     def find_dead(self) -> dict[int, ProcessCard]:
         """The global ranks of the members whose processes have ended, as far as can be seen."""
-        pairs = zip(self.ranks, self.cards, strict=True)
+        pairs = zip(self.opening.ranks, self.cards, strict=True)
         return {rank: card for rank, card in pairs if is_alive(card) is False}
 
     def start(self, operation: MpiOperation) -> MpiOperation:
@@ -210,7 +205,7 @@ class Link:
         if self.is_forked:  # it has no part in the group
             return
         with suppress(RuntimeError):  # the store is lost, as the others will see
-            self.store.set(left_key(self.rank), "")
+            self.opening.store.set(left_key(self.opening.rank), "")
 
     def close(self) -> None:
         """Give MPI its communicator back, where nothing is in flight on it."""
@@ -273,8 +268,8 @@ class Link:
         return look
 
     def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
-        if self.look is not None:
-            self.look()
+        if self.opening.look is not None:
+            self.opening.look()
         lost = [k for k, card in enumerate(self.cards) if is_alive(card) is False]
         text = "has ended"
         if not lost and queries:
@@ -285,8 +280,8 @@ class Link:
 
     def _find_left(self) -> list[int]:
         with suppress(RuntimeError):  # the store is lost
-            others = (k for k in range(len(self.cards)) if k != self.rank)
-            return [k for k in others if self.store.check([left_key(k)])]
+            others = (k for k in range(len(self.cards)) if k != self.opening.rank)
+            return [k for k in others if self.opening.store.check([left_key(k)])]
         return []
 
 
