@@ -177,9 +177,9 @@ class Channel:
             lambda failure: self.explain(failure, noted),
             lambda: tensors,
             copy_back,
-            verb=verb,
-            group=self.group.name,
-            is_transfer=is_transfer,
+            verb,
+            self.group.name,
+            is_transfer,
         )
 
     def is_broken(self) -> bool:

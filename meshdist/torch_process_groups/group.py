@@ -308,8 +308,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     explain,
                     lambda: result,
                     request.settle,
-                    verb=request.verb,
-                    group=self._facts.name,
+                    request.verb,
+                    self._facts.name,
                 )
                 works.append(work)
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,7 +47,7 @@ DTYPE_GROUPS: dict[str, tuple[torch.dtype, ...]] = {
 
 OPS = (*PLAIN_OPS, ReduceOp.PREMUL_SUM)
 """The reductions of the table."""
-
+_PREMUL_SUM = op_name(ReduceOp.PREMUL_SUM)
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value", bound=Hashable)
@@ -86,9 +86,7 @@ def available_wires() -> list[Wire]:
     return [wire for wire in wires if wire.is_available()]
 
 
-def capabilities(
-    wires: Iterable[Wire] | None = None,
-) -> dict[str, dict[str, dict[str, dict[str, dict[str, list[str]]]]]]:
+def capabilities(wires: Iterable[Wire] | None = None) -> dict[str, Any]:
     """The whole table, as plain values for JSON.
 
     Args:
@@ -98,13 +96,13 @@ def capabilities(
         wire -> device type -> public verb -> op (``""`` where there is none) -> ``"native"`` and
         ``"built"``, each a list of dtypes. What is in neither is refused.
     """
-    table: dict[str, dict[str, dict[str, dict[str, dict[str, list[str]]]]]] = {}
+    table: dict[str, Any] = {}
     for wire in available_wires() if wires is None else wires:
         for device_type in _in_order(wire.device_types):
             of_device = table.setdefault(wire.name, {}).setdefault(device_type, {})
             for verb in VERBS:
                 of_device[verb] = {
-                    "" if op is None else op_name(op): {
+                    op: {
                         state: [dtype_name(dtype) for dtype in _with(state, states)]
                         for state in ("native", "built")
                     }
@@ -172,10 +170,7 @@ def table_grid(
         places: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, _Profile], ...]] = {}
         for verb in VERBS:
             of_devices = {
-                device_type: tuple(
-                    ("" if op is None else op_name(op), states)
-                    for op, states in _states(wire, verb, device_type)
-                )
+                device_type: tuple(_states(wire, verb, device_type))
                 for device_type in _in_order(wire.device_types, device_types)
             }
             for devices, profile in _joined(of_devices):
@@ -211,12 +206,12 @@ def _markdown(grid: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell or " " for cell in line) + " |\n" for line in lines)
 
 
-def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[ReduceKind | None, _Profile]]:
-    """For each op the state of every dtype, in the order of ``DTYPES``."""
-    ops: tuple[ReduceKind | None, ...] = OPS if VERBS[verb].reduces else (None,)
+def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[str, _Profile]]:
+    """For each op ("" where there is none) the state of every dtype, in the order of ``DTYPES``."""
+    named = {op_name(op): op for op in OPS} if VERBS[verb].reduces else {"": None}
     return [
-        (op, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
-        for op in ops
+        (name, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
+        for name, op in named.items()
     ]
 
 
@@ -224,9 +219,9 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
     return [dtype for dtype, one in zip(DTYPES, states, strict=True) if one == state]
 
 
-def _summary(rows: Iterable[tuple[ReduceKind | None, _Profile]]) -> str:
+def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
     """What a verb is on the whole; refusals of an op by a dtype do not count."""
-    found = {state for op, states in rows if op != ReduceOp.PREMUL_SUM for state in states if state}
+    found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:
         return "native, in part built"
     return found.pop() if found else "-"
@@ -246,11 +241,6 @@ def _in_order(device_types: Iterable[str], wanted: Collection[str] | None = None
     return [one for one in usual if one in there] + sorted(there.difference(usual))
 
 
-def _main(arguments: Sequence[str]) -> None:
-    for name in arguments:
-        path = Path(name)
-        path.write_text(table_page(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(table_page(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -12,7 +12,7 @@ member reduces in group order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,13 +23,13 @@ from ..reduce_ops import ReduceKind
 from ..runtime.deadlines import Deadline, wait_until
 from .failures import WireFailure, WireTimeout
 from .operations import Chain, Operation, Terms
-from .packing import blocks, packed, parts, write, write_blocks
+from .packing import Sizes, Tensors, blocks, packed, parts, write, write_blocks
 from .scratch import Scratch
 
 if TYPE_CHECKING:
     from .native import FastPath
 
-__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator"]
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "handed_to"]
 
 LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
@@ -143,9 +143,7 @@ class Communicator(ABC):
 
     # -- verbs built from those above, for a wire without a way of its own ------------------------
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         """Reduce each of ``tensors`` (one dtype or several) in place, as if one after the other."""
         return Chain([self.all_reduce(tensor, op, terms) for tensor in tensors])
 
@@ -156,9 +154,7 @@ class Communicator(ABC):
         """
         return self.all_reduce(tensor if self.rank == root else tensor.clone(), op, terms)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         """Give member ``root`` everyone's tensor: ``outputs[j]``, of equal size, is member j's.
 
         ``outputs`` is empty on the other members. Built: an all-gather, of which the root alone
@@ -168,9 +164,7 @@ class Communicator(ABC):
         gathered = self.all_gather(whole, tensor, terms)
         return Chain([gathered], lambda: write_blocks(outputs, whole))
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         """Give every member its tensor of those on ``root``: ``inputs[j]``, of equal size, to j.
 
         ``inputs`` is empty on the other members. Built: a broadcast of everything, of which each
@@ -181,9 +175,7 @@ class Communicator(ABC):
         sent = self.broadcast(whole, root, terms)
         return Chain([sent], lambda: write(tensor, whole[self.rank * count :][:count]))
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         """Write member j's tensor into ``outputs[j]``; sizes may differ between members.
 
         Built: one all-gather where sizes are equal, else one broadcast from each member.
@@ -202,7 +194,7 @@ class Communicator(ABC):
         return self.reduce_scatter_list(output, blocks(tensor, self.size), op, terms)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         """``output`` is the reduction of all members' ``inputs[my rank]``; sizes may differ.
 
@@ -213,9 +205,7 @@ class Communicator(ABC):
         reduction = self.all_reduce(whole, op, terms)
         return Chain([reduction], lambda: write(output, whole[start:][: output.numel()]))
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         """Send ``inputs[j]`` to member j, and receive member j's into ``outputs[j]``; any sizes.
 
         Built: one message to and from each other member.
@@ -227,12 +217,16 @@ class Communicator(ABC):
         return Chain([*receives, *(self.send(inputs[j], j, EXCHANGE_TAG, later) for j in others)])
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         """As ``all_to_all`` over consecutive parts of flat tensors; sizes in elements."""
-        return self.all_to_all(parts(output, output_sizes), parts(tensor, input_sizes), terms)
+        return self.all_to_all(parts(output, takes), parts(tensor, gives), terms)
+
+
+def handed_to(other: str, method: str) -> Any:
+    """A method that another communicator, the attribute ``other``, does in this one's place."""
+
+    def call(self: Any, *arguments: Any) -> Any:
+        return getattr(getattr(self, other), method)(*arguments)
+
+    return call

@@ -9,7 +9,7 @@ import torch
 from ..reduce_ops import ReduceKind
 from .communicator import Communicator
 from .operations import Chain, Operation, Terms
-from .packing import blocks, packed, parts, write, write_all
+from .packing import Tensors, blocks, packed, parts, write, write_all
 from .reductions import check_reducible, reduce_into, reduced
 
 __all__ = [
@@ -64,10 +64,7 @@ def reduce_scatter_by_exchange(
 
 
 def all_to_all_by_packing(
-    wire: Communicator,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    terms: Terms,
+    wire: Communicator, outputs: Tensors, inputs: Tensors, terms: Terms
 ) -> Operation:
     """An all-to-all over consecutive parts of two scratch tensors."""
     together = packed(inputs)

@@ -250,18 +250,18 @@ def collecting_by_need() -> Iterator[None]:
 def _collect_all(futures: Sequence[Any]) -> Any:
     if not any(isinstance(future, WorkFuture) for future in futures):
         return _torchs_collect_all(futures)  # type: ignore[arg-type]
-    return _Collection(list(futures)).future
+    return _Collection(list(futures))
 
 
-class _Collection:
+class _Collection(WorkFuture):
     """Futures as one: its value is their list, or the first error among them, as torch has it."""
 
     def __init__(self, futures: list[Any]) -> None:
         devices: set[torch.device] = set()
         for future in futures:
             devices.update(getattr(future, "_devices", ()))
+        super().__init__(self._pull_all, self._poll_all, sorted(devices, key=str))
         self.futures = futures
-        self.future = WorkFuture(self._pull, self._poll, sorted(devices, key=str))
         self._num_missing = len(futures)
         for future in futures:
             future.add_done_callback(self._count)
@@ -274,11 +274,11 @@ class _Collection:
             for future in self.futures:
                 future.wait()
         except Exception as error:
-            self.future.set_exception(error)
+            self.set_exception(error)
         else:
-            self.future.set_result(self.futures)
+            self.set_result(self.futures)
 
-    def _pull(self) -> None:
+    def _pull_all(self) -> None:
         for future in self.futures:
             if isinstance(future, WorkFuture):
                 if not future.done():
@@ -287,6 +287,6 @@ class _Collection:
                 with suppress(Exception):  # raised where it is read
                     future.wait()
 
-    def _poll(self) -> None:
+    def _poll_all(self) -> None:
         for future in self.futures:
             future.done()

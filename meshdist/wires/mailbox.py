@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -20,25 +21,23 @@ __all__ = ["Mailbox", "SelfTransfer"]
 _LONGEST_PAUSE_S = 0.001
 
 
+@dataclass(eq=False, slots=True)
 class SelfTransfer(Operation):
     """One send or receive of a rank to itself; done once its counterpart was started."""
 
-    __slots__ = ("_mailbox", "is_done", "is_send", "tensor")
-
-    def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, *, is_send: bool) -> None:
-        self._mailbox = mailbox
-        self.tensor = tensor
-        self.is_send = is_send
-        self.is_done = False
+    mailbox: Mailbox
+    tensor: torch.Tensor
+    is_send: bool
+    is_done: bool = False
 
     def finish(self, timeout: timedelta) -> None:
-        self._mailbox.finish(self, timeout)
+        self.mailbox.finish(self, timeout)
 
     def poll(self) -> bool:
         return self.is_done
 
     def source(self) -> int:
-        return self._mailbox.rank
+        return self.mailbox.rank
 
 
 class Mailbox:
@@ -54,20 +53,17 @@ class Mailbox:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._sends: dict[int, deque[SelfTransfer]] = {}
-        self._receives: dict[int, deque[SelfTransfer]] = {}
+        self._waiting: dict[tuple[bool, int], deque[SelfTransfer]] = {}  # sends and receives by tag
         self._is_aborted = False
         self._lock = threading.Lock()  # a receive from any member may start on another thread
 
     def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
         """Start sending ``tensor`` to this rank under ``tag``."""
-        transfer = SelfTransfer(self, tensor, is_send=True)
-        return self._start(transfer, tag, self._sends, self._receives)
+        return self._start(SelfTransfer(self, tensor, is_send=True), tag)
 
     def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
         """Start receiving into ``tensor`` what this rank sends itself under ``tag``."""
-        transfer = SelfTransfer(self, tensor, is_send=False)
-        return self._start(transfer, tag, self._receives, self._sends)
+        return self._start(SelfTransfer(self, tensor, is_send=False), tag)
 
     def finish(self, transfer: SelfTransfer, timeout: timedelta) -> None:
         """Buffer what is sent; wait for what is received, which only another thread can send."""
@@ -85,19 +81,13 @@ class Mailbox:
 
     def has_sent(self, tag: int) -> bool:
         """Whether a message under ``tag`` waits to be received."""
-        return bool(self._sends.get(tag))
+        return bool(self._waiting.get((True, tag)))
 
-    def _start(
-        self,
-        transfer: SelfTransfer,
-        tag: int,
-        mine: dict[int, deque[SelfTransfer]],
-        others: dict[int, deque[SelfTransfer]],
-    ) -> SelfTransfer:
+    def _start(self, transfer: SelfTransfer, tag: int) -> SelfTransfer:
         with self._lock:
-            waiting = others.get(tag)
+            waiting = self._waiting.get((not transfer.is_send, tag))
             if not waiting:
-                mine.setdefault(tag, deque()).append(transfer)
+                self._waiting.setdefault((transfer.is_send, tag), deque()).append(transfer)
                 return transfer
             sent, received = waiting[0], transfer
             if transfer.is_send:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from ..bootstrap.world import World
 from ..errors import ArgumentError, KindError
-from .c10d.registered import adopt_torch_backends, register_torch_backend
+from .c10d.registered import RegisteredWire, adopt_torch_backends
 from .hierarchical.communicator import HierarchicalWire as HierarchicalWire  # registers itself
 from .mpi.communicator import MpiWire as MpiWire  # registers itself
-from .registry import find_wire, get_wire
+from .registry import find_wire, get_wire, register_wire
 from .shm.communicator import ShmWire as ShmWire  # registers itself
 
 __all__ = [
@@ -77,13 +77,14 @@ class Backend(str):
             )
             devices = ("cpu", "cuda")
         kinds = frozenset([devices] if isinstance(devices, str) else devices)
-        register_torch_backend(name.lower(), func, kinds, extended_api=extended_api)
+        register_wire(RegisteredWire(name.lower(), func, kinds, extended_api))
         setattr(cls, name.upper(), name.lower())
 
 
 def usable_defaults() -> set[str]:
     """The names of the default wires that work here."""
-    return {name for names in _DEFAULT_WIRES.values() for name in names if _is_available(name)}
+    wires = filter(None, (find_wire(name) for names in _DEFAULT_WIRES.values() for name in names))
+    return {wire.name for wire in wires if wire.is_available()}
 
 
 def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
@@ -169,11 +170,6 @@ def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]
         if not is_simulated or find_wire(name) is None:
             get_wire(name)
     return dict(world.backends if world is not None and is_simulated else backends)
-
-
-def _is_available(name: str) -> bool:
-    wire = find_wire(name)
-    return wire is not None and wire.is_available()
 
 
 def backends_text(backends: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class Operation(ABC):
         raise WireFailure("only a receive has a source")
 
 
+@dataclass(eq=False, slots=True)
 class Done(Operation):
     """An operation that is done.
 
@@ -59,10 +61,7 @@ class Done(Operation):
         sender: the member that a receive came from.
     """
 
-    __slots__ = ("_sender",)
-
-    def __init__(self, sender: int | None = None) -> None:
-        self._sender = sender
+    sender: int | None = None
 
     def finish(self, timeout: timedelta) -> None:
         pass
@@ -71,13 +70,14 @@ class Done(Operation):
         return True
 
     def source(self) -> int:
-        return super().source() if self._sender is None else self._sender
+        return Operation.source(self) if self.sender is None else self.sender
 
 
 DONE = Done()
 """Of every verb that was done as it was started, and is no receive."""
 
 
+@dataclass(eq=False, slots=True)
 class Chain(Operation):
     """Several operations that end as one.
 
@@ -86,27 +86,25 @@ class Chain(Operation):
         then: called once, when all of them are finished: copies the result to where it belongs.
     """
 
-    __slots__ = ("_parts", "_then")
-
-    def __init__(self, parts: Sequence[Operation], then: Callable[[], None] | None = None) -> None:
-        self._parts = parts
-        self._then = then
+    parts: Sequence[Operation]
+    then: Callable[[], None] | None = None
 
     def finish(self, timeout: timedelta) -> None:
         deadline = Deadline(timeout)
-        for part in self._parts:
+        for part in self.parts:
             part.finish(deadline.left)
-        then, self._then = self._then, None
+        then, self.then = self.then, None
         if then is not None:
             then()
 
     def poll(self) -> bool:
-        return all(part.poll() for part in self._parts)
+        return all(part.poll() for part in self.parts)
 
     def source(self) -> int:
-        return self._parts[0].source() if len(self._parts) == 1 else super().source()
+        return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)
 
 
+@dataclass(eq=False)
 class Deferred(Operation):
     """An operation that starts when something else has happened.
 
@@ -120,21 +118,16 @@ class Deferred(Operation):
         is_cancelled: whether its caller has given it up; so is one that no caller holds.
     """
 
-    __slots__ = ("__weakref__", "_start", "_wait_for", "failure", "is_cancelled", "started")
-
-    def __init__(
-        self, start: Callable[[], None], wait_for: Callable[[Callable[[], bool], timedelta], None]
-    ) -> None:
-        self._start = start
-        self._wait_for = wait_for
-        self.started: Operation | None = None
-        self.failure: Exception | None = None
-        self.is_cancelled = False
+    start: Callable[[], None]
+    wait_for: Callable[[Callable[[], bool], timedelta], None]
+    started: Operation | None = None
+    failure: Exception | None = None
+    is_cancelled: bool = False
 
     def finish(self, timeout: timedelta) -> None:
         deadline = Deadline(timeout)
         try:
-            self._wait_for(self._try_to_start, timeout)
+            self.wait_for(self._try_to_start, timeout)
         except BaseException:  # Ctrl-C, too: the next receive must not wait behind it
             self.is_cancelled = True
             raise
@@ -157,5 +150,5 @@ class Deferred(Operation):
     def _try_to_start(self) -> bool:
         """Start it if it can be; whether it has started, or never will."""
         if self.started is None and self.failure is None:
-            self._start()
+            self.start()
         return self.started is not None or self.failure is not None

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["blocks", "packed", "parts", "write", "write_all", "write_blocks"]
+__all__ = [
+    "Sizes",
+    "Tensors",
+    "blocks",
+    "packed",
+    "parts",
+    "parts_like",
+    "write",
+    "write_all",
+    "write_blocks",
+]
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+"""Several tensors: one for each member, or such as one verb carries together."""
+
+Sizes: TypeAlias = Sequence[int]
+"""Numbers of elements, one for each member."""
 
 
-def parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+def parts(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """Views of consecutive parts of a contiguous tensor, flat; sizes in elements."""
     return list(tensor.view(-1).split(list(sizes)))
+
+
+def parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+    """Views of consecutive parts of ``whole``, each of as many elements as one of ``tensors``."""
+    return parts(whole, [tensor.numel() for tensor in tensors])
 
 
 def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
@@ -19,7 +41,7 @@ def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
     return tensor.view(num_blocks, tensor.numel() // num_blocks).unbind()
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def packed(tensors: Tensors) -> torch.Tensor:
     """A new flat tensor that holds all of them."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -30,14 +52,14 @@ def write(output: torch.Tensor, data: torch.Tensor) -> None:
         output.view(-1).copy_(data.view(-1))
 
 
-def write_all(outputs: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+def write_all(outputs: Tensors, data: Tensors) -> None:
     """Copy each of ``data`` into the output in its place."""
     with torch.inference_mode():
         for output, part in zip(outputs, data, strict=True):
             output.view(-1).copy_(part.view(-1))
 
 
-def write_blocks(outputs: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
     """Copy the equal parts of ``whole`` into the outputs, if there are any."""
     if outputs:
         write_all(outputs, blocks(whole, len(outputs)))

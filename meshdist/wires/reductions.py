@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..dtypes import DTYPES, SIGNED, dtype_name
 from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal, op_name
+from .packing import Tensors
 
 __all__ = ["check_reducible", "find_lack", "reduce_into", "reduced"]
 
@@ -48,7 +49,7 @@ def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
         )
 
 
-def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceKind) -> None:
+def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
     """Reduce flat tensors, first to last, into ``output``, which none of them overlaps."""
     dtype = output.dtype
     if dtype in _EXACT and output.is_cpu:
@@ -61,7 +62,7 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceK
         output.copy_(reduced(parts, op))
 
 
-def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
+def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
     dtype = parts[0].dtype
     device = parts[0].device
@@ -79,7 +80,7 @@ def reduced(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
     return total.to(dtype)
 
 
-def _reduced_unsigned(parts: Sequence[torch.Tensor], op: ReduceKind) -> torch.Tensor:
+def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
     dtype = parts[0].dtype
     signed = SIGNED[dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ _UNSET = timedelta(0)
 _AT_ONCE = timedelta(milliseconds=1)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Work:
     """One verb in flight. Until ``wait`` returns, leave its tensors alone.
 
@@ -39,49 +41,23 @@ class Work:
         is_transfer: whether this is a send or a receive, which have no future.
     """
 
-    __slots__ = (
-        "_copy_back",
-        "_deadline",
-        "_done",
-        "_error",
-        "_explain",
-        "_future",
-        "_group",
-        "_guard",
-        "_is_transfer",
-        "_operation",
-        "_ordered",
-        "_result",
-        "_timeout",
-        "_verb",
+    _operation: Operation
+    _timeout: timedelta
+    _explain: Callable[[WireFailure], Exception]
+    _result: Callable[[], list[Any]]
+    _copy_back: Callable[[], None] | None = None
+    _verb: str = "verb"
+    _group: str = "a group"
+    _is_transfer: bool = False
+    # One thread at a time ends the verb.
+    _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _done: bool = field(default=False, init=False)
+    _error: Exception | None = field(default=None, init=False)
+    _future: _WorksFuture | None = field(default=None, init=False)
+    _ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = field(
+        default_factory=list, init=False
     )
-
-    def __init__(
-        self,
-        operation: Operation,
-        timeout: timedelta,
-        explain: Callable[[WireFailure], Exception],
-        result: Callable[[], list[Any]],
-        copy_back: Callable[[], None] | None = None,
-        *,
-        verb: str = "verb",
-        group: str = "a group",
-        is_transfer: bool = False,
-    ) -> None:
-        self._operation = operation
-        self._timeout = timeout
-        self._explain = explain
-        self._result = result
-        self._copy_back = copy_back
-        self._verb = verb
-        self._group = group
-        self._is_transfer = is_transfer
-        self._guard = threading.Lock()  # one thread at a time ends the verb
-        self._done = False
-        self._error: Exception | None = None
-        self._future: _WorksFuture | None = None
-        self._ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = []
-        self._deadline: Deadline | None = None
+    _deadline: Deadline | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
         """The verb and its state, without a poll of the wire."""

@@ -6,6 +6,7 @@ import atexit
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from weakref import WeakMethod, finalize
@@ -18,15 +19,13 @@ __all__ = ["Job", "WorkerQueue"]
 _GRACE_S = 1.0
 
 
+@dataclass(eq=False, slots=True)
 class Job(Operation):
     """An operation in the queue."""
 
-    __slots__ = ("_act", "_failure", "_is_over")
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act: Callable[[], None] | None = act
-        self._is_over = threading.Event()
-        self._failure: BaseException | None = None
+    _act: Callable[[], None] | None
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _failure: BaseException | None = None
 
     def finish(self, timeout: timedelta) -> None:
         if not self._is_over.wait(timeout.total_seconds()):

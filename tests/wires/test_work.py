@@ -57,7 +57,7 @@ def work_of(
 ) -> Work:
     x = torch.ones(2)
     timeout = timedelta(seconds=timeout_s)
-    return Work(hand, timeout, explain, lambda: [x], copy_back, is_transfer=is_transfer)
+    return Work(hand, timeout, explain, lambda: [x], copy_back, "verb", "a group", is_transfer)
 
 
 def broken_hand() -> Hand:
@@ -129,14 +129,7 @@ def test_no_verb_is_polled_in_vain_for_ever(wire: str, kind: str, pool) -> None:
 
 def test_its_repr_has_verb_group_and_state_without_a_poll() -> None:
     hand = Hand()
-    work = Work(
-        hand,
-        timedelta(seconds=9),
-        explain,
-        list,
-        verb="all_reduce",
-        group="the world",
-    )
+    work = Work(hand, timedelta(seconds=9), explain, list, None, "all_reduce", "the world")
     assert repr(work) == "<Work: all_reduce on the world, not known to be finished>"
     assert hand.waited == []
     work.wait()

@@ -9,24 +9,14 @@ class does not know its dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch.distributed import distributed_c10d as c10d
 
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp
@@ -36,7 +26,7 @@ from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..mailbox import Mailbox
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import parts
+from ..packing import Sizes, Tensors, parts
 from ..reductions import find_lack
 from .substitutes import Arithmetic, Substitute, read_as
 
@@ -89,6 +79,7 @@ def is_timeout(text: str) -> bool:
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
+@dataclass(eq=False, slots=True)
 class C10dOperation(Operation):
     """A collective that c10d has started.
 
@@ -97,19 +88,17 @@ class C10dOperation(Operation):
         work: what c10d gave.
     """
 
-    __slots__ = ("_communicator", "work")
-
-    def __init__(self, communicator: C10dCommunicator, work: Any) -> None:
-        self._communicator = communicator
-        self.work = work
+    communicator: C10dCommunicator
+    work: Any
 
     def finish(self, timeout: timedelta) -> None:
-        self._communicator.finish_work(self.work, timeout)
+        self.communicator.finish_work(self.work, timeout)
 
     def poll(self) -> bool:
         return bool(self.work.is_completed())
 
 
+@dataclass(eq=False, slots=True)
 class C10dTransfer(C10dOperation):
     """A send or receive.
 
@@ -118,14 +107,10 @@ class C10dTransfer(C10dOperation):
         peer: the other side; None where that may be any.
     """
 
-    __slots__ = ("_peer",)
-
-    def __init__(self, communicator: C10dCommunicator, work: Any, peer: int | None) -> None:
-        super().__init__(communicator, work)
-        self._peer = peer
+    peer: int | None
 
     def source(self) -> int:
-        return int(self.work._source_rank()) if self._peer is None else self._peer
+        return int(self.work._source_rank()) if self.peer is None else self.peer
 
 
 class C10dCommunicator(Communicator):
@@ -141,7 +126,7 @@ class C10dCommunicator(Communicator):
     def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
         super().__init__(wire, rank, size)
         self._group = process_group
-        self._aborted = False
+        self.is_aborted = False
         self._mailbox = Mailbox(rank)
         self._batch: list[C10dTransfer] | None = None
         self._options: dict[Any, tuple[timedelta | None, Any]] = {}
@@ -160,14 +145,14 @@ class C10dCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
         dtype = tensor.dtype
-        key = AllreduceOptions, op, dtype
+        key = c10d.AllreduceOptions, op, dtype
         last_timeout, options = self._options.get(key, _NOT_MADE)
         timeout = terms.timeout
         if last_timeout is not timeout:
             substitute = self._substitute(op, dtype)
             if substitute is None or substitute.dtype is not dtype:
                 return self._all_reduce_otherwise(tensor, op, substitute, terms)
-            options = AllreduceOptions()
+            options = c10d.AllreduceOptions()
             options.reduceOp = substitute.op  # type: ignore[assignment]
             options.timeout = self.own_timeout(timeout)
             self._options[key] = timeout, options
@@ -177,9 +162,7 @@ class C10dCommunicator(Communicator):
             raise self.failure(error) from None
         return self._operation(work, terms)
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -187,24 +170,21 @@ class C10dCommunicator(Communicator):
         return started[0] if len(started) == 1 else Chain(started)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        substitute = self._view("reduce", op, tensor.dtype)
+        started, substitute = None, self._view("reduce", op, tensor.dtype)
         if substitute is not None:
-            options = self._options_for(ReduceOptions, terms, root, substitute.op)
-            started = self._start_if_there(
-                terms, "reduce", [read_as(tensor, substitute.dtype)], options
-            )
-            if started is not None:
-                return started
-        return super().reduce(tensor, op, root, terms)
+            options = self._options_for(c10d.ReduceOptions, terms, root, substitute.op)
+            views = [read_as(tensor, substitute.dtype)]
+            started = self._start_if_there(terms, "reduce", views, options)
+        return started or super().reduce(tensor, op, root, terms)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        options = self._options_for(BroadcastOptions, terms, root)
+        options = self._options_for(c10d.BroadcastOptions, terms, root)
         return self._start(terms, "broadcast", [_movable(tensor)], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self.all_reduce(_movable(output), ReduceOp.MAX, terms)
-        options = self._options_for(AllgatherOptions, terms)
+        options = self._options_for(c10d.AllgatherOptions, terms)
         started = self._start_if_there(
             terms, "_allgather_base", _movable(output), _movable(tensor), options
         )
@@ -213,33 +193,27 @@ class C10dCommunicator(Communicator):
         blocks = parts(output, [tensor.numel()] * self.size)
         return self._start(terms, "allgather", [_all_movable(blocks)], [_movable(tensor)], options)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         count = tensor.numel()
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
-            options = self._options_for(AllgatherOptions, terms)
+            options = self._options_for(c10d.AllgatherOptions, terms)
             lists = [_all_movable(outputs)]
             started = self._start_if_there(terms, "allgather", lists, [_movable(tensor)], options)
             if started is not None:
                 return started
         return super().all_gather_list(outputs, tensor, terms)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
-        options = self._options_for(GatherOptions, terms, root)
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+        options = self._options_for(c10d.GatherOptions, terms, root)
         lists = [_all_movable(outputs)] if self.rank == root else []
         started = self._start_if_there(terms, "gather", lists, [_movable(tensor)], options)
-        return super().gather(outputs, tensor, root, terms) if started is None else started
+        return started or super().gather(outputs, tensor, root, terms)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
-        options = self._options_for(ScatterOptions, terms, root)
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
+        options = self._options_for(c10d.ScatterOptions, terms, root)
         lists = [_all_movable(inputs)] if self.rank == root else []
         started = self._start_if_there(terms, "scatter", [_movable(tensor)], lists, options)
-        return super().scatter(tensor, inputs, root, terms) if started is None else started
+        return started or super().scatter(tensor, inputs, root, terms)
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
@@ -249,7 +223,7 @@ class C10dCommunicator(Communicator):
         substitute = self._view("reduce_scatter", op, tensor.dtype)
         if substitute is not None:
             whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
-            options = self._options_for(ReduceScatterOptions, terms, op=substitute.op)
+            options = self._options_for(c10d.ReduceScatterOptions, terms, op=substitute.op)
             started = self._start_if_there(terms, "_reduce_scatter_base", mine, whole, options)
             if started is not None:
                 return started
@@ -257,13 +231,13 @@ class C10dCommunicator(Communicator):
         return fallbacks.reduce_scatter_by_exchange(self, output, tensor, sizes, op, terms)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         substitute = self._view("reduce_scatter_list", op, output.dtype)
         if substitute is not None:
             views = [read_as(part, substitute.dtype) for part in inputs]
             mine = read_as(output, substitute.dtype)
-            options = self._options_for(ReduceScatterOptions, terms, op=substitute.op)
+            options = self._options_for(c10d.ReduceScatterOptions, terms, op=substitute.op)
             started = self._start_if_there(terms, "reduce_scatter", [mine], [views], options)
             if started is not None:
                 return started
@@ -274,37 +248,28 @@ class C10dCommunicator(Communicator):
         started = fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, terms)
         return Chain([started], lambda: self.scratch.give(whole))
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         some, data = _all_movable(outputs), _all_movable(inputs)
         if "all_to_all" in self.lacking:
             return fallbacks.all_to_all_by_packing(self, some, data, terms)
         started = self._start_if_there(
-            terms, "alltoall", some, data, self._options_for(AllToAllOptions, terms)
+            terms, "alltoall", some, data, self._options_for(c10d.AllToAllOptions, terms)
         )
         return super().all_to_all(outputs, inputs, terms) if started is None else started
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         whole, data = _movable(output), _movable(tensor)
-        takes, sends = output_sizes, input_sizes
+        sizes: tuple[Sizes, ...] = (takes, gives)
         if data.dtype is not tensor.dtype:
-            takes, sends = ([n * tensor.itemsize for n in sizes] for sizes in (takes, sends))
-        options = self._options_for(AllToAllOptions, terms)
-        started = self._start_if_there(terms, "alltoall_base", whole, data, takes, sends, options)
-        if started is not None:
-            return started
-        return super().all_to_all_single(output, tensor, output_sizes, input_sizes, terms)
+            sizes = tuple([n * tensor.itemsize for n in some] for some in sizes)
+        options = self._options_for(c10d.AllToAllOptions, terms)
+        started = self._start_if_there(terms, "alltoall_base", whole, data, *sizes, options)
+        return started or super().all_to_all_single(output, tensor, takes, gives, terms)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        options = BarrierOptions()
+        options = c10d.BarrierOptions()
         options.timeout = self.own_timeout(terms.timeout)
         if device is not None:
             options.device = device
@@ -365,12 +330,12 @@ class C10dCommunicator(Communicator):
     def failure(self, error: RuntimeError) -> WireFailure:
         """The failure that an error from c10d means."""
         text = plain_text(error)
-        if self._aborted:
+        if self.is_aborted:
             return WireAborted(text)
         return WireTimeout(text) if is_timeout(text) else WireFailure(text)
 
     def abort(self) -> None:
-        self._aborted = True
+        self.is_aborted = True
         self._mailbox.abort()
         if self._group is not CLOSED:
             self._group.abort()
@@ -398,15 +363,11 @@ class C10dCommunicator(Communicator):
             return self.all_reduce(read_as(tensor, substitute.dtype), substitute.op, terms)
         return fallbacks.all_reduce_widened(self, tensor, op, substitute.dtype, terms)
 
-    def _all_reduce_alike(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def _all_reduce_alike(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         """``all_reduce_list`` where all dtypes are equal."""
         substitute = self._view("all_reduce_list", op, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
-            options = AllreduceCoalescedOptions()
-            options.reduceOp = substitute.op  # type: ignore[assignment]
-            options.timeout = self.own_timeout(terms.timeout)
+            options = self._options_for(c10d.AllreduceCoalescedOptions, terms, op=substitute.op)
             views = tensors
             if substitute.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, substitute.dtype) for tensor in tensors]
@@ -481,5 +442,5 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return read_as(tensor, tensor.dtype if tensor.dtype in _MOVED else torch.uint8)
 
 
-def _all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _all_movable(tensors: Tensors) -> list[torch.Tensor]:
     return [_movable(tensor) for tensor in tensors]

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
@@ -148,11 +149,6 @@ class GlooCommunicator(C10dCommunicator):
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
 
     @property
-    def is_aborted(self) -> bool:
-        """Whether this member has given it up."""
-        return self._aborted
-
-    @property
     def is_closed(self) -> bool:
         """Whether it has come to its end."""
         return self._group is CLOSED
@@ -164,7 +160,7 @@ class GlooCommunicator(C10dCommunicator):
             _expire(_start_expiring(group, peer) for peer in self._peers())
 
     def abort(self) -> None:
-        self._aborted = True
+        self.is_aborted = True
         self._mailbox.abort()
         if not self._is_lazy:  # closing what still connects would end the process
             self.disconnect()
@@ -211,7 +207,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def _number_of(self, tag: int) -> int:
         try:
-            return self._tag_numbers.number_of(tag, lambda: self._aborted)
+            return self._tag_numbers.number_of(tag, lambda: self.is_aborted)
         except DistNetworkError:  # the store's server has ended: no tag has a new number
             return _MOST_NUMBERED
         except RuntimeError as error:
@@ -230,13 +226,14 @@ class GlooCommunicator(C10dCommunicator):
             except RuntimeError as error:
                 if str(error) != _EXPIRED_SLICE:
                     raise self.failure(error) from None
-            if self._aborted:
+            if self.is_aborted:
                 raise WireAborted("aborted while waiting")
             if deadline.is_over:
                 self.disconnect()
                 raise WireTimeout.after(timeout)
 
 
+@dataclass(eq=False, slots=True)
 class GlooTransfer(C10dTransfer):
     """A send or receive; its wait must not be cut into slices.
 
@@ -244,26 +241,21 @@ class GlooTransfer(C10dTransfer):
     starts such a thread.
 
     Args:
-        gloo, work, peer: as of any transfer.
+        communicator, work, peer: as of any transfer.
         timeout: how long it may take from its first poll on.
     """
 
-    __slots__ = ("_deadline", "_error", "_gloo", "_is_late", "_timeout", "_waiter")
-
-    def __init__(
-        self, gloo: GlooCommunicator, work: Any, peer: int | None, timeout: timedelta
-    ) -> None:
-        super().__init__(gloo, work, peer)
-        self._gloo = gloo
-        self._timeout = timeout
-        self._waiter: threading.Thread | None = None
-        self._error: RuntimeError | None = None
-        self._is_late = False
+    communicator: GlooCommunicator
+    timeout: timedelta
+    _waiter: threading.Thread | None = None
+    _error: RuntimeError | None = None
+    _is_late: bool = False
+    _deadline: Deadline = field(init=False)
 
     def finish(self, timeout: timedelta) -> None:
-        if self._gloo.is_closed:
+        if self.communicator.is_closed:
             self._finish_closed()
-        elif self._peer is None or self._waiter is not None:
+        elif self.peer is None or self._waiter is not None:
             self._finish_beside(timeout)
         else:
             self._finish_here(timeout)
@@ -279,12 +271,12 @@ class GlooTransfer(C10dTransfer):
             raise WireFailure("the group was closed before this message came or went") from None
 
     def _finish_here(self, timeout: timedelta) -> None:
-        timer = Timer(timeout, self._gloo.disconnect)
+        timer = Timer(timeout, self.communicator.disconnect)
         try:
-            self.work.wait(self._gloo.own_timeout(timeout))
+            self.work.wait(self.communicator.own_timeout(timeout))
         except RuntimeError as error:
-            if timer.cancel() or self._gloo.is_aborted:
-                raise self._gloo.failure(error) from None
+            if timer.cancel() or self.communicator.is_aborted:
+                raise self.communicator.failure(error) from None
             raise WireTimeout.after(timeout) from None
         if not timer.cancel():
             raise WireTimeout.after(timeout)
@@ -295,13 +287,13 @@ class GlooTransfer(C10dTransfer):
         is_over = self._join(0.0)
         self._deadline = Deadline(timeout)
         while not is_over:
-            if self._gloo.is_aborted:
+            if self.communicator.is_aborted:
                 raise WireAborted("aborted while waiting for a message")
             is_over = self._join(_ABORT_LOOK_S)
         if self._is_late:
             raise WireTimeout.after(timeout)
         if self._error is not None:
-            raise self._gloo.failure(self._error) from None
+            raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
         """Let another thread wait for it; return whether that ends within ``seconds``, or is late.
@@ -309,7 +301,7 @@ class GlooTransfer(C10dTransfer):
         When it is late all connections are closed.
         """
         if self._waiter is None:
-            self._deadline = Deadline(self._timeout)
+            self._deadline = Deadline(self.timeout)
             self._waiter = threading.Thread(
                 target=self._wait, name="meshdist-transfer", daemon=True
             )
@@ -319,12 +311,12 @@ class GlooTransfer(C10dTransfer):
             return True
         if not self._is_late and self._deadline.is_over:
             self._is_late = True
-            self._gloo.disconnect()
+            self.communicator.disconnect()
         return self._is_late
 
     def _wait(self) -> None:
         try:
-            self.work.wait(self._gloo.own_timeout(self._timeout))
+            self.work.wait(self.communicator.own_timeout(self.timeout))
         except RuntimeError as error:
             self._error = error
 

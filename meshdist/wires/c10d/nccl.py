@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ class UccCommunicator(C10dCommunicator):
     arithmetic = UCC
 
 
+@dataclass(eq=False)
 class C10dWire(Wire):
     """A wire over one of torch's process-group classes, where this torch has it.
 
@@ -39,33 +41,21 @@ class C10dWire(Wire):
         name: the wire's name.
         class_name: the name of torch's class.
         device_types: the device types it serves.
-        communicator_kind: the class of its connections.
         build: which build of torch has the class.
+        communicator_kind: the class of its connections.
     """
 
-    def __init__(
-        self,
-        name: str,
-        class_name: str,
-        device_types: frozenset[str],
-        communicator_kind: type[C10dCommunicator],
-        *,
-        build: str,
-    ) -> None:
-        self.name = name
-        self.device_types = device_types
-        self.communicator_kind = communicator_kind
-        self._class_name = class_name
-        self._build = build
+    name: str
+    class_name: str
+    device_types: frozenset[str]
+    build: str
+    communicator_kind: type[C10dCommunicator]
 
     def is_available(self) -> bool:
-        return self._is_built()
+        return hasattr(torch_distributed, self.class_name)
 
     def why_unavailable(self) -> tuple[str, str]:
-        return f"torch {torch.__version__} was built without {self.name.upper()}", self._build
-
-    def _is_built(self) -> bool:
-        return hasattr(torch_distributed, self._class_name)
+        return f"torch {torch.__version__} was built without {self.name.upper()}", self.build
 
     def open(self, opening: Opening) -> Communicator:
         kind: Any = self.communicator_kind
@@ -76,7 +66,7 @@ class C10dWire(Wire):
         return kind(self.name, opening.rank, len(opening.ranks), group)  # type: ignore[no-any-return]
 
     def _make_group(self, opening: Opening) -> Any:
-        kind = getattr(torch_distributed, self._class_name)
+        kind = getattr(torch_distributed, self.class_name)
         return kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
 
 
@@ -85,20 +75,11 @@ class NcclWire(C10dWire):
 
     default_timeout = timedelta(minutes=10)
 
-    def __init__(self) -> None:
-        super().__init__(
-            "nccl",
-            "ProcessGroupNCCL",
-            frozenset({"cuda"}),
-            NcclCommunicator,
-            build="install a build of torch for CUDA, see https://pytorch.org",
-        )
-
     def is_available(self) -> bool:
-        return self._is_built() and torch.cuda.is_available()
+        return super().is_available() and torch.cuda.is_available()
 
     def why_unavailable(self) -> tuple[str, str]:
-        if not self._is_built():
+        if not super().is_available():
             return super().why_unavailable()
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
@@ -117,14 +98,22 @@ class NcclWire(C10dWire):
         return group
 
 
-register_wire(NcclWire())
+register_wire(
+    NcclWire(
+        "nccl",
+        "ProcessGroupNCCL",
+        frozenset({"cuda"}),
+        "install a build of torch for CUDA, see https://pytorch.org",
+        NcclCommunicator,
+    )
+)
 register_wire(
     C10dWire(
         "ucc",
         "ProcessGroupUCC",
         frozenset({"cpu", "cuda"}),
+        "build torch with UCC; Gloo and NCCL serve the same devices",
         UccCommunicator,
-        build="build torch with UCC; Gloo and NCCL serve the same devices",
     )
 )
 register_wire(
@@ -132,7 +121,7 @@ register_wire(
         "xccl",
         "ProcessGroupXCCL",
         frozenset({"xpu"}),
+        "install torch's build for XPU, see https://pytorch.org",
         NcclCommunicator,
-        build="install torch's build for XPU, see https://pytorch.org",
     )
 )

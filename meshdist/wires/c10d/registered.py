@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
@@ -15,9 +16,10 @@ from .communicator import C10dCommunicator
 from .gloo import GlooCommunicator
 from .nccl import NcclWire as NcclWire  # registers itself, as Gloo does
 
-__all__ = ["RegisteredWire", "adopt_torch_backends", "register_torch_backend"]
+__all__ = ["RegisteredWire", "adopt_torch_backends"]
 
 
+@dataclass(eq=False)
 class RegisteredWire(Wire):
     """A wire whose communicators a function makes, in one of the two forms that torch calls.
 
@@ -32,20 +34,11 @@ class RegisteredWire(Wire):
         extended_api: which of the two forms.
     """
 
+    name: str
+    make: Callable[..., Any]
+    device_types: frozenset[str]
+    extended_api: bool
     communicator_kind = C10dCommunicator
-
-    def __init__(
-        self,
-        name: str,
-        make: Callable[..., Any],
-        device_types: frozenset[str],
-        *,
-        extended_api: bool,
-    ) -> None:
-        self.name = name
-        self.device_types = device_types
-        self._make = make
-        self._extended_api = extended_api
 
     def is_available(self) -> bool:
         """True: a registered backend is taken to work."""
@@ -55,28 +48,21 @@ class RegisteredWire(Wire):
         """Call the registered function for this group."""
         size = len(opening.ranks)
         try:
-            if self._extended_api:
+            if self.extended_api:
                 options: Any = distributed_c10d._DistributedBackendOptions()
                 options.store = opening.store
                 options.group_rank = opening.rank
                 options.group_size = size
                 options.timeout = opening.timeout
                 options.global_ranks_in_group = list(opening.ranks)
-                group = self._make(options, opening.options)
+                group = self.make(options, opening.options)
             else:
-                group = self._make(opening.store, opening.rank, size, opening.timeout)
+                group = self.make(opening.store, opening.rank, size, opening.timeout)
         except RuntimeError as error:
             raise WireFailure(str(error).splitlines()[0]) from error
         if isinstance(group, ProcessGroupGloo):
             return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
         return C10dCommunicator(self.name, opening.rank, size, group)
-
-
-def register_torch_backend(
-    name: str, make: Callable[..., Any], device_types: frozenset[str], *, extended_api: bool
-) -> None:
-    """Register a ``RegisteredWire`` of these arguments."""
-    register_wire(RegisteredWire(name, make, device_types, extended_api=extended_api))
 
 
 def adopt_torch_backends() -> None:
@@ -86,4 +72,4 @@ def adopt_torch_backends() -> None:
         name = upper.lower()
         if find_wire(name) is None:
             kinds = frozenset(backends.backend_capability.get(name, ("cpu", "cuda")))
-            register_torch_backend(name, plugin.creator_fn, kinds, extended_api=plugin.extended_api)
+            register_wire(RegisteredWire(name, plugin.creator_fn, kinds, plugin.extended_api))

@@ -27,7 +27,7 @@ from ...runtime.deadlines import Deadline, wait_until
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..c10d.gloo import GlooCommunicator
-from ..communicator import Communicator
+from ..communicator import Communicator, handed_to
 from ..failures import (
     MemberLost,
     MembersDisagree,
@@ -38,7 +38,7 @@ from ..failures import (
 )
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import parts
+from ..packing import Tensors, parts
 from ..registry import Wire, find_wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator
 from ..worker_queue import WorkerQueue
@@ -94,9 +94,7 @@ class HierarchicalCommunicator(Communicator):
             return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
         return self._start(terms, two_level.all_reduce, tensor, op)
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         dtype = tensors[0].dtype
         is_alike = all(tensor.dtype is dtype for tensor in tensors)
         if len(tensors) == 1 or not is_alike or not _reduces(dtype, op):
@@ -115,37 +113,22 @@ class HierarchicalCommunicator(Communicator):
         outputs = parts(output, [tensor.numel()] * self.size)
         return self._start(terms, two_level.all_gather, outputs, tensor, output)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         return self._start(terms, two_level.all_gather, outputs, tensor)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        inputs = parts(tensor, [output.numel()] * self.size)
-        return self.reduce_scatter_list(output, inputs, op, terms)
-
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         if not _reduces(output.dtype, op):
             return super().reduce_scatter_list(output, inputs, op, terms)
         return self._start(terms, two_level.reduce_scatter, output, inputs, op)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
-        return self._over_all.gather(outputs, tensor, root, terms)
+    gather = handed_to("_over_all", "gather")
+    scatter = handed_to("_over_all", "scatter")
+    send = handed_to("_over_all", "send")
+    recv = handed_to("_over_all", "recv")
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
-        return self._over_all.scatter(tensor, inputs, root, terms)
-
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         here = self._places.here
         near_out, near_in = [outputs[k] for k in here], [inputs[k] for k in here]
         far_out, far_in = _without(outputs, here), _without(inputs, here)
@@ -156,12 +139,6 @@ class HierarchicalCommunicator(Communicator):
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         return self._start(terms, two_level.barrier)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        return self._over_all.send(tensor, peer, tag, terms)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        return self._over_all.recv(tensor, peer, tag, terms)
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -303,7 +280,7 @@ def _reduces(dtype: torch.dtype, op: ReduceKind) -> bool:
     return ShmCommunicator.support("all_reduce", "cpu", dtype, op) == "native"
 
 
-def _without(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> list[torch.Tensor]:
+def _without(tensors: Tensors, members: Sequence[int]) -> list[torch.Tensor]:
     """``tensors``, with nothing in place of those of some members."""
     nothing = tensors[0].new_empty(0)
     return [nothing if k in members else tensor for k, tensor in enumerate(tensors)]

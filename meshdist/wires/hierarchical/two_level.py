@@ -8,6 +8,7 @@ Everything here waits, and writes into the tensors that it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from ...runtime.deadlines import Deadline
 from .. import fallbacks
 from ..communicator import Communicator
 from ..operations import Terms
-from ..packing import packed, parts, write_all
+from ..packing import Tensors, packed, parts_like, write_all
 from .host_places import HostPlaces, cuts
 
 __all__ = [
@@ -40,6 +41,7 @@ the time, one of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
 _LEAST = timedelta(milliseconds=1)
 
 
+@dataclass(eq=False)
 class Stages:
     """What one collective does on one level after the other, within its time.
 
@@ -50,17 +52,13 @@ class Stages:
         timeout: for all stages together.
     """
 
-    def __init__(
-        self,
-        places: HostPlaces,
-        inside: Communicator | None,
-        across: Communicator | None,
-        timeout: timedelta,
-    ) -> None:
-        self.places = places
-        self.size = len(places.by_host)
-        self._inside = inside
-        self._across = across
+    places: HostPlaces
+    _inside: Communicator | None
+    _across: Communicator | None
+    timeout: InitVar[timedelta]
+
+    def __post_init__(self, timeout: timedelta) -> None:
+        self.size = len(self.places.by_host)
         self._deadline = Deadline(timeout)
 
     def inside(self, verb: str, *arguments: Any) -> None:
@@ -134,11 +132,11 @@ def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     stages.spread(whole, num_parts)
 
 
-def all_reduce_together(stages: Stages, tensors: Sequence[torch.Tensor], op: ReduceKind) -> None:
+def all_reduce_together(stages: Stages, tensors: Tensors, op: ReduceKind) -> None:
     """Reduce tensors of one dtype as one."""
     whole = packed(tensors)
     all_reduce(stages, whole, op)
-    write_all(tensors, _parts_like(whole, tensors))
+    write_all(tensors, parts_like(whole, tensors))
 
 
 def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> None:
@@ -194,10 +192,7 @@ def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
 
 
 def all_gather(
-    stages: Stages,
-    outputs: Sequence[torch.Tensor],
-    tensor: torch.Tensor,
-    together: torch.Tensor | None = None,
+    stages: Stages, outputs: Tensors, tensor: torch.Tensor, together: torch.Tensor | None = None
 ) -> None:
     """Gather inside, exchange what each host has, and spread it.
 
@@ -210,9 +205,12 @@ def all_gather(
     places, order = stages.places, stages.places.by_host
     in_order = [outputs[member] for member in order]
     is_in_place = together is not None and list(order) == sorted(order)
-    whole = together.view(-1) if together is not None and is_in_place else _room_for(outputs)
+    if together is not None and is_in_place:
+        whole = together.view(-1)
+    else:
+        whole = tensor.new_empty(_numel(outputs))
     of_hosts = whole.split([_numel([outputs[k] for k in members]) for members in places.members])
-    here = _parts_like(of_hosts[places.host], [outputs[k] for k in places.here])
+    here = parts_like(of_hosts[places.host], [outputs[k] for k in places.here])
     if len(here) == 1:
         here[0].copy_(tensor.view(-1))
     else:
@@ -225,12 +223,10 @@ def all_gather(
         if host != places.host:
             stages.spread(of_host, num_parts)
     if not is_in_place:
-        write_all(in_order, _parts_like(whole, in_order))
+        write_all(in_order, parts_like(whole, in_order))
 
 
-def reduce_scatter(
-    stages: Stages, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind
-) -> None:
+def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: ReduceKind) -> None:
     """Reduce inside, to each owner what passes through it; exchange across; hand out inside."""
     if _overflows(output.dtype, op):
         wide = output.float()
@@ -255,7 +251,7 @@ def reduce_scatter(
         stages.average(got, op)
         members = pile[places.host]
         for member, part in zip(
-            members, _parts_like(got, [inputs[k] for k in members]), strict=True
+            members, parts_like(got, [inputs[k] for k in members]), strict=True
         ):
             gives[here.index(member)] = part
     if not all_own:
@@ -263,9 +259,7 @@ def reduce_scatter(
         stages.inside("all_to_all", takes, gives)
 
 
-def all_to_all_here(
-    stages: Stages, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
+def all_to_all_here(stages: Stages, outputs: Tensors, inputs: Tensors) -> None:
     """An all-to-all among this host's members alone."""
     if len(outputs) == 1:
         outputs[0].copy_(inputs[0])
@@ -291,13 +285,5 @@ def _step(op: ReduceKind) -> ReduceKind:
     return ReduceOp.SUM if op == ReduceOp.AVG else op
 
 
-def _numel(tensors: Sequence[torch.Tensor]) -> int:
+def _numel(tensors: Tensors) -> int:
     return sum(tensor.numel() for tensor in tensors)
-
-
-def _room_for(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.empty(_numel(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _parts_like(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return parts(whole, [tensor.numel() for tensor in tensors])

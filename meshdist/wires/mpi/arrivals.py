@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ...checking.shared_words import SharedWords, make_shared_words
 from ..failures import WireAborted, WireFailure
@@ -42,6 +43,7 @@ class Turnout(IntEnum):
     """All wait, and the parts of each are of one size."""
 
 
+@dataclass(eq=False)
 class Arrivals:
     """The collectives that members of a group on one host have come to, in memory that all read.
 
@@ -56,13 +58,13 @@ class Arrivals:
         others: the other members' words.
     """
 
-    num_words = _WINDOW + 1  # one for each collective in the window, and how many there were
+    num_words: ClassVar = _WINDOW + 1
+    """One for each collective in the window, and how many there were."""
 
-    def __init__(self, link: Link, mine: memoryview, others: Sequence[memoryview]) -> None:
-        self._link = link
-        self._mine = mine
-        self._others = others
-        self._interruption: BaseException | None = None
+    link: Link
+    mine: memoryview
+    others: Sequence[memoryview]
+    _interruption: BaseException | None = field(default=None, init=False)
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
         """What the native core needs to do what ``enter`` does while the others come soon.
@@ -72,8 +74,8 @@ class Arrivals:
             make: its class of what is returned.
         """
         return make(
-            words(self._mine),
-            [words(theirs) for theirs in self._others],
+            words(self.mine),
+            [words(theirs) for theirs in self.others],
             window=_WINDOW,
             check_every=_CHECK_EVERY,
             waits=_WAITS,
@@ -93,7 +95,7 @@ class Arrivals:
             timeout: how long it may take until the others have come.
             is_even: whether all parts that this member gives and takes are of one size.
         """
-        number = self._mine[_WINDOW] = self._mine[_WINDOW] + 1
+        number = self.mine[_WINDOW] = self.mine[_WINDOW] + 1
         if not number % _CHECK_EVERY:
             self._wait_for_the_slowest(number, timeout)
         if not waits:
@@ -111,7 +113,7 @@ class Arrivals:
         Where a signal's handler raises before the first line runs, the caller must ``leave``.
         """
         try:
-            return self._wait_for_all(self._mine[_WINDOW], timeout)
+            return self._wait_for_all(self.mine[_WINDOW], timeout)
         except BaseException as error:
             return self.leave(error)
 
@@ -120,8 +122,8 @@ class Arrivals:
 
         Where all have come by now the others may be inside MPI's call, which takes this one, too.
         """
-        number = self._mine[_WINDOW]
-        is_even = bool(self._mine[number % _WINDOW] & _EVEN)
+        number = self.mine[_WINDOW]
+        is_even = bool(self.mine[number % _WINDOW] & _EVEN)
         self._write(number, _LEAVES, is_even)
         time.sleep(_LEAVING_S)
         # Others may leave at the same time, and the last one to come have seen all of them wait: it
@@ -131,7 +133,7 @@ class Arrivals:
             raise error
         self._write(number, _WAITS, is_even)
         self._interruption = None if isinstance(error, WireFailure) else error
-        self._link.wait(partial(self._look_for_all, number), _SETTLING)
+        self.link.wait(partial(self._look_for_all, number), _SETTLING)
         return self._turnout(number)
 
     def end(self) -> None:
@@ -142,31 +144,31 @@ class Arrivals:
 
     def _wait_for_all(self, number: int, timeout: timedelta) -> Turnout:
         word = number << _NUMBER_SHIFT | _WAITS
-        if any(theirs[number % _WINDOW] & ~_EVEN != word for theirs in self._others):
-            self._link.wait(partial(self._look_for_all, number, progress=True), timeout)
+        if any(theirs[number % _WINDOW] & ~_EVEN != word for theirs in self.others):
+            self.link.wait(partial(self._look_for_all, number, progress=True), timeout)
         return self._turnout(number)
 
     def _turnout(self, number: int) -> Turnout:
-        words = [words[number % _WINDOW] for words in (self._mine, *self._others)]
+        words = [words[number % _WINDOW] for words in (self.mine, *self.others)]
         # A member that is at _LEAVES for its moment waits with all others in the end.
         if any(word & _STATE == _GOES_ON for word in words):
             return Turnout.APART
         return Turnout.EVEN if all(word & _EVEN for word in words) else Turnout.TOGETHER
 
     def _write(self, number: int, state: int, is_even: bool = False) -> None:
-        self._mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state
+        self.mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state
 
     def _are_there(self, number: int) -> bool:
-        words = [theirs[number % _WINDOW] for theirs in self._others]
+        words = [theirs[number % _WINDOW] for theirs in self.others]
         return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
 
     def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
         """Whether all others are there, else let MPI go on; raises where one has given up."""
-        for theirs in self._others:
+        for theirs in self.others:
             word = theirs[number % _WINDOW]
             if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:
                 if progress:
-                    self._link.progress()
+                    self.link.progress()
                 return False
             if word & _STATE == _LEFT:
                 raise WireAborted("a member has given up waiting for this call")
@@ -178,12 +180,12 @@ class Arrivals:
         if past > 0:
 
             def look_for_all() -> bool:
-                self._link.progress()
+                self.link.progress()
                 return all(
-                    theirs[past % _WINDOW] >> _NUMBER_SHIFT >= past for theirs in self._others
+                    theirs[past % _WINDOW] >> _NUMBER_SHIFT >= past for theirs in self.others
                 )
 
-            self._link.wait(look_for_all, timeout)
+            self.link.wait(look_for_all, timeout)
 
 
 def words_of_process() -> SharedWords | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..packing import Tensors, parts_like, write_all
 from ..scratch import Scratch
 
 __all__ = ["Buffers", "packed", "unpacked"]
@@ -73,17 +74,17 @@ class Buffers:
         return whole.Commit()
 
 
-def packed(tensors: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
+def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
     """One flat tensor of all, and what gives its memory back; a view where they lie in a row."""
     whole = _in_a_row(tensors)
     if whole is not None:
         return whole, None
     whole = scratch.take(sum(x.numel() for x in tensors), tensors[0])
-    _copy_parts(_parts(whole, tensors), tensors)
+    write_all(parts_like(whole, tensors), tensors)
     return whole, partial(scratch.give, whole)
 
 
-def unpacked(outputs: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
+def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
     """One flat tensor for all, and what takes it apart; a view where they lie in a row."""
     whole = _in_a_row(outputs)
     if whole is not None:
@@ -91,13 +92,13 @@ def unpacked(outputs: Sequence[torch.Tensor], scratch: Scratch) -> tuple[torch.T
     whole = scratch.take(sum(x.numel() for x in outputs), outputs[0])
 
     def take_apart() -> None:
-        _copy_parts(outputs, _parts(whole, outputs))
+        write_all(outputs, parts_like(whole, outputs))
         scratch.give(whole)
 
     return whole, take_apart
 
 
-def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
     """One view of tensors that lie one after the other in one block of memory."""
     first = next((x for x in tensors if x.numel()), tensors[0])
     item, start = first.itemsize, first.data_ptr()
@@ -112,13 +113,3 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None  # the next block of memory follows by chance
     flat = first.detach() if first.requires_grad else first
     return flat.as_strided(((end - start) // item,), (1,))
-
-
-def _parts(whole: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return list(whole.split([x.numel() for x in like]))
-
-
-def _copy_parts(outputs: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
-    with torch.inference_mode():  # they may be parameters, or inference tensors
-        for output, part in zip(outputs, data, strict=True):
-            output.view(-1).copy_(part.view(-1))

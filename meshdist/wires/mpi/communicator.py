@@ -24,13 +24,13 @@ from ..failures import WireAborted, WireFailure
 from ..mailbox import Mailbox
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
-from ..packing import parts
+from ..packing import Sizes, Tensors, parts
 from ..registry import Wire, register_wire
 from ..tag_numbers import TagNumbers
 from .arrivals import Arrivals, Turnout
 from .buffers import Buffers, packed, unpacked
 from .fast_path import make_fast_path
-from .link import Link
+from .link import Link, MpiOperation
 from .opening import open_link
 from .ops import (
     Plan,
@@ -122,7 +122,7 @@ class MpiCommunicator(Communicator):
         return self._reduce_blocks(output, tensor, None, op, terms)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         whole, give_back = packed(inputs, self.scratch)
         sizes = [part.numel() for part in inputs]
@@ -145,11 +145,8 @@ class MpiCommunicator(Communicator):
         mine, data = output, apart(whole, output)
         if not plan.is_plain:
             data = plan.encode(data, self.scratch)
-            mine = (
-                plan.encode(output, self.scratch)
-                if plan.is_in_place
-                else data.new_empty(output.numel())
-            )
+            is_ours = plan.is_in_place
+            mine = plan.encode(output, self.scratch) if is_ours else data.new_empty(output.numel())
         then = None if plan.is_plain else self._copy_back(plan, mine, output, data)
         kept = (output, mine, data)
         result, op = self._numbers(mine), self._op(plan)
@@ -170,20 +167,16 @@ class MpiCommunicator(Communicator):
         buffers = moved(tensor), moved(output, self.size)
         return self._collective("Allgather", terms, (output, tensor), None, *buffers)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         sizes = [output.numel() for output in outputs]
-        if not self._fits(sum(sizes), tensor):
+        if sum(sizes) * tensor.itemsize > self._buffers.most:
             return super().all_gather_list(outputs, tensor, terms)
         whole, unpack = unpacked(outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
         return self._collective("Allgatherv", terms, (whole, tensor), unpack, *buffers)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         mine = self._buffers.moved
         if self.rank != root:
             return self._collective("Gather", terms, tensor, None, mine(tensor), None, root)
@@ -192,9 +185,7 @@ class MpiCommunicator(Communicator):
         buffers = mine(tensor), mine(whole, self.size)
         return self._collective("Gather", terms, (whole, tensor), unpack, *buffers, root)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         mine = self._buffers.moved
         if self.rank != root:
             return self._collective("Scatter", terms, tensor, None, None, mine(tensor), root)
@@ -203,71 +194,39 @@ class MpiCommunicator(Communicator):
         buffers = mine(whole, self.size), mine(tensor)
         return self._collective("Scatter", terms, (whole, tensor), give_back, *buffers, root)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         # A member may have much for one and little for another, which sees that little alone. So
         # each pair decides for itself whether its part goes with the others.
         most = self._most_for_one(inputs[0])
         large = [
-            self.recv(output, peer, EXCHANGE_TAG, terms)
-            for peer, output in enumerate(outputs)
-            if output.numel() > most
+            start(one, peer, EXCHANGE_TAG, terms)
+            for start, tensors in ((self.recv, outputs), (self.send, inputs))
+            for peer, one in enumerate(tensors)
+            if one.numel() > most
         ]
-        large += [
-            self.send(part, peer, EXCHANGE_TAG, terms)
-            for peer, part in enumerate(inputs)
-            if part.numel() > most
-        ]
-        whole, unpack = unpacked(_without_large(outputs, most), self.scratch)
-        together, give_back = packed(_without_large(inputs, most), self.scratch)
-        started = self._exchange(
-            whole,
-            apart(together, whole),
-            [_if_at_most(output.numel(), most) for output in outputs],
-            [_if_at_most(part.numel(), most) for part in inputs],
-            terms,
-        )
+        outputs, inputs = _without_large(outputs, most), _without_large(inputs, most)
+        takes, gives = ([x.numel() for x in some] for some in (outputs, inputs))
+        whole, unpack = unpacked(outputs, self.scratch)
+        together, give_back = packed(inputs, self.scratch)
+        started = self._exchange(whole, apart(together, whole), takes, gives, terms)
 
-        def copy_back() -> None:
-            for act in (unpack, give_back):
-                if act is not None:
-                    act()
-
-        return Chain([*large, started], copy_back)
+        return Chain([Chain([*large, started], unpack)], give_back)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        if max(*output_sizes, *input_sizes) <= self._most_for_one(tensor):
+        if max(*takes, *gives) <= self._most_for_one(tensor):
             tensor = apart(tensor, output)
-            return self._exchange(output, tensor, output_sizes, input_sizes, terms)
-        outputs = parts(output, output_sizes)
-        return self.all_to_all(outputs, parts(tensor, input_sizes), terms)
+            return self._exchange(output, tensor, takes, gives, terms)
+        outputs = parts(output, takes)
+        return self.all_to_all(outputs, parts(tensor, gives), terms)
 
     def _exchange(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        cut, is_even = self._buffers.cut, len({*input_sizes, *output_sizes}) == 1
-        return self._collective(
-            "Alltoallv",
-            terms,
-            (output, tensor),
-            None,
-            cut(tensor, input_sizes),
-            cut(output, output_sizes),
-            is_even=is_even,
-        )
+        cut, is_even = self._buffers.cut, len({*gives, *takes}) == 1
+        kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
+        return self._collective("Alltoallv", terms, kept, None, *buffers, is_even=is_even)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         return self._collective("Barrier", terms, None, None)
@@ -281,7 +240,7 @@ class MpiCommunicator(Communicator):
             _synchronize(tensor)
         buffer = self._buffers.moved(tensor)
         request = self._post(self._comm.Isend, buffer, peer, self._tag(tag))
-        return self._link.start(request, tensor)
+        return self._link.start(MpiOperation(self._link, request, tensor))
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
         if peer == self.rank or (peer is None and (self.size == 1 or self.has_sent_itself(tag))):
@@ -292,8 +251,8 @@ class MpiCommunicator(Communicator):
         source = MPI.ANY_SOURCE if peer is None else peer
         buffer = self._buffers.moved(tensor)
         request = self._post(self._comm.Irecv, buffer, source, self._tag(tag))
-        num_bytes = tensor.numel() * tensor.itemsize
-        return self._link.start(request, tensor, None, MPI.Status(), num_bytes)
+        taken = (MPI.Status(), tensor.numel() * tensor.itemsize)
+        return self._link.start(MpiOperation(self._link, request, tensor, None, *taken))
 
     def has_sent_itself(self, tag: int) -> bool:
         return self._mailbox.has_sent(tag)
@@ -408,7 +367,7 @@ class MpiCommunicator(Communicator):
         self, name: str, kept: Any, then: Callable[[], None] | None, buffers: Sequence[Any]
     ) -> Operation:
         request = getattr(self._comm, "I" + name.lower())(*buffers)
-        return self._link.start(request, kept, then)
+        return self._link.start(MpiOperation(self._link, request, kept, then))
 
     def _post(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Start a message."""
@@ -436,9 +395,6 @@ class MpiCommunicator(Communicator):
     def _most_for_one(self, x: torch.Tensor) -> int:
         """How many elements one member may have for another in an exchange of all."""
         return self._buffers.most // (self.size * x.itemsize)
-
-    def _fits(self, count: int, like: torch.Tensor) -> bool:
-        return count * like.itemsize <= self._buffers.most
 
 
 class MpiWire(Wire):
@@ -483,12 +439,8 @@ def _synchronize(tensor: torch.Tensor) -> None:
     torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _without_large(tensors: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
+def _without_large(tensors: Tensors, most: int) -> list[torch.Tensor]:
     return [x if x.numel() <= most else x.new_empty(0) for x in tensors]
-
-
-def _if_at_most(count: int, most: int) -> int:
-    return count if count <= most else 0
 
 
 register_wire(MpiWire())

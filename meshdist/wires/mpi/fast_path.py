@@ -7,13 +7,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...bootstrap.mpi_library import find_functions
 from ..core import core
 from ..failures import WireFailure
 from .arrivals import Arrivals
-from .link import Link
+from .link import Link, MpiOperation
 from .ops import plain_reductions
 
 if TYPE_CHECKING:
@@ -55,8 +53,8 @@ def make_fast_path(
         arrivals=arrivals,
         timeout=timeout,
         link=link,
-        finish_collective=partial(_finish_collective, link, timeout),
-        finish_message=partial(_finish_message, link, timeout),
+        finish_collective=partial(_finish, link, timeout),
+        finish_message=partial(_finish, link, timeout),
         explain=explained,
         error=failing,
         rank=link.comm.rank,
@@ -82,15 +80,9 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
     )
 
 
-def _finish_collective(link: Link, timeout: timedelta, request: int, kept: Any) -> None:
-    """Wait for a plain collective that had to be started."""
-    link.start(link.MPI.Request.fromhandle(request), kept).finish(timeout)
-
-
-def _finish_message(
-    link: Link, timeout: timedelta, request: int, kept: torch.Tensor, is_send: bool
-) -> None:
-    """Wait for a plain message that was not done soon."""
-    MPI, num_bytes = link.MPI, kept.numel() * kept.itemsize
-    status = None if is_send else MPI.Status()
-    link.start(MPI.Request.fromhandle(request), kept, None, status, num_bytes).finish(timeout)
+def _finish(link: Link, timeout: timedelta, request: int, kept: Any, is_send: bool = True) -> None:
+    """Wait for what had to be started, or was not done soon: all but a receive are as a send."""
+    status = None if is_send else link.MPI.Status()
+    num_bytes = 0 if is_send else kept.numel() * kept.itemsize
+    started = link.MPI.Request.fromhandle(request)
+    link.start(MpiOperation(link, started, kept, None, status, num_bytes)).finish(timeout)

@@ -12,15 +12,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import Store
-
 from ...runtime.deadlines import Deadline, Grace, wait_until
-from ...runtime.hosts import ProcessCard, is_alive
+from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
+from ..opening import Opening
 from ..operations import Operation
 
 __all__ = ["Link", "MpiOperation", "left_key", "open_links"]
@@ -37,6 +37,7 @@ _LOOK_S = 0.1
 _LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a process
 
 
+@dataclass(eq=False, slots=True)
 class MpiOperation(Operation):
     """A collective or message in flight, with the tensors whose memory it uses.
 
@@ -49,119 +50,82 @@ class MpiOperation(Operation):
         num_bytes: of a receive: how many have to come.
     """
 
-    __slots__ = (
-        "_link",
-        "_num_bytes",
-        "_polling",
-        "_request",
-        "_status",
-        "_then",
-        "is_done",
-        "kept",
-    )
-
-    def __init__(
-        self,
-        link: Link,
-        request: Any,
-        kept: Any,
-        then: Callable[[], None] | None = None,
-        status: Any = None,
-        num_bytes: int = 0,
-    ) -> None:
-        self._link = link
-        self._request = request
-        self.kept = kept
-        self._then = then
-        self._status = status
-        self._num_bytes = num_bytes
-        self.is_done = False
-        self._polling = threading.Lock()
+    link: Link
+    request: Any
+    kept: Any
+    then: Callable[[], None] | None = None
+    status: Any = None
+    num_bytes: int = 0
+    is_done: bool = False
+    polling: threading.Lock = field(default_factory=threading.Lock)
 
     def finish(self, timeout: timedelta) -> None:
-        link, is_receive = self._link, self._status is not None
+        link, is_receive = self.link, self.status is not None
         try:
             link.wait(self.test, timeout)
         except link.MPI.Exception as error:
             link.forget(self)
-            raise link.failure(error, self._num_bytes if is_receive else None) from None
+            raise link.failure(error, self.num_bytes if is_receive else None) from None
         link.forget(self)
         if is_receive:
-            link.check_size(self._status.Get_count(link.MPI.BYTE), self._num_bytes)
-        then, self._then, self.kept = self._then, None, None
+            link.check_size(self.status.Get_count(link.MPI.BYTE), self.num_bytes)
+        then, self.then, self.kept = self.then, None, None
         if then is not None:
             then()
 
     def poll(self) -> bool:
-        return self._link.is_aborted or self.test_quietly()
+        return self.link.is_aborted or self.test_quietly()
 
     def source(self) -> int:
-        return super().source() if self._status is None else int(self._status.Get_source())
+        return Operation.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
         """Let MPI go on, unless another thread does so just now; whether it is done with this."""
-        if not self.is_done and self._polling.acquire(blocking=False):
+        if not self.is_done and self.polling.acquire(blocking=False):
             try:
                 if not self.is_done:  # a second test after the end gets an empty status
-                    self.is_done = self._request.Test(self._status)
+                    self.is_done = self.request.Test(self.status)
             finally:
-                self._polling.release()
+                self.polling.release()
         return self.is_done
 
     def test_quietly(self) -> bool:
         """As ``test``; also where it has failed, as ``finish`` will raise."""
         try:
             return self.test()
-        except self._link.MPI.Exception:
+        except self.link.MPI.Exception:
             return True
 
 
+@dataclass(eq=False)
 class Link:
     """One member's part in a group.
 
     Args:
         MPI: mpi4py's module.
         comm: MPI's communicator.
-        store: of the group alone.
-        ranks: the members' global ranks.
+        opening: the group.
         cards: the members' processes.
-        rank: this member's place.
-        is_crowded: whether this host has more ranks than cores.
         end: gives back what the group has taken besides.
-        look: raises where waiting is in vain; called now and then. Or None.
 
     Attributes:
         spin_s: how long to spin for another member, before the thread yields or sleeps.
     """
 
-    def __init__(
-        self,
-        MPI: Any,
-        comm: Any,
-        store: Store,
-        ranks: Sequence[int],
-        cards: Sequence[ProcessCard],
-        rank: int,
-        *,
-        is_crowded: bool,
-        end: Callable[[], None],
-        look: Callable[[], None] | None = None,
-    ) -> None:
-        self.MPI = MPI
-        self.comm = comm
-        self.is_aborted = False
-        self.is_closed = False
-        self._store = store
-        self._ranks = ranks
-        self._cards = cards
-        self._rank = rank
-        self.spin_s = 0.0 if is_crowded else _SPIN_S
-        self._process_id = os.getpid()
-        self._in_flight: dict[MpiOperation, None] = {}
-        self._keeping = threading.Lock()
-        self._has_stranded = False
-        self._end = end
-        self._look = look
+    MPI: Any
+    comm: Any
+    opening: Opening
+    cards: Sequence[ProcessCard]
+    end: Callable[[], None]
+    is_aborted: bool = field(default=False, init=False)
+    is_closed: bool = field(default=False, init=False)
+    in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
+    keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _has_stranded: bool = field(default=False, init=False)
+    _process_id: int = field(default_factory=os.getpid, init=False)
+
+    def __post_init__(self) -> None:
+        self.spin_s = 0.0 if self.opening.num_local > num_cores() else _SPIN_S
         _links.add(self)
 
     @property
@@ -172,25 +136,17 @@ class Link:
     @property
     def rank_of_world(self) -> int:
         """This member's global rank."""
-        return self._ranks[self._rank]
+        return self.opening.ranks[self.opening.rank]
 
     def find_dead(self) -> dict[int, ProcessCard]:
         """The global ranks of the members whose processes have ended, as far as can be seen."""
-        pairs = zip(self._ranks, self._cards, strict=True)
+        pairs = zip(self.opening.ranks, self.cards, strict=True)
         return {rank: card for rank, card in pairs if is_alive(card) is False}
 
-    def start(
-        self,
-        request: Any,
-        kept: Any,
-        then: Callable[[], None] | None = None,
-        status: Any = None,
-        num_bytes: int = 0,
-    ) -> MpiOperation:
-        """The operation of a request; its tensors live as long, also where its Work is dropped."""
-        operation = MpiOperation(self, request, kept, then, status, num_bytes)
-        in_flight = self._in_flight
-        with self._keeping:
+    def start(self, operation: MpiOperation) -> MpiOperation:
+        """Keep an operation as long as it is in flight, also where its Work is dropped."""
+        in_flight = self.in_flight
+        with self.keeping:
             for _ in range(2):  # so that operations whose Work was dropped are freed in time
                 oldest = next(iter(in_flight), None)
                 if oldest is None:
@@ -203,8 +159,8 @@ class Link:
 
     def forget(self, operation: MpiOperation) -> None:
         """Drop an operation that is not in flight any more."""
-        with self._keeping:
-            self._in_flight.pop(operation, None)
+        with self.keeping:
+            self.in_flight.pop(operation, None)
 
     def progress(self) -> None:
         """Let MPI make progress on what is in flight."""
@@ -213,8 +169,8 @@ class Link:
         # A probe that finds a message makes no progress. To test an operation that is not done
         # makes progress on all of them.
         for link in open_links():
-            with link._keeping:
-                operation = next((one for one in link._in_flight if not one.is_done), None)
+            with link.keeping:
+                operation = next((one for one in link.in_flight if not one.is_done), None)
             if operation is not None:
                 operation.test_quietly()
                 return
@@ -249,7 +205,7 @@ class Link:
         if self.is_forked:  # it has no part in the group
             return
         with suppress(RuntimeError):  # the store is lost, as the others will see
-            self._store.set(left_key(self._rank), "")
+            self.opening.store.set(left_key(self.opening.rank), "")
 
     def close(self) -> None:
         """Give MPI its communicator back, where nothing is in flight on it."""
@@ -259,10 +215,10 @@ class Link:
         if self.is_forked:
             return
         self.leave()
-        self._end()
-        with self._keeping:
-            unfinished = [one for one in self._in_flight if not one.test_quietly()]
-            self._in_flight.clear()
+        self.end()
+        with self.keeping:
+            unfinished = [one for one in self.in_flight if not one.test_quietly()]
+            self.in_flight.clear()
         if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
             _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
             return
@@ -312,9 +268,9 @@ class Link:
         return look
 
     def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
-        if self._look is not None:
-            self._look()
-        lost = [k for k, card in enumerate(self._cards) if is_alive(card) is False]
+        if self.opening.look is not None:
+            self.opening.look()
+        lost = [k for k, card in enumerate(self.cards) if is_alive(card) is False]
         text = "has ended"
         if not lost and queries:
             lost, text = self._find_left(), "has closed this group, or ends"
@@ -324,8 +280,8 @@ class Link:
 
     def _find_left(self) -> list[int]:
         with suppress(RuntimeError):  # the store is lost
-            others = (k for k in range(len(self._cards)) if k != self._rank)
-            return [k for k in others if self._store.check([left_key(k)])]
+            others = (k for k in range(len(self.cards)) if k != self.opening.rank)
+            return [k for k in others if self.opening.store.check([left_key(k)])]
         return []
 
 

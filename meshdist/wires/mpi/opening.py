@@ -12,7 +12,7 @@ from ...bootstrap.mpi_library import start_mpi
 from ...checking.shared_words import WordsAddress, find_view
 from ...errors import BackendError
 from ...runtime.deadlines import Deadline, wait_until
-from ...runtime.hosts import ProcessCard, my_card, num_cores
+from ...runtime.hosts import ProcessCard, my_card
 from ..failures import WireTimeout
 from ..opening import Opening
 from .arrivals import Arrivals, words_of_process
@@ -110,17 +110,7 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
         one.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     cards = [ProcessCard.from_json(one["card"]) for one in members]
-    link = Link(
-        MPI,
-        comm,
-        opening.store,
-        opening.ranks,
-        cards,
-        opening.rank,
-        is_crowded=opening.num_local > num_cores(),
-        end=region.release_after_all,
-        look=opening.look,
-    )
+    link = Link(MPI, comm, opening, cards, region.release_after_all)
     report_dead_ranks_at_the_end()
     words = region.words
     others = _words_of_others(opening, members)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ...reduce_ops import ReduceKind
-from ..communicator import Communicator
+from ..communicator import Communicator, handed_to
 from ..operations import Chain, Operation, Terms
 
 __all__ = ["StagedCommunicator"]
@@ -76,23 +73,12 @@ class StagedCommunicator(Communicator):
         received = self.host.recv(result, peer, tag, terms)
         return Chain([received], lambda: _copy(tensor, result))
 
-    def has_sent_itself(self, tag: int) -> bool:
-        return self.host.has_sent_itself(tag)
-
-    def batch(self) -> AbstractContextManager[None]:
-        return self.host.batch()
-
-    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        self.host.wait_for(condition, timeout)
-
-    def abort(self) -> None:
-        self.host.abort()
-
-    def leave(self) -> None:
-        self.host.leave()
-
-    def close(self) -> None:
-        self.host.close()
+    has_sent_itself = handed_to("host", "has_sent_itself")
+    batch = handed_to("host", "batch")
+    wait_for = handed_to("host", "wait_for")
+    abort = handed_to("host", "abort")
+    leave = handed_to("host", "leave")
+    close = handed_to("host", "close")
 
 
 def _places(x: Any) -> Any:

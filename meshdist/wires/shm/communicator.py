@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate
@@ -29,6 +30,7 @@ from ..core import core as _core
 from ..failures import WireFailure, WireRefused
 from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
+from ..packing import Sizes, Tensors
 from ..registry import Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
@@ -54,6 +56,7 @@ Places = Sequence[tuple[int, int]]
 """Of each buffer its address, and how many elements it has."""
 
 
+@dataclass(eq=False, slots=True)
 class ShmOperation(Operation):
     """A collective or message in flight.
 
@@ -64,34 +67,25 @@ class ShmOperation(Operation):
         message: of a message whether it is a send, the peer and the tag.
     """
 
-    __slots__ = ("_in_flight", "_message", "_number", "_ticket")
-
-    def __init__(
-        self,
-        ticket: Any,
-        in_flight: dict[Any, Any],
-        number: int,
-        message: tuple[bool, int, int] | None,
-    ) -> None:
-        self._ticket = ticket
-        self._in_flight = in_flight
-        self._number = number
-        self._message = message
+    ticket: Any
+    in_flight: dict[Any, Any]
+    number: int
+    message: tuple[bool, int, int] | None
 
     def finish(self, timeout: timedelta) -> None:
-        ticket = self._ticket
+        ticket = self.ticket
         status = ticket.wait(timeout.total_seconds())
-        self._in_flight.pop(ticket, None)
+        self.in_flight.pop(ticket, None)
         if status:
-            raise failure_of(status, ticket.failure(), self._number, self._message)
+            raise failure_of(status, ticket.failure(), self.number, self.message)
 
     def poll(self) -> bool:
-        return bool(self._ticket.is_done())
+        return bool(self.ticket.is_done())
 
     def source(self) -> int:
-        if self._message is None or self._message[0]:
-            return super().source()
-        return int(self._ticket.source)
+        if self.message is None or self.message[0]:
+            return Operation.source(self)
+        return int(self.ticket.source)
 
 
 class ShmCommunicator(Communicator):
@@ -104,7 +98,6 @@ class ShmCommunicator(Communicator):
 
     def __init__(self, opening: Opening, core: Any) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
-        self._ranks = opening.ranks
         self._opening = opening
         self._num_buffers = 0
         self._core = core
@@ -127,9 +120,7 @@ class ShmCommunicator(Communicator):
         place = tensor.data_ptr()
         return self._start("all_reduce", tensor, terms, tensor.numel(), *codes, 0, place)
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         codes = _codes(tensors[0].dtype, op)
         if codes is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             return super().all_reduce_list(tensors, op, terms)
@@ -150,23 +141,17 @@ class ShmCommunicator(Communicator):
         places = (output.data_ptr(), tensor.data_ptr())
         return self._start("all_gather", (output, tensor), terms, *_amount(tensor), 0, 0, *places)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         outs, ins = _places(outputs), _places([tensor])
         return self._start_parts("all_gather_v", (outputs, tensor), terms, tensor, outs, ins)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         place, outs = tensor.data_ptr(), _places(outputs)
         return self._start(
             "gather", (outputs, tensor), terms, *_amount(tensor), 0, root, 0, place, outs
         )
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         place, ins = tensor.data_ptr(), _places(inputs)
         return self._start(
             "scatter", (inputs, tensor), terms, *_amount(tensor), 0, root, place, ins=ins
@@ -183,7 +168,7 @@ class ShmCommunicator(Communicator):
         return self._start("reduce_scatter", kept, terms, output.numel(), *codes, 0, *places)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         codes = _codes(output.dtype, op)
         if codes is None:
@@ -193,21 +178,14 @@ class ShmCommunicator(Communicator):
             "reduce_scatter_v", (output, inputs), terms, 0, *codes, outs=outs, ins=ins
         )
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         places = _places(outputs), _places(inputs)
         return self._start_parts("all_to_all", (outputs, inputs), terms, inputs[0], *places)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        places = _cuts(output, output_sizes), _cuts(tensor, input_sizes)
+        places = _cuts(output, takes), _cuts(tensor, gives)
         return self._start_parts("all_to_all", (output, tensor), terms, tensor, *places)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
@@ -215,25 +193,10 @@ class ShmCommunicator(Communicator):
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
         stride = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        made: list[Any] = []
-
-        def attach(shared: Shared) -> None:
-            _close_all(shared.processes)
-            try:
-                made.append(_core.Memory(shared.memory))
-            finally:
-                os.close(shared.memory)
-
         self._num_buffers += 1
-        share(
-            PrefixStore(f"buffer {self._num_buffers}", self._opening.store),
-            self.rank,
-            self._ranks,
-            partial(_make_memory, stride * self.size),
-            attach,
-            timeout.total_seconds(),
-        )
-        (memory,) = made
+        store = PrefixStore(f"buffer {self._num_buffers}", self._opening.store)
+        opening = replace(self._opening, store=store, timeout=timeout)
+        memory = _share(opening, partial(_make_memory, stride * self.size), _attach_memory)
         self._core.add_memory(memory)
         start = self.rank * stride
         # Cut before torch sees it: the storage of the tensor is this member's part alone.
@@ -372,27 +335,12 @@ class ShmWire(Wire):
         """Open the group's memory; raises WireRefused on every member where one cannot."""
         if not opening.is_one_host:
             raise WireRefused("its ranks run on several hosts")
-        made: list[Any] = []
-
-        def attach(shared: Shared) -> None:
-            try:
-                made.append(_core.Communicator(shared.memory, opening.rank, shared.processes))
-            finally:
-                os.close(shared.memory)
-
-        try:
-            share(
-                opening.store,
-                opening.rank,
-                opening.ranks,
-                partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
-                attach,
-                opening.timeout.total_seconds(),
-            )
-        except BaseException:
-            made.clear()  # nothing of it stays, however long the error is kept
-            raise
-        communicator = ShmCommunicator(opening, made[0])
+        core = _share(
+            opening,
+            partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
+            lambda shared: _core.Communicator(shared.memory, opening.rank, shared.processes),
+        )
+        communicator = ShmCommunicator(opening, core)
         # The first call measures which stores suit the path between the members.
         communicator.barrier(Terms(opening.timeout, waits=True))
         return communicator
@@ -418,10 +366,31 @@ def _check_room(num_bytes: int) -> None:
         raise MemoryError(f"{num_bytes:,} bytes are asked for, and {free:,.0f} are free")
 
 
-def _close_all(files: Sequence[int]) -> None:
-    for file in files:
-        if file >= 0:
-            os.close(file)
+def _attach_memory(shared: Shared) -> Any:
+    """Memory for buffers, which needs no handles of processes."""
+    for handle in shared.processes:
+        if handle >= 0:
+            os.close(handle)
+    return _core.Memory(shared.memory)
+
+
+def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
+    """What ``attach`` makes of memory that all members share; ``make`` opens it on the first."""
+    made: list[Any] = []
+
+    def attach_and_close(shared: Shared) -> None:
+        try:
+            made.append(attach(shared))
+        finally:
+            os.close(shared.memory)
+
+    seconds = opening.timeout.total_seconds()
+    try:
+        share(opening.store, opening.rank, opening.ranks, make, attach_and_close, seconds)
+    except BaseException:
+        made.clear()  # nothing of it stays, however long the error is kept
+        raise
+    return made[0]
 
 
 _known: dict[str, int] = {} if _core is None else _core.DTYPES
@@ -460,20 +429,17 @@ def _amount(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.numel(), code
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> Places:
+def _places(tensors: Tensors) -> Places:
     """Where each lies, and how much of it travels."""
     return [(tensor.data_ptr(), _amount(tensor)[0]) for tensor in tensors]
 
 
-def _cuts(tensor: torch.Tensor, sizes: Sequence[int]) -> Places:
+def _cuts(tensor: torch.Tensor, sizes: Sizes) -> Places:
     """The same of consecutive parts."""
     item = tensor.itemsize
     scale = 1 if tensor.dtype in _CODES else item  # others travel as bytes
-    starts = accumulate(sizes, initial=0)
-    address = tensor.data_ptr()
-    return [
-        (address + start * item, size * scale) for start, size in zip(starts, sizes, strict=False)
-    ]
+    starts = accumulate((size * item for size in sizes), initial=tensor.data_ptr())
+    return [(start, size * scale) for start, size in zip(starts, sizes, strict=False)]
 
 
 register_wire(ShmWire())

@@ -90,11 +90,12 @@ def share(
     try:
         with ExitStack() as stack:  # what is still open is closed when the reason is known to all
             try:
+                deadline = Grace(timeout_s + (_GRACE_S if rank else 0.0))
+                member = _Member(store, rank, ranks, make_memory, attach, deadline, stack)
                 if rank == 0:
-                    _lead(store, ranks, make_memory, attach, Grace(timeout_s), stack)
+                    member.lead()
                 else:
-                    deadline = Grace(timeout_s + _GRACE_S)
-                    _follow(store, rank, ranks, attach, deadline, stack)
+                    member.follow()
             except _Trouble as trouble:
                 kind, text = _first_trouble(store, trouble)
                 raise _KINDS[kind](text) from None
@@ -102,108 +103,133 @@ def share(
         raise WireFailure(f"the store is lost: {error}") from None
 
 
-def _lead(
-    store: Store,
-    ranks: Sequence[int],
-    make_memory: Callable[[], int],
-    attach: Callable[[Shared], None],
-    deadline: Deadline,
-    stack: ExitStack,
-) -> None:
-    held: list[int] = []
-    stack.callback(_close_all, held)
-    name = f"meshdist-{secrets.token_hex(16)}"
-    try:
-        with _as_trouble(ranks[0], "the system"):
-            memory = make_memory()
-            held.append(memory)
-            own = _own_handle()
-            stack.callback(os.close, own)
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(f"\0{name}")
-            listener.listen(len(ranks) + _SPARE_PLACES)
-    except _Trouble as trouble:
-        _first_trouble(store, trouble)
-        store.set(_ADDRESS, "")
-        raise
-    store.set(_ADDRESS, name)
-    handles = {0: own}
-    talks: dict[int, socket.socket] = {}
-    awaited = set(range(1, len(ranks)))
-    while awaited:
-        ready = _next(store, [listener, *talks.values()], ranks, awaited, deadline)
-        if ready is not listener:  # no member sends anything before all have come
-            gone = ranks[_member_at(ready, talks)]
-            raise _Trouble("left", f"rank {gone} left while memory was shared")
-        with _as_trouble(ranks[0], "a member"):
-            connection = stack.enter_context(listener.accept()[0])
-            if _peer_user(connection) != os.getuid():
-                with suppress(OSError):
-                    _send(connection, _STRANGER, [], deadline)
-                connection.close()
-                continue
-            _limit(connection, deadline)
-            member, (handle,) = _receive(connection)
-        held.append(handle)
-        handles[member], talks[member] = handle, connection
-        awaited.remove(member)
-    in_order = [handles[member] for member in range(len(ranks))]
-    with _as_trouble(ranks[0], "a member"):
+@dataclass
+class _Member:
+    """One member's way to the memory; the arguments are those of ``share``, and what it opens."""
+
+    store: Store
+    rank: int
+    ranks: Sequence[int]
+    make_memory: Callable[[], int]
+    attach: Callable[[Shared], None]
+    deadline: Deadline
+    stack: ExitStack
+
+    def lead(self) -> None:
+        """As the first member: make the memory, and hand it to the others."""
+        held: list[int] = []
+        self.stack.callback(_close_all, held)
+        name = f"meshdist-{secrets.token_hex(16)}"
+        try:
+            with _as_trouble(self.ranks[0], "the system"):
+                memory = self.make_memory()
+                held.append(memory)
+                own = _own_handle()
+                self.stack.callback(os.close, own)
+                listener = self.stack.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(f"\0{name}")
+                listener.listen(len(self.ranks) + _SPARE_PLACES)
+        except _Trouble as trouble:
+            _first_trouble(self.store, trouble)
+            self.store.set(_ADDRESS, "")
+            raise
+        self.store.set(_ADDRESS, name)
+        handles = {0: own}
+        talks: dict[int, socket.socket] = {}
+        awaited = set(range(1, len(self.ranks)))
+        while awaited:
+            ready = self._next([listener, *talks.values()], awaited)
+            if ready is not listener:  # no member sends anything before all have come
+                gone = self.ranks[_member_at(ready, talks)]
+                raise _Trouble("left", f"rank {gone} left while memory was shared")
+            with _as_trouble(self.ranks[0], "a member"):
+                connection = self.stack.enter_context(listener.accept()[0])
+                if _peer_user(connection) != os.getuid():
+                    with suppress(OSError):
+                        _send(connection, _STRANGER, [], self.deadline)
+                    connection.close()
+                    continue
+                _limit(connection, self.deadline)
+                member, (handle,) = _receive(connection)
+            held.append(handle)
+            handles[member], talks[member] = handle, connection
+            awaited.remove(member)
+        in_order = [handles[member] for member in range(len(self.ranks))]
+        with _as_trouble(self.ranks[0], "a member"):
+            for connection in talks.values():
+                _send(connection, 0, [memory, *in_order], self.deadline)
+            held.clear()  # they are handed over
+            self.attach(Shared(memory, (-1, *in_order[1:])))
+        self._await_confirmations(talks)
         for connection in talks.values():
-            _send(connection, 0, [memory, *in_order], deadline)
-        held.clear()  # they are handed over
-        attach(Shared(memory, (-1, *in_order[1:])))
-    _await_confirmations(store, ranks, talks, deadline)
-    for connection in talks.values():
-        with suppress(OSError):  # the first call notices a member that has left by now
-            _send(connection, 0, [], deadline)
+            with suppress(OSError):  # the first call notices a member that has left by now
+                _send(connection, 0, [], self.deadline)
 
+    def _await_confirmations(self, talks: Mapping[int, socket.socket]) -> None:
+        """Wait until every other member has confirmed that it uses the memory."""
+        awaited = set(talks)
+        while awaited:
+            ready = self._next([talks[one] for one in awaited], awaited)
+            member = _member_at(ready, talks)
+            with _as_trouble(self.ranks[0], f"rank {self.ranks[member]}"):
+                _receive(ready)
+            awaited.remove(member)
 
-def _await_confirmations(
-    store: Store, ranks: Sequence[int], talks: Mapping[int, socket.socket], deadline: Deadline
-) -> None:
-    """Wait until every other member has confirmed that it uses the memory."""
-    awaited = set(talks)
-    while awaited:
-        ready = _next(store, [talks[one] for one in awaited], ranks, awaited, deadline)
-        member = _member_at(ready, talks)
-        with _as_trouble(ranks[0], f"rank {ranks[member]}"):
-            _receive(ready)
-        awaited.remove(member)
+    def follow(self) -> None:
+        """As any other member: get the memory from the first."""
+        name = self._await_address()
+        with _as_trouble(self.ranks[self.rank], f"rank {self.ranks[0]}"):
+            connection = self.stack.enter_context(socket.socket(socket.AF_UNIX))
+            _limit(connection, self.deadline)
+            own = _own_handle()
+            self.stack.callback(os.close, own)
+            connection.connect(f"\0{name}")
+            if _peer_user(connection) != os.getuid():
+                raise PermissionError(f"rank {self.ranks[0]} runs as another user")
+            with suppress(
+                ConnectionError
+            ):  # a member that is turned away still has an answer to read
+                _send(connection, self.rank, [own], self.deadline)
+            answer, files = _receive(connection)
+            if answer == _STRANGER:
+                raise PermissionError(f"rank {self.ranks[0]} runs as another user")
+            memory, *handles = files
+            os.close(handles[self.rank])
+            handles[self.rank] = -1
+            self.attach(Shared(memory, tuple(handles)))
+            _send(connection, self.rank, [], self.deadline)
+            _receive(connection)
+
+    def _next(self, sockets: Sequence[socket.socket], awaited: set[int]) -> socket.socket:
+        """The first of ``sockets`` that has something to say, or has come to its end.
+
+        Raises:
+            _Trouble: a member has told its own in the store, or those ``awaited`` are late.
+        """
+        with selectors.PollSelector() as selector:
+            for one in sockets:
+                selector.register(one, selectors.EVENT_READ)
+            while not (ready := selector.select(_SLICE_S)):
+                if self.store.check([_TROUBLE]):
+                    raise _Trouble(*json.loads(self.store.get(_TROUBLE)))
+                if self.deadline.is_over:
+                    missing = ranks_text(self.ranks[member] for member in sorted(awaited))
+                    raise _Trouble("late", f"{missing} did not come to share memory")
+        found = ready[0][0].fileobj
+        assert isinstance(found, socket.socket)
+        return found
+
+    def _await_address(self) -> str:
+        if not wait_until(lambda: self.store.check([_ADDRESS]), self.deadline):
+            raise _Trouble("late", f"rank {self.ranks[0]} did not come to share memory")
+        name = self.store.get(_ADDRESS).decode()
+        if not name:
+            raise _Trouble("left", f"rank {self.ranks[0]} has made no memory")  # it has told why
+        return name
 
 
 def _member_at(ready: socket.socket, talks: Mapping[int, socket.socket]) -> int:
     return next(member for member, connection in talks.items() if connection is ready)
-
-
-def _follow(
-    store: Store,
-    rank: int,
-    ranks: Sequence[int],
-    attach: Callable[[Shared], None],
-    deadline: Deadline,
-    stack: ExitStack,
-) -> None:
-    name = _await_address(store, ranks[0], deadline)
-    with _as_trouble(ranks[rank], f"rank {ranks[0]}"):
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-        _limit(connection, deadline)
-        own = _own_handle()
-        stack.callback(os.close, own)
-        connection.connect(f"\0{name}")
-        if _peer_user(connection) != os.getuid():
-            raise PermissionError(f"rank {ranks[0]} runs as another user")
-        with suppress(ConnectionError):  # a member that is turned away still has an answer to read
-            _send(connection, rank, [own], deadline)
-        answer, files = _receive(connection)
-        if answer == _STRANGER:
-            raise PermissionError(f"rank {ranks[0]} runs as another user")
-        memory, *handles = files
-        os.close(handles[rank])
-        handles[rank] = -1
-        attach(Shared(memory, tuple(handles)))
-        _send(connection, rank, [], deadline)
-        _receive(connection)
 
 
 @contextmanager
@@ -227,41 +253,6 @@ def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
     mine = json.dumps([trouble.kind, str(trouble)])
     kind, text = json.loads(store.compare_set(_TROUBLE, "", mine))
     return kind, text
-
-
-def _next(
-    store: Store,
-    sockets: Sequence[socket.socket],
-    ranks: Sequence[int],
-    awaited: set[int],
-    deadline: Deadline,
-) -> socket.socket:
-    """The first of ``sockets`` that has something to say, or has come to its end.
-
-    Raises:
-        _Trouble: a member has told its own in the store, or those ``awaited`` are late.
-    """
-    with selectors.PollSelector() as selector:
-        for one in sockets:
-            selector.register(one, selectors.EVENT_READ)
-        while not (ready := selector.select(_SLICE_S)):
-            if store.check([_TROUBLE]):
-                raise _Trouble(*json.loads(store.get(_TROUBLE)))
-            if deadline.is_over:
-                missing = ranks_text(ranks[member] for member in sorted(awaited))
-                raise _Trouble("late", f"{missing} did not come to share memory")
-    found = ready[0][0].fileobj
-    assert isinstance(found, socket.socket)
-    return found
-
-
-def _await_address(store: Store, first: int, deadline: Deadline) -> str:
-    if not wait_until(lambda: store.check([_ADDRESS]), deadline):
-        raise _Trouble("late", f"rank {first} did not come to share memory")
-    name = store.get(_ADDRESS).decode()
-    if not name:
-        raise _Trouble("left", f"rank {first} has made no memory")  # it has told why
-    return name
 
 
 def _own_handle() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...checking.call_sites import program_frame
-from ...checking.calls import Call, GroupFacts, Tensors, data_of
+from ...checking.calls import Call, GroupFacts, data_of
 from ...error_text import ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceKind
@@ -24,7 +24,7 @@ from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure
 from ..opening import Opening
 from ..operations import DONE, Operation, Terms
-from ..packing import parts
+from ..packing import Sizes, Tensors, parts
 from ..reductions import check_reducible, find_lack
 from ..registry import Wire, register_wire
 from .data_moves import synchronize
@@ -65,9 +65,7 @@ class SimulatedCommunicator(Communicator):
         """Start reducing ``tensor`` in place, in group order."""
         return self._start("all_reduce", tensor, [tensor], [tensor], terms, op)
 
-    def all_reduce_list(
-        self, tensors: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         """Start reducing each of ``tensors`` in place, as one collective."""
         return self._start("all_reduce_list", tensors, tensors, tensors, terms, op)
 
@@ -79,27 +77,21 @@ class SimulatedCommunicator(Communicator):
         """Start giving every member the tensor of member ``root``."""
         return self._start("broadcast", tensor, [tensor], [tensor], terms, root=root)
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, terms: Terms
-    ) -> Operation:
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         """Start giving member ``root`` everyone's tensor."""
-        sizes = self._odd_sizes(tensor, tensor, outputs if self.rank == root else tensor)
+        sizes = self._sizes(tensor), self._sizes(outputs if self.rank == root else tensor)
         return self._start("gather", tensor, [tensor], outputs, terms, root=root, sizes=sizes)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, terms: Terms
-    ) -> Operation:
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         """Start giving every member its tensor of those on ``root``."""
-        sizes = self._odd_sizes(tensor, inputs if self.rank == root else tensor, tensor)
+        sizes = self._sizes(inputs if self.rank == root else tensor), self._sizes(tensor)
         return self._start("scatter", tensor, inputs, [tensor], terms, root=root, sizes=sizes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
         """Start copying the members' tensors one after the other into ``output``."""
         return self._start("all_gather", tensor, [tensor], [output], terms)
 
-    def all_gather_list(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, terms: Terms
-    ) -> Operation:
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         """Start writing each member's tensor, of any size, into its place of ``outputs``."""
         sizes = self._sizes(tensor), self._sizes(outputs)
         return self._start("all_gather_list", tensor, [tensor], outputs, terms, sizes=sizes)
@@ -111,30 +103,23 @@ class SimulatedCommunicator(Communicator):
         return self._start("reduce_scatter", tensor, [tensor], [output], terms, op)
 
     def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceKind, terms: Terms
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         """Start reducing all members' ``inputs[my rank]`` into ``output``; any sizes."""
         sizes = self._sizes(inputs), self._sizes(output)
         return self._start("reduce_scatter_list", output, inputs, [output], terms, op, sizes=sizes)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], terms: Terms
-    ) -> Operation:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         """Start sending ``inputs[j]`` to member j, and receiving its part into ``outputs[j]``."""
         sizes = self._sizes(inputs), self._sizes(outputs)
         return self._start("all_to_all", inputs, inputs, outputs, terms, sizes=sizes)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        terms: Terms,
+        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         """Start an all-to-all over consecutive parts of both tensors."""
-        outputs, inputs = parts(output, output_sizes), parts(tensor, input_sizes)
-        sizes = input_sizes, output_sizes
+        outputs, inputs = parts(output, takes), parts(tensor, gives)
+        sizes = gives, takes
         return self._start("all_to_all_single", tensor, inputs, outputs, terms, sizes=sizes)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
@@ -154,7 +139,7 @@ class SimulatedCommunicator(Communicator):
         self._check_usable()
         synchronize(tensor)
         call = self._call(terms.verb or "recv", tensor, message=(False, peer, tag, 0))
-        receive = Receive(self._meeting, self.rank, self._rank, call, tensor)
+        receive = Receive(self._meeting, self.rank, self._rank, call, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
 
@@ -179,9 +164,9 @@ class SimulatedCommunicator(Communicator):
     def _start(
         self,
         way: str,
-        tensor: Tensors,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor | Tensors | None,
+        inputs: Tensors,
+        outputs: Tensors,
         terms: Terms,
         op: ReduceKind | None = None,
         root: int | None = None,
@@ -193,29 +178,21 @@ class SimulatedCommunicator(Communicator):
             synchronize(part)
             if op is not None:
                 check_reducible(self.wire, op, part.dtype)
+        if root is not None and sizes[:1] == sizes[1:]:
+            sizes = ()  # as even as a rooted verb is
         self._started += 1
         call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
         started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs)
         self._meeting.enter(started)
         return started
 
-    def _call(self, verb: str, tensor: Tensors, **more: Any) -> Call:
+    def _call(self, verb: str, tensor: torch.Tensor | Tensors | None, **more: Any) -> Call:
         """The record of a call, made at the program's innermost line."""
         frame = program_frame(sys._getframe(1))
         more |= {"code": frame.f_code, "instruction": frame.f_lasti}
         return Call(self._started, self._group, verb, data_of(tensor), **more)
 
-    def _odd_sizes(
-        self,
-        tensor: torch.Tensor,
-        sent: torch.Tensor | Sequence[torch.Tensor],
-        taken: torch.Tensor | Sequence[torch.Tensor],
-    ) -> Sequence[Sequence[int]]:
-        """``_sizes`` of both, where they say more than that each has as many as ``tensor``."""
-        sizes = self._sizes(sent), self._sizes(taken)
-        return () if sizes == (self._sizes(tensor),) * 2 else sizes
-
-    def _sizes(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:
+    def _sizes(self, tensors: torch.Tensor | Tensors) -> tuple[int, ...]:
         """Elements to or from each member: of a list, or of one tensor for all."""
         if isinstance(tensors, torch.Tensor):
             return (tensors.numel(),) * self.size

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from ...reduce_ops import ReduceKind, ReduceOp
+from ..packing import Tensors, blocks
 from ..reductions import reduced
 
 __all__ = ["Round", "move", "synchronize", "write"]
@@ -32,8 +33,8 @@ class Round:
         root: the member that a rooted verb starts from or leads to.
     """
 
-    inputs: Sequence[Sequence[torch.Tensor]]
-    outputs: Sequence[Sequence[torch.Tensor]]
+    inputs: Sequence[Tensors]
+    outputs: Sequence[Tensors]
     op: ReduceKind = ReduceOp.SUM
     root: int = 0
 
@@ -69,10 +70,6 @@ def synchronize(tensor: torch.Tensor) -> None:
 # -- one function a verb ---------------------------------------------------------------------------
 
 
-def _barrier(_: Round) -> Writes:
-    return []
-
-
 def _all_reduce(round_: Round) -> Writes:
     """Each tensor of the members' lists, reduced in group order, for everyone."""
     writes: Writes = []
@@ -92,11 +89,6 @@ def _broadcast(round_: Round) -> Writes:
     return [(round_.outputs[member][0], data) for member in others]
 
 
-def _gather(round_: Round) -> Writes:
-    outputs = round_.outputs[round_.root]
-    return [(output, data) for output, (data,) in zip(outputs, round_.inputs, strict=True)]
-
-
 def _scatter(round_: Round) -> Writes:
     inputs = round_.inputs[round_.root]
     return [(output, data) for (output,), data in zip(round_.outputs, inputs, strict=True)]
@@ -108,19 +100,19 @@ def _all_gather(round_: Round) -> Writes:
     return [(output, whole) for (output,) in round_.outputs]
 
 
-def _all_gather_list(round_: Round) -> Writes:
+def _gather(round_: Round) -> Writes:
+    """Everyone's tensor, for each member that has outputs."""
     return [
         (output, data)
-        for outputs in round_.outputs
+        for outputs in filter(None, round_.outputs)
         for output, (data,) in zip(outputs, round_.inputs, strict=True)
     ]
 
 
 def _reduce_scatter(round_: Round) -> Writes:
     """Reduced as a whole, then cut."""
-    total = _total(round_, 0)
-    blocks = total.reshape(len(round_.outputs), total.numel() // len(round_.outputs))
-    return [(output, block) for (output,), block in zip(round_.outputs, blocks, strict=True)]
+    mine = blocks(_total(round_, 0), len(round_.outputs))
+    return [(output, block) for (output,), block in zip(round_.outputs, mine, strict=True)]
 
 
 def _reduce_scatter_list(round_: Round) -> Writes:
@@ -137,12 +129,12 @@ def _all_to_all(round_: Round) -> Writes:
 
 _MOVES: dict[str, Callable[[Round], Writes]] = {
     "all_gather": _all_gather,
-    "all_gather_list": _all_gather_list,
+    "all_gather_list": _gather,
     "all_reduce": _all_reduce,
     "all_reduce_list": _all_reduce,
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all,
-    "barrier": _barrier,
+    "barrier": lambda _: [],
     "broadcast": _broadcast,
     "gather": _gather,
     "reduce": _reduce,

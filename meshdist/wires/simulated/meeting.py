@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,37 +23,40 @@ from ...errors import AgreementError
 from ...reduce_ops import ReduceOp
 from ..failures import WireAborted, WireFailure
 from ..operations import Operation
+from ..packing import Tensors
 from .data_moves import Round, move, synchronize, write
 from .scheduler import Rank, find_rank_here
 
 __all__ = ["Collective", "Meeting", "Message", "Receive", "find_mismatch"]
 
+T = TypeVar("T")
+
 _BROKEN = "; the group is broken now"
 
 
+@dataclass(eq=False)
 class Step(Operation):
     """A started operation of one member."""
 
-    def __init__(self, meeting: Meeting, member: int, rank: Rank, call: Call) -> None:
-        self.meeting = meeting
-        self.member = member
-        self.call = call
-        self.is_done = False
-        self.failure: Exception | None = None
-        self._rank = rank
+    meeting: Meeting
+    member: int
+    rank: Rank
+    call: Call
+    is_done: bool = field(default=False, init=False)
+    failure: Exception | None = field(default=None, init=False)
 
     def finish(self, timeout: timedelta) -> None:
         """Wait, while other ranks run; ``timeout`` never expires."""
-        self._rank.check_here()
+        self.rank.check_here()
         if not self.is_done:
-            self._rank.wait(self)
+            self.rank.wait(self)
         if self.failure is not None:
             raise copy.copy(self.failure)
 
     def poll(self) -> bool:
         """Whether it is done, or has failed; if not, other ranks have run before."""
-        if not self.is_done and find_rank_here() is self._rank:
-            self._rank.poll(self)
+        if not self.is_done and find_rank_here() is self.rank:
+            self.rank.poll(self)
         return self.is_done
 
     def is_ready(self) -> bool:
@@ -68,26 +73,21 @@ class Step(Operation):
         self.is_done = True
 
 
+@dataclass(eq=False)
 class Collective(Step):
     """One member's part in a collective, carried by the verb ``way`` of a communicator."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        member: int,
-        rank: Rank,
-        call: Call,
-        way: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__(meeting, member, rank, call)
-        self.way = way
-        self.inputs = inputs
-        self.outputs = outputs
+    way: str
+    inputs: Tensors
+    outputs: Tensors
+
+    @cached_property
+    def header(self) -> tuple[Any, ...]:
+        """What must be equal on all members."""
+        call = self.call
         op = None if call.op is None else call.op.value
         is_uneven = bool(call.sizes) and call.root is None
-        self.header = way, header(call.verb, call.data, op, call.root, is_uneven)
+        return self.way, *header(call.verb, call.data, op, call.root, is_uneven)
 
     def describe(self) -> str:
         """The call in words, with the members that it waits for."""
@@ -105,17 +105,14 @@ class Collective(Step):
         self.inputs = self.outputs = ()
 
 
+@dataclass(eq=False)
 class Receive(Step):
-    """A receive that waits for its message, or has it."""
+    """A receive from ``peer``, or anyone, that waits for its message, or has it."""
 
-    def __init__(
-        self, meeting: Meeting, member: int, rank: Rank, call: Call, tensor: torch.Tensor
-    ) -> None:
-        super().__init__(meeting, member, rank, call)
-        assert call.message is not None
-        _, self.peer, self.tag, _ = call.message
-        self.tensor: torch.Tensor | None = tensor
-        self._source: int | None = None
+    peer: int | None
+    tag: int
+    tensor: torch.Tensor | None
+    _source: int | None = field(default=None, init=False)
 
     def source(self) -> int:
         return super().source() if self._source is None else self._source
@@ -223,65 +220,46 @@ class Meeting:
         self, started: Collective, there: Mapping[int, Collective]
     ) -> AgreementError | None:
         """Compare the newest call with all that are there."""
-        if started.header != next(iter(there.values())).header:
-            return self._disagreement(
-                there,
-                expected="the same verb, dtype, number of elements, op and root on every member",
-                fix="make every member call the same verbs in the same order, on fitting "
-                f"tensors{_BROKEN}",
-            )
         calls = {member: one.call for member, one in there.items()}
-        mismatch = find_mismatch(started.member, calls, self.ranks)
-        if mismatch is None:
+        mismatch: str | None = None
+        if started.header != next(iter(there.values())).header:
+            expected = "the same verb, dtype, number of elements, op and root on every member"
+            fix = "make every member call the same verbs in the same order, on fitting tensors"
+        elif mismatch := find_mismatch(started.member, calls, self.ranks):
+            expected = "what a member sends to another is what that one takes from it"
+            fix = (
+                "give each output as many elements as its source sends; where a member cannot "
+                "know them, exchange the sizes first"
+            )
+        else:
             return None
-        return self._disagreement(
-            there,
-            mismatch,
-            expected="what a member sends to another is what that one takes from it",
-            fix="give each output as many elements as its source sends; where a member cannot "
-            f"know them, exchange the sizes first{_BROKEN}",
-        )
-
-    def _disagreement(
-        self,
-        there: Mapping[int, Collective],
-        mismatch: str | None = None,
-        *,
-        expected: str,
-        fix: str,
-    ) -> AgreementError:
-        number = next(iter(there.values())).call.sequence
-        calls = dict.fromkeys(self.ranks, "not there yet")
-        calls |= {self.ranks[member]: one.call.text for member, one in there.items()}
+        texts = dict.fromkeys(self.ranks, "not there yet")
+        texts |= {self.ranks[member]: call.text for member, call in calls.items()}
         return AgreementError(
-            f"the members of a group disagree about their call {number}",
+            f"the members of a group disagree about their call {started.call.sequence}",
             where=f"{self.title}; no data was moved",
             expected=expected,
-            found="\n".join(filter(None, (mismatch, grouped_text(calls.items())))),
-            fix=fix,
+            found="\n".join(filter(None, (mismatch, grouped_text(texts.items())))),
+            fix=f"{fix}{_BROKEN}",
         )
 
     def send(self, message: Message, to: int) -> None:
         """Deliver to the first receive that takes the message, or keep a copy."""
-        waiting = self.receives[to]
-        for place, receive in enumerate(waiting):
-            if receive.takes(message):
-                del waiting[place]
-                receive.accept(message)
-                return
+        receive = _take(self.receives[to], lambda one: one.takes(message))
+        if receive is not None:
+            receive.accept(message)
+            return
         message.data = message.data.clone()
         synchronize(message.data)
         self.messages[to].append(message)
 
     def receive(self, receive: Receive) -> None:
         """Take the first message that is meant, or wait for it."""
-        kept = self.messages[receive.member]
-        for place, message in enumerate(kept):
-            if receive.takes(message):
-                del kept[place]
-                receive.accept(message)
-                return
-        self.receives[receive.member].append(receive)
+        message = _take(self.messages[receive.member], receive.takes)
+        if message is None:
+            self.receives[receive.member].append(receive)
+        else:
+            receive.accept(message)
 
     def fail(self, failure: AgreementError) -> None:
         """Members disagree: fail everything that is not done, and all that follows."""
@@ -302,6 +280,12 @@ class Meeting:
         self.rounds.clear()
         self.messages = [[] for _ in self.ranks]
         self.receives = [[] for _ in self.ranks]
+
+
+def _take(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
+    """Take the first one that fits out of a list."""
+    place = next((place for place, one in enumerate(waiting) if fits(one)), None)
+    return None if place is None else waiting.pop(place)
 
 
 def find_mismatch(member: int, calls: Mapping[int, Call], ranks: Sequence[int]) -> str | None:

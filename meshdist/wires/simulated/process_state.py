@@ -47,15 +47,6 @@ _NumpyGenerator.__name__ = "MT19937"  # NumPy writes it into a state, and compar
 class ProcessState:
     """The random generators and the default dtype, as one rank (or the caller) left them."""
 
-    __slots__ = (
-        "cuda_states",
-        "dtype",
-        "numpy_generator",
-        "numpy_rest",
-        "random_state",
-        "torch_state",
-    )
-
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
         self.torch_state = torch.default_generator.get_state()

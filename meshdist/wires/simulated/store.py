@@ -79,9 +79,7 @@ class SimulatedStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are set; if not, the other ranks have run before."""
-        if not self._has(keys):
-            self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
-        return self._has(keys)
+        return self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are set; ``timeout`` never expires."""
@@ -93,13 +91,8 @@ class SimulatedStore(Store):
         Returns:  what the key holds afterwards; ``expected`` where it is absent still.
         """
         wanted = _to_bytes(expected)
-
-        def matches() -> bool:
-            return self._values.get(key, b"") == wanted
-
-        if not matches():
-            self._poll(matches, f"store.compare_set({key!r})")
-        if matches():
+        call = f"store.compare_set({key!r})"
+        if self._poll(lambda: self._values.get(key, b"") == wanted, call):
             self._values[key] = _to_bytes(desired)
         return self._values.get(key, wanted)
 
@@ -136,12 +129,9 @@ class SimulatedStore(Store):
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of the queue ``key``; wait for one if ``block``."""
-        if not self._queues.get(key):
-            if not block:
-                self._poll(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
-                if not self._queues.get(key):
-                    raise QueueEmptyError(f"queue {key!r} is empty")
-            self._wait(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})")
+        act = self._wait if block else self._poll
+        if not act(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})"):
+            raise QueueEmptyError(f"queue {key!r} is empty")
         return self._queues[key].popleft()
 
     def queue_len(self, key: str) -> int:
@@ -164,10 +154,12 @@ class SimulatedStore(Store):
         return all(key in self._values for key in keys)
 
     def _wait_for(self, keys: Sequence[str], call: str) -> None:
-        if not self._has(keys):
-            self._wait(lambda: self._has(keys), call)
+        self._wait(lambda: self._has(keys), call)
 
-    def _wait(self, is_ready: Callable[[], bool], call: str) -> None:
+    def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
+        """Wait until ``is_ready()``, while other ranks run; returns True."""
+        if is_ready():
+            return True
         rank = find_rank_here()
         if rank is None:
             raise WorldError(
@@ -177,11 +169,14 @@ class SimulatedStore(Store):
                 fix="set the key first, or ask with store.check",
             )
         rank.wait(_KeyWait(call, call_site(), is_ready))
+        return True
 
-    def _poll(self, is_ready: Callable[[], bool], call: str) -> None:
+    def _poll(self, is_ready: Callable[[], bool], call: str) -> bool:
+        """Whether ``is_ready()``; if not, the other ranks have run before."""
         rank = find_rank_here()
-        if rank is not None:
+        if rank is not None and not is_ready():
             rank.poll(_KeyWait(call, call_site(), is_ready))
+        return is_ready()
 
 
 def _to_bytes(value: str | bytes) -> bytes:
