@@ -24,8 +24,8 @@ from .checks import (
     is_overwriting_history,
     note_write,
 )
+from .collective import copy_one_back
 from .instruments import verb
-from .running import copy_one_back
 
 __all__ = [
     "Message",
