@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -26,22 +27,13 @@ __all__ = [
 _MIB = 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Item:
-    """What the assignment needs of one parameter.
-
-    Args:
-        num_bytes: the size of its gradient.
-        kind: what all members of a bucket share: dtype and device.
-    """
-
-    num_bytes: int
-    kind: Hashable
+Item: TypeAlias = tuple[int, Hashable]
+"""Of one parameter: the bytes of its gradient; its dtype and device, which its bucket shares."""
 
 
 def items_of(parameters: Sequence[torch.Tensor]) -> list[Item]:
     """Return one item per parameter, in the same order."""
-    return [Item(p.nbytes, (p.dtype, p.device)) for p in parameters]
+    return [(p.nbytes, (p.dtype, p.device)) for p in parameters]
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:
@@ -87,22 +79,22 @@ def assign_buckets(
         buckets, one after the other, hold the indices in ``order``.
 
     Example:
-        >>> items = [Item(4, "f32"), Item(8, "f32"), Item(2, "f16"), Item(4, "f32")]
+        >>> items = [(4, "f32"), (8, "f32"), (2, "f16"), (4, "f32")]
         >>> assign_buckets(items, [3, 2, 1, 0], caps=(4, 12))
         ((3,), (2,), (1, 0))
     """
     done: list[_Filling] = []
     filling: dict[Hashable, _Filling] = {}
     for place, index in enumerate(order):
-        item = items[index]
-        bucket = filling.get(item.kind)
+        num_bytes, kind = items[index]
+        bucket = filling.get(kind)
         if bucket is None:
-            bucket = filling[item.kind] = _Filling(caps[0])
-        elif bucket.num_bytes + item.num_bytes > bucket.cap_bytes:
+            bucket = filling[kind] = _Filling(caps[0])
+        elif bucket.num_bytes + num_bytes > bucket.cap_bytes:
             done.append(bucket)
-            bucket = filling[item.kind] = _Filling(caps[1])
+            bucket = filling[kind] = _Filling(caps[1])
         bucket.indices.append(index)
-        bucket.num_bytes += item.num_bytes
+        bucket.num_bytes += num_bytes
         bucket.last_place = place
     done.extend(filling.values())
     done.sort(key=lambda bucket: bucket.last_place)

@@ -103,7 +103,13 @@ class DistributedDataParallel(nn.Module):
             )
         self.device_ids, self.output_device = _find_devices(module, device_ids, output_device)
         self.dim = dim
-        self.process_group = _find_group(process_group, device_mesh)
+        if process_group is not None and device_mesh is not None:
+            raise MeshError(
+                "process_group and device_mesh were both given",
+                expected="one of them, or neither for the world",
+                fix="pass device_mesh=mesh['dp'] alone",
+            )
+        self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if given is None else bool(given)
@@ -293,16 +299,6 @@ def _check_module(module: object) -> None:
                 expected="dense gradients",
                 fix="make the embedding with sparse=False",
             )
-
-
-def _find_group(process_group: object, device_mesh: DeviceMesh | None) -> ProcessGroup:
-    if process_group is not None and device_mesh is not None:
-        raise MeshError(
-            "process_group and device_mesh were both given",
-            expected="one of them, or neither for the world",
-            fix="pass device_mesh=mesh['dp'] alone",
-        )
-    return resolve_group(process_group if device_mesh is None else device_mesh)
 
 
 def _find_devices(
