@@ -13,12 +13,12 @@ from ...checking.call_sites import Site, call_site, show_site
 from ...errors import ArgumentError, WorldError
 from .scheduler import find_rank_here
 
-__all__ = ["SimulatedStore"]
+__all__ = ["CallWait", "SimulatedStore"]
 
 
 @dataclass
-class _KeyWait:
-    """A wait on the store."""
+class CallWait:
+    """A wait of a simulated rank inside a call."""
 
     call: str
     site: Site
@@ -176,12 +176,12 @@ class SimulatedStore(Store):
                 expected="waits on the thread of a simulated rank",
                 fix="set the key first, or ask with store.check",
             )
-        rank.wait(_KeyWait(call, call_site(), is_ready))
+        rank.wait(CallWait(call, call_site(), is_ready))
 
     def _poll(self, is_ready: Callable[[], bool], call: str) -> None:
         rank = find_rank_here()
         if rank is not None:
-            rank.poll(_KeyWait(call, call_site(), is_ready))
+            rank.poll(CallWait(call, call_site(), is_ready))
 
 
 def _to_bytes(value: str | bytes) -> bytes:
