@@ -73,7 +73,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any
         [4.0, 5.0, 6.0]
     """
     mesh, names = _resolve("psum", axis_name, mesh)
-    size = _size(mesh, names)
+    size = math.prod(map(mesh.size, names))
     return _on_leaves("psum", x, mesh, names, functional.psum, lambda number: number * size)
 
 
@@ -197,7 +197,7 @@ def axis_size(axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> int:
         (3, 6)
     """
     mesh, names = _resolve("axis_size", axis_name, mesh)
-    return _size(mesh, names)
+    return math.prod(map(mesh.size, names))
 
 
 def _resolve(
@@ -222,10 +222,6 @@ def _resolve(
     return mesh, names
 
 
-def _size(mesh: DeviceMesh, names: tuple[str, ...]) -> int:
-    return math.prod(mesh.size(name) for name in names)
-
-
 def _on_leaves(
     verb: str,
     x: Any,
@@ -245,10 +241,9 @@ def _on_leaves(
         else as_tensor(leaf, argument=path.codify("x"), verb=verb, writable=False)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    results = []
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if tensor is None:
-            results.append(on_number(leaf))
-        else:
-            results.append(like(on_tensor(tensor, resolve_group(mesh[names])), leaf))
-    return tree.unflatten(results)
+    return tree.unflatten(
+        on_number(leaf)
+        if tensor is None
+        else like(on_tensor(tensor, resolve_group(mesh[names])), leaf)
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    )
