@@ -79,7 +79,7 @@ class P2POp:
         )
 
 
-@verb
+@verb()
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start all of a list's sends and receives; leave their tensors alone until waited for.
 

@@ -22,7 +22,7 @@ from .instruments import verb
 __all__ = ["all_gather_coalesced", "all_reduce_coalesced", "gather_packed"]
 
 
-@verb
+@verb()
 def all_reduce_coalesced(
     tensors: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -61,7 +61,7 @@ def all_reduce_coalesced(
     return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def all_gather_coalesced(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],

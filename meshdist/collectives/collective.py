@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +28,7 @@ from .checks import (
     premultiplied,
 )
 
-__all__ = ["Collective", "Start", "copy_one_back", "run"]
+__all__ = ["Collective", "Start", "find_copy_back", "run"]
 
 Start: TypeAlias = Callable[[Communicator, Terms], Operation]
 """Starts a collective on a communicator, under the terms that it is given."""
@@ -276,8 +275,6 @@ def run(
     """
     for _, data, _ in written:
         note_write(data)
-    # What travels as the caller's own tensor is not copied back.
-    elsewhere = [one for one in written if one[0] is not one[2]]
     limit = timeout or channel.timeout
     terms = Terms(limit, verb, channel.recorder.sequence, not async_op)
     try:
@@ -287,26 +284,28 @@ def run(
     except WireFailure as failure:
         failure.limit = timeout
         raise channel.explain(failure) from None
-    for _, data, _ in elsewhere:
-        if is_overwriting_history(data):
-            forbid_gradient(data, verb)
+    copy_back = find_copy_back(written, verb)
     if async_op:
         results = [original for original, _, _ in written] if result is None else list(result)
-        then = partial(_copy_back, elsewhere) if elsewhere else None
-        return channel.work(operation, results, then, verb=verb)
-    _copy_back(elsewhere)
+        return channel.work(operation, results, copy_back, verb=verb)
+    if copy_back is not None:
+        copy_back()
     return None
 
 
-def _copy_back(written: Sequence[Written]) -> None:
-    for original, data, buffer in written:
-        copy_one_back(original, data, buffer)
+def find_copy_back(written: Sequence[Written], verb: str) -> Callable[[], None] | None:
+    """What copies that which a verb wrote back to the caller's arrays; None where it lies there."""
+    elsewhere = [one for one in written if one[0] is not one[2]]
+    for _, data, _ in elsewhere:
+        if is_overwriting_history(data):
+            forbid_gradient(data, verb)
 
+    def copy_back() -> None:
+        for original, data, buffer in elsewhere:
+            if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
+                with torch.inference_mode():
+                    data.copy_(buffer)
+            if data is not original:
+                finish_writes(original)
 
-def copy_one_back(original: Any, data: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy what a verb wrote into ``buffer`` back to the caller's array, where they differ."""
-    if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
-        with torch.inference_mode():
-            data.copy_(buffer)
-    if data is not original:
-        finish_writes(original)
+    return copy_back if elsewhere else None

@@ -160,7 +160,7 @@ def scatter(
     return call.run(lambda wire, terms: wire.scatter(buffer, inputs, root, terms), buffer, async_op)
 
 
-@verb
+@verb()
 def reduce_scatter(
     output: Any,
     input_list: list[Any],

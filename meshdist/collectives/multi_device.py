@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-@verb
+@verb()
 def broadcast_multigpu(
     tensor_list: list[Any],
     src: int,
@@ -81,7 +81,7 @@ def broadcast_multigpu(
     return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def all_reduce_multigpu(
     tensor_list: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -119,7 +119,7 @@ def all_reduce_multigpu(
     return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def reduce_multigpu(
     tensor_list: list[Any],
     dst: int,
@@ -166,7 +166,7 @@ def reduce_multigpu(
     return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def all_gather_multigpu(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],

@@ -23,7 +23,7 @@ from .parcels import (
     raise_unpicklable,
     unpack,
 )
-from .point_to_point import Message, check_not_me, start_together
+from .point_to_point import ANSWER_TAG, Message, check_not_me, start_together
 
 __all__ = ["recv_object_list", "send_object_list"]
 
@@ -31,7 +31,7 @@ _MARK = int.from_bytes(b"objects\0", "little")
 """The first number of every list of objects that is sent, so that nothing else is taken for one."""
 
 
-@verb
+@verb()
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -82,7 +82,7 @@ def send_object_list(
     _check_same_length(num_sent, target.world.rank, num_taken, target.ranks[peer], target)
 
 
-@verb
+@verb()
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -152,19 +152,24 @@ class _Line:
         """
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
-    def send(self, tensor: torch.Tensor, peer: int, *, is_answer: bool = False) -> None:
-        """Send to a member."""
-        self._run(tensor, peer, is_send=True, is_answer=is_answer)
-
     def receive(
         self, tensor: torch.Tensor, peer: int | None, *, is_answer: bool = False
     ) -> tuple[torch.Tensor, int]:
         """Return what has come into ``tensor``, in host memory, and from which member."""
-        message = self._run(tensor, peer, is_send=False, is_answer=is_answer)
+        message = self.send(tensor, peer, is_send=False, is_answer=is_answer)
         return tensor.cpu(), message.source()
 
-    def _run(self, tensor: torch.Tensor, peer: int | None, **kind: bool) -> Message:
-        message = Message(self.verb, self.target, peer, tensor, **kind)
+    def send(
+        self,
+        tensor: torch.Tensor,
+        peer: int | None,
+        *,
+        is_send: bool = True,
+        is_answer: bool = False,
+    ) -> Message:
+        """Send to a member, or receive; return the finished message."""
+        message = Message(self.verb, self.target, peer, tensor, is_send=is_send)
+        message.tag = ANSWER_TAG if is_answer else 0
         if self.use_batch:
             start_together([message])
         else:

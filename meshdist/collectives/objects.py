@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-@verb
+@verb()
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """Every member's list holds all members' objects, in group order.
 
@@ -74,7 +74,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     object_list[:] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
-@verb
+@verb()
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -124,7 +124,7 @@ def gather_object(
         ]
 
 
-@verb
+@verb()
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -168,7 +168,7 @@ def broadcast_object_list(
         object_list[:] = rounds.unpack(arrived, root)
 
 
-@verb
+@verb()
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,

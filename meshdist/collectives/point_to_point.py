@@ -7,7 +7,7 @@ None of these verbs has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, KindError
@@ -16,18 +16,12 @@ from ..wires.communicator import LARGEST_TAG
 from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
 from ..wires.work import Work
-from .checks import (
-    as_wire_tensor,
-    find_peer,
-    forbid_gradient,
-    get_peer,
-    is_overwriting_history,
-    note_write,
-)
-from .collective import copy_one_back
+from .checks import as_wire_tensor, find_peer, get_peer, note_write
+from .collective import find_copy_back
 from .instruments import verb
 
 __all__ = [
+    "ANSWER_TAG",
     "Message",
     "check_not_me",
     "irecv",
@@ -37,8 +31,8 @@ __all__ = [
     "start_together",
 ]
 
-_ANSWER_TAG = LARGEST_TAG + 1
-"""The tag of what a receiver answers to a sender."""
+ANSWER_TAG = LARGEST_TAG + 1
+"""The tag of what a receiver answers to a sender, which no program's message has."""
 
 
 @verb(fast=["tensor", "peer", "tag"], peer=get_peer)
@@ -108,7 +102,7 @@ def recv(
     return group.ranks[message.source()]  # type: ignore[no-any-return]
 
 
-@verb
+@verb()
 def isend(
     tensor: Any,
     dst: int | None = None,
@@ -132,7 +126,7 @@ def isend(
     return message.work()
 
 
-@verb
+@verb()
 def irecv(
     tensor: Any,
     src: int | None = None,
@@ -169,27 +163,11 @@ class Message:
         tensor: what is sent, or written.
         tag: matches sends to receives.
         is_send: which of both it is.
-        is_answer: whether it goes under a tag of its own, which no program's message has.
 
     Raises:
         KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
         BackendError: the group has no wire for the tensor's device.
     """
-
-    __slots__ = (
-        "buffer",
-        "channel",
-        "data",
-        "device_type",
-        "is_send",
-        "number",
-        "operation",
-        "peer",
-        "tag",
-        "target",
-        "tensor",
-        "verb",
-    )
 
     number: int
     operation: Operation
@@ -203,7 +181,6 @@ class Message:
         tag: int = 0,
         *,
         is_send: bool,
-        is_answer: bool = False,
     ) -> None:
         self.data, self.buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
         self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
@@ -213,7 +190,7 @@ class Message:
         self.target = target
         self.peer = peer
         self.tensor = tensor
-        self.tag = _ANSWER_TAG if is_answer else tag
+        self.tag = tag
         self.is_send = is_send
 
     def start(self, *, waits: bool = False) -> None:
@@ -275,9 +252,8 @@ class Message:
             self.operation.finish(self.channel.timeout)
         except WireFailure as failure:
             raise self.channel.explain(failure, self.number) from None
-        if not self.is_send and self._is_apart:
-            self._forbid_gradient()
-            self._copy_back()
+        if copy_back := self._find_copy_back():
+            copy_back()
 
     def source(self) -> int:
         """The place in the group that a finished receive came from."""
@@ -285,30 +261,19 @@ class Message:
 
     def work(self) -> Work:
         """What a caller that waits later gets."""
-        copy_back = None
-        if not self.is_send and self._is_apart:
-            self._forbid_gradient()
-            copy_back = self._copy_back
         return self.channel.work(
             self.operation,
             [self.tensor],
-            copy_back,
+            self._find_copy_back(),
             verb=self.verb,
             note=self.number,
             is_transfer=True,
         )
 
-    @property
-    def _is_apart(self) -> bool:
-        """Whether what travels is another tensor than the caller's."""
-        return self.buffer is not self.tensor
-
-    def _forbid_gradient(self) -> None:
-        if is_overwriting_history(self.data):
-            forbid_gradient(self.data, self.verb)
-
-    def _copy_back(self) -> None:
-        copy_one_back(self.tensor, self.data, self.buffer)
+    def _find_copy_back(self) -> Callable[[], None] | None:
+        if self.is_send or self.buffer is self.tensor:
+            return None  # the common case, decided fast
+        return find_copy_back([(self.tensor, self.data, self.buffer)], self.verb)
 
 
 def start_together(messages: Sequence[Message]) -> None:
