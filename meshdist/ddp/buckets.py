@@ -8,8 +8,7 @@ which is ready while most of the backward is still to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -83,32 +82,19 @@ def assign_buckets(
         >>> assign_buckets(items, [3, 2, 1, 0], caps=(4, 12))
         ((3,), (2,), (1, 0))
     """
-    done: list[_Filling] = []
-    filling: dict[Hashable, _Filling] = {}
-    for place, index in enumerate(order):
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
+    for index in order:
         num_bytes, kind = items[index]
-        bucket = filling.get(kind)
-        if bucket is None:
-            bucket = filling[kind] = _Filling(caps[0])
-        elif bucket.num_bytes + num_bytes > bucket.cap_bytes:
-            done.append(bucket)
-            bucket = filling[kind] = _Filling(caps[1])
-        bucket.indices.append(index)
-        bucket.num_bytes += num_bytes
-        bucket.last_place = place
-    done.extend(filling.values())
-    done.sort(key=lambda bucket: bucket.last_place)
-    return tuple(tuple(bucket.indices) for bucket in done)
-
-
-@dataclass
-class _Filling:
-    """A bucket while it is being filled."""
-
-    cap_bytes: int
-    num_bytes: int = 0
-    last_place: int = -1
-    indices: list[int] = field(default_factory=list)
+        bucket, room = filling.get(kind, ([], caps[0]))
+        if bucket and num_bytes > room:
+            bucket, room = [], caps[1]
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(index)
+        filling[kind] = bucket, room - num_bytes
+    places = {index: place for place, index in enumerate(order)}
+    return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -130,9 +116,4 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
         expected *= size
     else:
         return tuple(stride)
-    return tuple(_row_major(shape))
-
-
-def _row_major(shape: Sequence[int]) -> Iterator[int]:
-    for dim in range(len(shape)):
-        yield math.prod(max(size, 1) for size in shape[dim + 1 :])
+    return torch.empty(tuple(shape), device="meta").stride()

@@ -117,7 +117,16 @@ class DistributedDataParallel(nn.Module):
         for device_type in sorted({tensor.device.type for tensor in _state(module).values()}):
             self.process_group.open_channel(device_type)
         if init_sync:
-            self._make_replicas_equal(with_buffers=broadcast_buffers is not False)
+            state = _state(module, with_buffers=broadcast_buffers is not False)
+            check_equal_lines(
+                [tensor_line(name, tensor) for name, tensor in state.items()],
+                self.process_group,
+                device=self.device,
+                summary=f"DistributedDataParallel: the ranks hold different "
+                f"{type(module).__name__} modules",
+                fix="build the same model on every rank of the axis, with equal arguments",
+            )
+            broadcast_from_first([one.detach() for one in state.values()], self.process_group)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
@@ -138,18 +147,6 @@ class DistributedDataParallel(nn.Module):
         )
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, self._reducer.close).atexit = False
-
-    def _make_replicas_equal(self, *, with_buffers: bool) -> None:
-        state = _state(self.module, with_buffers=with_buffers)
-        check_equal_lines(
-            [tensor_line(name, tensor) for name, tensor in state.items()],
-            self.process_group,
-            device=self.device,
-            summary=f"DistributedDataParallel: the ranks hold different "
-            f"{type(self.module).__name__} modules",
-            fix="build the same model on every rank of the axis, with equal arguments",
-        )
-        broadcast_from_first([tensor.detach() for tensor in state.values()], self.process_group)
 
     @property
     def broadcast_buffers(self) -> bool:

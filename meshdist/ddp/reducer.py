@@ -78,15 +78,10 @@ class Reducer:
         self._came = bytearray(len(self._parameters))  # 1 for each gradient of this backward
         self._has_reduced = False  # equal on every rank
         self._failure: Exception | None = None
-        self._arrivals: list[int] | None = []  # of the first backward; None once rebuilt
-        self._build(range(len(self._parameters) - 1, -1, -1), _own)
+        self.arrivals: list[int] | None = []  # of the first backward; None once rebuilt
+        self._build(range(len(self._parameters) - 1, -1, -1), torch.Tensor.new_empty)
         device = self.buckets[-1].sent.device
         self._endings = Endings(self._parameters, self._reports, group, device)
-
-    @property
-    def has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets follow the order in which gradients came in the first backward."""
-        return self._arrivals is None
 
     # -- before and after the module's forward ----------------------------------------------------
 
@@ -108,8 +103,8 @@ class Reducer:
         if not torch.is_grad_enabled():
             return
         self._endings.forward_begins()
-        if self._arrivals is not None and self._has_reduced:
-            self._rebuild(self._arrivals)
+        if self.arrivals is not None and self._has_reduced:
+            self._rebuild(self.arrivals)
 
     def after_forward(self, outputs: object, owner: object) -> None:
         """Put hooks on the module's outputs, which run when a backward begins.
@@ -134,7 +129,7 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _build(
-        self, order: Sequence[int], allocate: Callable[[int, torch.Tensor], torch.Tensor]
+        self, order: Sequence[int], allocate: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> None:
         """Make the buckets for gradients that come in ``order``; gradients keep their values."""
         old_views = {
@@ -172,13 +167,15 @@ class Reducer:
         device = self.buckets[-1].sent.device
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
         broadcast(agreed, group=self._group, group_src=0)
-        self._arrivals = None
+        self.arrivals = None
         with torch.no_grad():
             self._build(agreed.tolist(), self._shared_memory)
 
-    def _shared_memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
+    def _shared_memory(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """Memory that the group reduces where it lies, if its wire shares any; collective."""
-        return shared_empty(count, like.dtype, self._group) if like.is_cpu else _own(count, like)
+        if like.is_cpu:
+            return shared_empty(count, like.dtype, self._group)
+        return like.new_empty(count)
 
     def _make_hook(self, index: int, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
         """Return what autograd calls when the gradient of one parameter is in ``.grad``.
@@ -186,12 +183,13 @@ class Reducer:
         This runs once per parameter and backward, so it does as little as it can.
         """
         came = self._came
-        arrivals = self._arrivals
+        arrivals = self.arrivals
         goes_at_once = bucket.at_once[slot]
 
         def gradient_came(_: torch.Tensor) -> None:
             if came[index]:
-                raise self._reports.twice(index)
+                name = self._reports.describe(index)
+                raise self._reports.overlapping(f"{name} got its gradient twice")
             if not self._is_open:
                 self._open()
             came[index] = 1
@@ -223,8 +221,7 @@ class Reducer:
         if torch.is_grad_enabled():
             raise self._reports.with_graph()
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._finish)
+            self._enter()
         self._is_open = True
 
     def _start_full_buckets(self) -> None:
@@ -286,10 +283,6 @@ class Reducer:
         self._is_open = False
         self._has_reduced = True
         self._endings.read_flags(self.buckets[-1].flags, ending)
-
-
-def _own(count: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(count, dtype=like.dtype, device=like.device)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

@@ -86,13 +86,11 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -
     Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
     """
     for chunk in _chunks(tensors):
-        ends = list(itertools.accumulate(_padded_bytes(tensor) for tensor in chunk))
-        flat = torch.empty(ends[-1], dtype=torch.uint8, device=chunk[0].device)
+        sizes = [_padded_bytes(tensor) for tensor in chunk]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0].device)
         pieces = [
-            flat[end - _padded_bytes(tensor) :][: tensor.nbytes]
-            .view(tensor.dtype)
-            .view(tensor.shape)
-            for tensor, end in zip(chunk, ends, strict=True)
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(flat.split(sizes), chunk, strict=True)
         ]
         if group.rank() == 0:
             torch._foreach_copy_(pieces, chunk)
