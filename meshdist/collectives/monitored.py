@@ -7,8 +7,6 @@ and compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -173,16 +171,6 @@ def _last_calls(world: World, ranks: list[int]) -> str:
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
-@dataclass
-class _Wait(CallWait):
-    """A simulated rank's wait for the other members."""
-
-    find_absent: Callable[[], list[int]]
-
-    def describe(self) -> str:
-        return f"{super().describe()}: {failed_text(self.find_absent())}"
-
-
 def _meet_simulated(group: ProcessGroup) -> None:
     """Wait for the other simulated ranks; where they cannot come, the scheduler raises."""
     rank = find_rank_here()
@@ -201,8 +189,9 @@ def _meet_simulated(group: ProcessGroup) -> None:
         return [rank for rank in group.ranks if counts.get(rank, 0) < number]
 
     try:
-        call = f"{_NAME} on {group.name}"
-        rank.wait(_Wait(call, call_site(), lambda: not find_absent(), find_absent))
+        wait = CallWait(f"{_NAME} on {group.name}", call_site(), lambda: not find_absent())
+        wait.show_more = lambda: f": {failed_text(find_absent())}"
+        rank.wait(wait)
     except BaseException:
         counts[me] -= 1  # this rank waits no more, and did not pass
         raise

@@ -145,6 +145,7 @@ def _open_counts(world: World) -> _Add:
 
 def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
     """Wait until ``rank`` has left its breakpoint ``number``."""
+    where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
     add = _open_counts(world)
 
     def has_left() -> bool:
@@ -154,8 +155,16 @@ def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
     if here is not None:
         here.wait(CallWait(f"breakpoint(rank={rank})", call_site(), has_left))
     elif not wait_until(has_left, Grace(limit), lambda: check_store_served(world)):
-        raise _expired(world, add(_ENTERED, 0) >= number, rank, limit)
-    where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
+        found = f"rank {rank} is in the debugger"
+        if add(_ENTERED, 0) < number:
+            found = f"rank {rank} has not come: {last_call_text(ask(world, (rank,)).get(rank))}"
+        raise CollectiveTimeoutError(
+            f"rank {rank} did not leave breakpoint() within {limit.total_seconds():g} s",
+            where=where,
+            expected="the same call on all ranks, and `continue` in time",
+            found=found,
+            fix="give a longer timeout_s, or leave the debugger earlier",
+        )
     if add(_QUIT, 0) == number:
         raise AbortedError(
             f"the debugger on rank {rank} was quit",
@@ -170,23 +179,6 @@ def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
             fix="start the program from a terminal, or give it commands: "
             "meshdist run ... < commands",
         )
-
-
-def _expired(
-    world: World, has_entered: bool, rank: int, limit: timedelta
-) -> CollectiveTimeoutError:
-    if has_entered:
-        found = f"rank {rank} is in the debugger"
-    else:
-        answer = ask(world, (rank,)).get(rank)
-        found = f"rank {rank} has not come: {last_call_text(answer)}"
-    return CollectiveTimeoutError(
-        f"rank {rank} did not leave breakpoint() within {limit.total_seconds():g} s",
-        where=f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}",
-        expected="the same call on all ranks, and `continue` in time",
-        found=found,
-        fix="give a longer timeout_s, or leave the debugger earlier",
-    )
 
 
 class _Debugger(pdb.Pdb):

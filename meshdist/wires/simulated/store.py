@@ -23,9 +23,10 @@ class CallWait:
     call: str
     site: Site
     is_ready: Callable[[], bool]
+    show_more: Callable[[], str] = lambda: ""
 
     def describe(self) -> str:
-        return f"{self.call}, called at {show_site(self.site)}"
+        return f"{self.call}, called at {show_site(self.site)}{self.show_more()}"
 
 
 class SimulatedStore(Store):
