@@ -135,11 +135,6 @@ def note_write(tensor: torch.Tensor) -> None:
     increment_version((tensor,))  # torch.autograd.graph's takes twice as long
 
 
-def _here(group: ProcessGroup) -> str:
-    """This rank and the group, for messages."""
-    return f"rank {group.world.rank}, {group.name}"
-
-
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
@@ -159,7 +154,7 @@ def find_peer(
         if not 0 <= group_rank < group.size():
             raise NotInGroupError(
                 f"group_{role}={group_rank} is outside the group",
-                where=_here(group),
+                where=f"rank {group.world.rank}, {group.name}",
                 expected=f"a group rank from 0 to {group.size() - 1}",
             )
         return group_rank

@@ -218,12 +218,10 @@ class Collective:
         if given is None:
             name = "src" if role == "source" else "dst"
             raise ArgumentError(
-                f"{self.name} needs {argument} on this rank{f', the {role}' if role else ''}",
+                f"{self.name} needs {argument} on this rank{role and f', the {role}'}",
                 where=self.here,
                 expected=f"a list or tuple{each}",
-                fix=f"pass {argument} here, or name another {role} as {name}"
-                if role
-                else f"pass {argument}",
+                fix=f"pass {argument}{role and f' here, or name another {role} as {name}'}",
             )
         if not isinstance(given, (list, tuple)):
             raise KindError(
@@ -236,15 +234,14 @@ class Collective:
                 else None,
             )
         if len(given) != length if length is not None else not given:
+            fix = "pass at least one entry" if length is None else f"pass a list of {length}"
+            if each:
+                fix = f"pass one entry for each of {ranks_text(self.group.ranks)}"
             raise ArgumentError(
                 f"{self.name}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
                 where=self.here,
                 expected="at least one" if length is None else f"{length}{each}",
-                fix="pass at least one entry"
-                if length is None
-                else f"pass one entry for each of {ranks_text(self.group.ranks)}"
-                if each
-                else f"pass a list of {length}",
+                fix=fix,
             )
         return given
 

@@ -16,8 +16,7 @@ from ..arrays import shape_text
 from ..dtypes import dtype_name
 from ..error_text import grouped_text
 from ..errors import AgreementError, ArgumentError, DtypeError, KindError, ShapeError
-from ..groups.process_group import resolve_group
-from ..reduce_ops import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceOp
 from ..wires.communicator import Communicator
 from ..wires.operations import Chain, Operation, Terms
 from ..wires.reductions import reduced
@@ -65,9 +64,8 @@ def broadcast_multigpu(
         >>> md.simulate(program, 2)
         [[[11, 11], [11, 11]], [[11, 11], [11, 11]]]
     """
-    target = resolve_group(group)
-    root = get_peer(target, src, None, "broadcast_multigpu", "src")
-    call = Collective("broadcast_multigpu", target, root)
+    call = Collective("broadcast_multigpu", group)
+    root = call.root = get_peer(call.group, src, None, call.name, "src")
     buffers = _take(call, call.write, tensor_list)
     place = _place(call, src_tensor, "src_tensor", buffers)
     sent = buffers[place if call.is_root else 0]
@@ -113,7 +111,7 @@ def all_reduce_multigpu(
 
     def start(wire: Communicator, terms: Terms) -> Operation:
         _check_lengths(call, buffers, wire, terms)
-        total = _total(call, buffers, kind)
+        total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
 
     return call.run(start, buffers, async_op)
@@ -150,9 +148,8 @@ def reduce_multigpu(
         >>> md.simulate(program, 2)
         [[1.0, 6.0], [1.0, 2.0]]
     """
-    target = resolve_group(group)
-    root = get_peer(target, dst, None, "reduce_multigpu", "dst")
-    call = Collective("reduce_multigpu", target, root)
+    call = Collective("reduce_multigpu", group)
+    root = call.root = get_peer(call.group, dst, None, call.name, "dst")
     buffers = _take(call, call.read, tensor_list)
     place = _place(call, dst_tensor, "dst_tensor", buffers)
     outputs = [call.write(tensor_list[place], "tensor_list")] if call.is_root else []
@@ -160,7 +157,7 @@ def reduce_multigpu(
 
     def start(wire: Communicator, terms: Terms) -> Operation:
         _check_lengths(call, buffers, wire, terms)
-        total = _total(call, buffers, kind)
+        total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
 
     return call.run(start, buffers, async_op)
@@ -274,11 +271,6 @@ def _check_lengths(
             expected="as many tensors on every member",
             found=grouped_text(found),
         )
-
-
-def _total(call: Collective, buffers: Sequence[torch.Tensor], kind: ReduceKind) -> torch.Tensor:
-    """This rank's tensors, reduced."""
-    return reduced([call.scaled(part).view(-1) for part in buffers], kind)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ..error_text import grouped_text
-from ..groups.process_group import ProcessGroup, resolve_group
 from .checks import get_root
 from .collective import Collective
 from .instruments import verb
@@ -65,7 +64,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         >>> md.simulate(program, 2)[0]
         [{'rank': 0}, {'rank': 1}]
     """
-    rounds = _Rounds("all_gather_object", resolve_group(group))
+    rounds = _Rounds("all_gather_object", group)
     rounds.check_list(object_list, "object_list", rounds.group.size())
     check_is_list(object_list, "object_list", rounds.name, is_written=True)
     parcel = Parcel({"obj": obj})
@@ -106,13 +105,12 @@ def gather_object(
         >>> md.simulate(program, 2)
         [['a', 'b'], None]
     """
-    name, argument = "gather_object", "object_gather_list"
-    target = resolve_group(group)
-    root, size = get_root(target, dst, group_dst, name, "dst"), target.size()
-    rounds = _Rounds(name, target, root)
+    rounds, argument = _Rounds("gather_object", group), "object_gather_list"
+    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.name, "dst")
+    size = rounds.group.size()
     rounds.check_list(object_gather_list, argument, size, role="destination")
     if rounds.is_root:
-        check_is_list(object_gather_list, argument, name, is_written=True)
+        check_is_list(object_gather_list, argument, rounds.name, is_written=True)
     parcel = Parcel({"obj": obj})
     sizes = rounds.agree(parcel)
     sent = [0] * size
@@ -156,11 +154,9 @@ def broadcast_object_list(
         >>> md.simulate(program, 2)[1]
         ['foo', 12, {1: 2}]
     """
-    name = "broadcast_object_list"
-    target = resolve_group(group)
-    root = get_root(target, src, group_src, name, "src")
-    rounds = _Rounds(name, target, root, device)
-    check_is_list(object_list, "object_list", name, is_written=not rounds.is_root)
+    rounds = _Rounds("broadcast_object_list", group, device)
+    root = rounds.root = get_root(rounds.group, src, group_src, rounds.name, "src")
+    check_is_list(object_list, "object_list", rounds.name, is_written=not rounds.is_root)
     parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
     sizes = rounds.agree(parcel, len(object_list))
     arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
@@ -200,10 +196,9 @@ def scatter_object_list(
         [['a'], ['b']]
     """
     name, argument = "scatter_object_list", "scatter_object_input_list"
-    target = resolve_group(group)
-    size = target.size()
-    root = get_root(target, src, group_src, name, "src")
-    rounds = _Rounds(name, target, root)
+    rounds = _Rounds(name, group)
+    size = rounds.group.size()
+    root = rounds.root = get_root(rounds.group, src, group_src, name, "src")
     rounds.check_list(scatter_object_output_list, "scatter_object_output_list")
     check_is_list(scatter_object_output_list, "scatter_object_output_list", name, is_written=True)
     parcels = []
@@ -213,7 +208,7 @@ def scatter_object_list(
     sizes = rounds.broadcast_sizes(parcels)
     sent = sizes if parcels else [0] * size
     taken = [0] * size
-    taken[root] = sizes[target.rank()]
+    taken[root] = sizes[rounds.group.rank()]
     data = torch.cat([parcel.data for parcel in parcels]) if parcels else rounds.empty(0)
     scatter_object_output_list[0] = rounds.unpack(rounds.exchange(data, sent, taken)[root], root)[0]
 
@@ -222,17 +217,15 @@ class _Rounds(Collective):
     """The rounds of one call among all members; all of them under the verb's name.
 
     Args:
-        name, group, root: as for ``Collective``.
+        name, group: as for ``Collective``.
         device: where the caller wants the bytes to travel, or None.
     """
 
     __slots__ = ("device",)
 
-    def __init__(
-        self, name: str, group: ProcessGroup, root: int | None = None, device: Any = None
-    ) -> None:
-        super().__init__(name, group, root)
-        self.device = find_device(group, device, name)
+    def __init__(self, name: str, group: Any, device: Any = None) -> None:
+        super().__init__(name, group)
+        self.device = find_device(self.group, device, name)
 
     def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
         """Return how many bytes each member has.
@@ -246,7 +239,7 @@ class _Rounds(Collective):
         signed_sizes, lengths = gathered.view(-1, 2).t().tolist()
         ranks = self.group.ranks
         if min(signed_sizes) < 0:
-            reason = parcel.data if parcel.is_failure else self.empty(0)
+            reason = parcel.data if parcel.error is not None else self.empty(0)
             texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
             raise_unpicklable(failed, self.name, parcel.error)
@@ -262,7 +255,7 @@ class _Rounds(Collective):
             KindError: the source has failed to pickle.
         """
         assert self.root is not None
-        failure = next((parcel for parcel in parcels if parcel.is_failure), None)
+        failure = next((parcel for parcel in parcels if parcel.error is not None), None)
         signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
         signed_sizes = signed_sizes or [0] * self.group.size()
         sizes: list[int] = self.broadcast(torch.tensor(signed_sizes, device="cpu")).tolist()

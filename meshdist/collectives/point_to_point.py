@@ -8,6 +8,7 @@ None of these verbs has a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError, KindError
@@ -99,7 +100,7 @@ def recv(
     message = Message("recv", group, peer, tensor, tag, is_send=False)
     message.start(waits=True)
     message.finish()
-    return group.ranks[message.source()]  # type: ignore[no-any-return]
+    return group.ranks[message.operation.source()]  # type: ignore[no-any-return]
 
 
 @verb()
@@ -153,6 +154,7 @@ def irecv(
     return message.work()
 
 
+@dataclass(eq=False, repr=False)
 class Message:
     """One send or receive whose arguments are known to be good; nothing is sent before ``start``.
 
@@ -169,29 +171,22 @@ class Message:
         BackendError: the group has no wire for the tensor's device.
     """
 
-    number: int
-    operation: Operation
+    verb: str
+    target: ProcessGroup
+    peer: int | None
+    tensor: Any
+    tag: int = 0
+    is_send: bool = field(kw_only=True)
+    number: int = field(init=False)
+    operation: Operation = field(init=False)
 
-    def __init__(
-        self,
-        verb: str,
-        target: ProcessGroup,
-        peer: int | None,
-        tensor: Any,
-        tag: int = 0,
-        *,
-        is_send: bool,
-    ) -> None:
-        self.data, self.buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
+    def __post_init__(self) -> None:
+        self.data, self.buffer = as_wire_tensor(
+            self.tensor, "tensor", self.verb, writable=not self.is_send
+        )
         self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
-        if tag.__class__ is not int or tag:  # a plain 0 is the common case
-            _check_tag(tag, target.wire_name(self.device_type))
-        self.verb = verb
-        self.target = target
-        self.peer = peer
-        self.tensor = tensor
-        self.tag = tag
-        self.is_send = is_send
+        if self.tag.__class__ is not int or self.tag:  # a plain 0 is the common case
+            _check_tag(self.tag, self.target.wire_name(self.device_type))
 
     def start(self, *, waits: bool = False) -> None:
         """Compare it with its counterpart, if that is there, and start it.
@@ -224,22 +219,19 @@ class Message:
             raise channel.refuse_message(self.is_send, peer, tag, different)
         failure = None
         try:
+            terms = Terms(channel.timeout, verb, channel.recorder.num_notes, waits)
             if self.is_send:
                 assert peer is not None  # a receiver is always named
-                self.operation = communicator.send(buffer, peer, tag, self._terms(waits))
+                self.operation = communicator.send(buffer, peer, tag, terms)
             else:
                 note_write(self.data)
-                self.operation = communicator.recv(buffer, peer, tag, self._terms(waits))
+                self.operation = communicator.recv(buffer, peer, tag, terms)
         except WireFailure as caught:
             failure = caught
         if is_noted_late:
             self._note()
         if failure is not None:
             raise channel.explain(failure) from None
-
-    def _terms(self, waits: bool) -> Terms:
-        channel = self.channel
-        return Terms(channel.timeout, self.verb, channel.recorder.num_notes, waits)
 
     def _note(self, *, is_numbered: bool = True) -> None:
         channel = self.channel
@@ -254,10 +246,6 @@ class Message:
             raise self.channel.explain(failure, self.number) from None
         if copy_back := self._find_copy_back():
             copy_back()
-
-    def source(self) -> int:
-        """The place in the group that a finished receive came from."""
-        return self.operation.source()
 
     def work(self) -> Work:
         """What a caller that waits later gets."""
