@@ -77,7 +77,8 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
     if _is_of("numpy", x, "ndarray", "generic"):
         return _from_numpy(x, argument, verb, writable)
     if _is_of("cupy", x, "ndarray"):
-        return _from_cupy(x, argument, verb)
+        _check_memory(x, argument, verb)
+        return from_dlpack(x)
     raise _wrong_kind(x, argument, verb)
 
 
@@ -229,8 +230,7 @@ def _from_numpy(x: Any, argument: str, verb: str, writable: bool) -> torch.Tenso
             expected=_SERVED,
             fix=f"pass numpy.asarray({argument}) if the plain numbers are meant",
         )
-    _check_dtype(array, argument, verb)
-    _check_strides(array, argument, verb)
+    _check_memory(array, argument, verb)
     if not array.flags.aligned:
         raise _wrong_layout(array, "is not aligned to its element size", argument, verb)
     if not array.flags.writeable:
@@ -255,13 +255,8 @@ class _AsIfWritable:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def _from_cupy(x: Any, argument: str, verb: str) -> torch.Tensor:
-    _check_dtype(x, argument, verb)
-    _check_strides(x, argument, verb)
-    return from_dlpack(x)
-
-
-def _check_dtype(array: Any, argument: str, verb: str) -> None:
+def _check_memory(array: Any, argument: str, verb: str) -> None:
+    """Refuse dtypes and strides that torch does not have."""
     dtype = array.dtype
     if dtype.name not in _SHARED_DTYPES:
         raise DtypeError(
@@ -277,9 +272,6 @@ def _check_dtype(array: Any, argument: str, verb: str) -> None:
             expected="this machine's byte order",
             fix=f"pass {argument}.astype({argument}.dtype.newbyteorder('='))",
         )
-
-
-def _check_strides(array: Any, argument: str, verb: str) -> None:
     if any(stride < 0 for stride in array.strides):
         raise _wrong_layout(array, "has a negative stride", argument, verb)
     if any(stride % array.itemsize for stride in array.strides):

@@ -7,6 +7,7 @@ loading torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 __all__ = ["ExplainedError", "explain", "grouped_text", "ranks_text"]
 
@@ -70,18 +71,7 @@ class ExplainedError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         fields = {name: getattr(self, name) for name in _LABELS}
-        return _rebuild, (type(self), self.summary, fields, self.__dict__)
-
-
-def _rebuild(
-    kind: type[ExplainedError],
-    summary: str,
-    fields: dict[str, str | None],
-    attributes: dict[str, object],
-) -> ExplainedError:
-    error = kind(summary, **fields)
-    error.__dict__.update(attributes)
-    return error
+        return partial(type(self), **fields), (self.summary,), self.__dict__
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -72,9 +72,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any
         [2.0, 5.0, 6.0]
         [4.0, 5.0, 6.0]
     """
-    mesh, names = _resolve("psum", axis_name, mesh)
-    size = _size(mesh, names)
-    return _on_leaves("psum", x, mesh, names, functional.psum, lambda number: number * size)
+    return _on_leaves(functional.psum, x, axis_name, mesh, lambda number, size: number * size)
 
 
 def pmean(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any:
@@ -104,8 +102,7 @@ def pmean(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> An
         >>> md.simulate(program, 4)[3]
         {'loss': tensor(1.5000)}
     """
-    mesh, names = _resolve("pmean", axis_name, mesh)
-    return _on_leaves("pmean", x, mesh, names, functional.pmean, lambda number: number / 1)
+    return _on_leaves(functional.pmean, x, axis_name, mesh, lambda number, _: number / 1)
 
 
 def pvary(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> Any:
@@ -142,8 +139,7 @@ def pvary(x: Any, axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> An
         >>> md.simulate(program, 4)
         [6.0, 6.0, 6.0, 6.0]
     """
-    mesh, names = _resolve("pvary", axis_name, mesh)
-    return _on_leaves("pvary", x, mesh, names, functional.pvary, lambda number: number)
+    return _on_leaves(functional.pvary, x, axis_name, mesh, lambda number, _: number)
 
 
 def axis_index(axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> int:
@@ -197,7 +193,7 @@ def axis_size(axis_name: AxisNames, *, mesh: DeviceMesh | None = None) -> int:
         (3, 6)
     """
     mesh, names = _resolve("axis_size", axis_name, mesh)
-    return _size(mesh, names)
+    return math.prod(map(mesh.size, names))
 
 
 def _resolve(
@@ -222,19 +218,19 @@ def _resolve(
     return mesh, names
 
 
-def _size(mesh: DeviceMesh, names: tuple[str, ...]) -> int:
-    return math.prod(mesh.size(name) for name in names)
-
-
 def _on_leaves(
-    verb: str,
-    x: Any,
-    mesh: DeviceMesh,
-    names: tuple[str, ...],
     on_tensor: Callable[[torch.Tensor, ProcessGroup], torch.Tensor],
-    on_number: Callable[[Any], Any],
+    x: Any,
+    axis_name: AxisNames,
+    mesh: DeviceMesh | None,
+    on_number: Callable[[Any, int], Any],
 ) -> Any:
-    """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it."""
+    """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
+
+    ``on_number`` does so for a Python number, given the size of the axis.
+    """
+    verb = on_tensor.__name__
+    mesh, names = _resolve(verb, axis_name, mesh)
     if isinstance(x, torch.Tensor):  # by far the most frequent, and needs no tree
         plain = as_tensor(x, argument="x", verb=verb, writable=False)
         return on_tensor(plain, resolve_group(mesh[names]))
@@ -245,10 +241,9 @@ def _on_leaves(
         else as_tensor(leaf, argument=path.codify("x"), verb=verb, writable=False)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    results = []
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if tensor is None:
-            results.append(on_number(leaf))
-        else:
-            results.append(like(on_tensor(tensor, resolve_group(mesh[names])), leaf))
-    return tree.unflatten(results)
+    return tree.unflatten(
+        on_number(leaf, math.prod(map(mesh.size, names)))
+        if tensor is None
+        else like(on_tensor(tensor, resolve_group(mesh[names])), leaf)
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    )

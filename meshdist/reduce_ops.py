@@ -127,7 +127,9 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
         if kind != _PREMUL_SUM:
             return kind, None
         if factor is not None:
-            return ReduceOp.SUM, _as_number(factor)
+            if isinstance(factor, torch.Tensor):  # a number, unless reading it would wait
+                return ReduceOp.SUM, factor.item() if factor.is_cpu else factor.detach().reshape(())
+            return ReduceOp.SUM, float(factor)
     raise KindError(
         f"{op!r} is not a reduction",
         expected="one of ReduceOp." + ", ReduceOp.".join(_BY_NAME) + ", or ReduceOp.premul_sum(..)",
@@ -225,17 +227,20 @@ def _checked_factor(factor: Any) -> float | torch.Tensor:
     """Return ``factor`` as torch takes it: a float where that is exact, else a tensor."""
     if isinstance(factor, torch.Tensor):
         return _one_element(factor.detach())
-    if isinstance(factor, (bool, np.bool_)):
-        raise _wrong_factor(factor)
-    if isinstance(factor, Real):
+    is_truth = isinstance(factor, bool)
+    if isinstance(factor, Real) and not is_truth:
         return _exact(factor)
-    if isinstance(factor, Complex):
+    if isinstance(factor, Complex) and not is_truth:
         return torch.tensor(complex(factor), dtype=torch.complex128)
     if isinstance(factor, np.ndarray) and factor.dtype.kind in "iufcb":
         return _one_element(torch.from_numpy(np.array(factor)))
     if hasattr(factor, "__cuda_array_interface__"):
         return _one_element(torch.as_tensor(factor))
-    raise _wrong_factor(factor)
+    raise KindError(
+        f"{factor!r} is not a factor for PREMUL_SUM",
+        expected="a number, or a tensor or array of one element",
+        found=type(factor).__name__,
+    )
 
 
 def _exact(factor: Any) -> float | torch.Tensor:
@@ -261,23 +266,6 @@ def _one_element(tensor: torch.Tensor) -> torch.Tensor:
         found=f"shape {tuple(tensor.shape)}, {dtype_name(tensor.dtype)}",
         fix="multiply the tensor by the factors before, and use ReduceOp.SUM",
     )
-
-
-def _wrong_factor(factor: object) -> KindError:
-    return KindError(
-        f"{factor!r} is not a factor for PREMUL_SUM",
-        expected="a number, or a tensor or array of one element",
-        found=type(factor).__name__,
-    )
-
-
-def _as_number(factor: Any) -> Factor:
-    if not isinstance(factor, torch.Tensor):
-        return float(factor)
-    if factor.is_cpu:
-        number: float | complex = factor.item()
-        return number
-    return factor.detach().reshape(())
 
 
 class _OldSpelling:

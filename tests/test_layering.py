@@ -141,7 +141,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "collectives": (
             "checks",
             "instruments",
-            "running",
+            "collective",
             "verbs",
             "list_verbs",
             "coalesced",

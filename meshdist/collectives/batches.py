@@ -79,7 +79,7 @@ class P2POp:
         )
 
 
-@verb
+@verb()
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start all of a list's sends and receives; leave their tensors alone until waited for.
 
@@ -136,6 +136,7 @@ def _group_of(operations: Any) -> ProcessGroup:
             "batch_isend_irecv takes a list of at least one P2POp",
             found="an empty list" if is_list else type(operations).__name__,
         )
+    first = operations[0]
     for place, one in enumerate(operations):
         if not isinstance(one, P2POp):
             raise ArgumentError(
@@ -143,12 +144,10 @@ def _group_of(operations: Any) -> ProcessGroup:
                 found=f"{type(one).__name__} at place {place}",
                 fix="make each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
             )
-    first: ProcessGroup = operations[0].group
-    for one in operations:
-        if one.group is not first:
+        if one.group is not first.group:
             raise ArgumentError(
                 "batch_isend_irecv has operations of different groups",
-                found=f"{first.name} and {one.group.name}",
+                found=f"{first.group.name} and {one.group.name}",
                 fix="make one batch for each group",
             )
-    return first
+    return first.group  # type: ignore[no-any-return]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any
@@ -13,14 +12,7 @@ from torch._C import _increment_version as increment_version
 from ..arrays import as_tensor, describe, shape_text
 from ..dtypes import QUANTIZED, dtype_name
 from ..error_text import ranks_text
-from ..errors import (
-    ArgumentError,
-    DtypeError,
-    GradientError,
-    KindError,
-    NotInGroupError,
-    ShapeError,
-)
+from ..errors import ArgumentError, DtypeError, GradientError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import (
     Factor,
@@ -34,16 +26,10 @@ from ..reduce_ops import (
 
 __all__ = [
     "SUM",
-    "check_alike",
-    "check_blocks",
-    "check_list",
-    "check_no_list",
     "check_not_expanded",
     "check_reducible",
-    "check_same_size",
     "check_stored",
     "as_wire_tensor",
-    "as_wire_tensors",
     "find_peer",
     "first_cuda_device",
     "forbid_gradient",
@@ -52,17 +38,11 @@ __all__ = [
     "is_overwriting_history",
     "note_write",
     "premultiplied",
-    "declared_op",
 ]
 
 SUM: ReduceKind = ReduceOp.SUM
 
 _Tensor, _STRIDED = torch.Tensor, torch.strided
-
-
-def declared_op(kind: ReduceKind, factor: Factor | None) -> ReduceKind:
-    """The reduction as the caller has named it."""
-    return kind if factor is None else ReduceOp.PREMUL_SUM
 
 
 def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
@@ -81,61 +61,14 @@ def check_reducible(
     dtype = tensor.dtype
     refusal = find_refusal(op, dtype) if factor is None else find_factor_refusal(factor, dtype)
     if refusal is not None:
+        name = op_name(op if factor is None else ReduceOp.PREMUL_SUM)
         raise DtypeError(
-            f"{verb} cannot reduce {dtype_name(dtype)} with {op_name(declared_op(op, factor))}",
+            f"{verb} cannot reduce {dtype_name(dtype)} with {name}",
             where=f"argument of shape {shape_text(tensor.shape)}",
             expected=refusal,
             fix="use SUM and divide, or convert the tensor"
             if op == ReduceOp.AVG
             else "use another reduction, or convert the tensor",
-        )
-
-
-def check_alike(
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    group: ProcessGroup,
-    verb: str,
-    names: tuple[str, str],
-) -> None:
-    """Raise unless both tensors have one dtype and one device."""
-    if output.dtype != tensor.dtype:
-        raise DtypeError(
-            f"{verb} has arguments of different dtypes",
-            where=_here(group),
-            expected="one dtype",
-            found=f"{names[0]} {dtype_name(output.dtype)}, {names[1]} {dtype_name(tensor.dtype)}",
-            fix=f"give {names[0]} the dtype of {names[1]}, {tensor.dtype}",
-        )
-    if output.device != tensor.device:
-        raise ArgumentError(
-            f"{verb} has arguments on different devices",
-            where=_here(group),
-            expected="one device",
-            found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
-            fix=f"give {names[0]} the device of {names[1]}, {str(tensor.device)!r}",
-        )
-
-
-def check_blocks(
-    whole: torch.Tensor,
-    block: torch.Tensor,
-    group: ProcessGroup,
-    verb: str,
-    names: tuple[str, str],
-) -> None:
-    """Raise unless ``whole`` is one ``block`` per member: concatenated, stacked, or flat."""
-    size = group.size()
-    if whole.dim() == 1 and whole.numel() == size * block.numel():
-        return  # the common case, decided fast
-    stacked = (size, *block.shape)
-    joined = (size * block.shape[0], *block.shape[1:]) if block.dim() else (size,)
-    if whole.shape not in (stacked, joined):
-        raise ShapeError(
-            f"{verb}: {names[0]} does not hold one {names[1]} per member",
-            where=_here(group),
-            expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
-            found=f"{names[0]} {shape_text(whole.shape)}, {names[1]} {shape_text(block.shape)}",
         )
 
 
@@ -202,110 +135,6 @@ def note_write(tensor: torch.Tensor) -> None:
     increment_version((tensor,))  # torch.autograd.graph's takes twice as long
 
 
-def check_list(
-    given: Any,
-    argument: str,
-    group: ProcessGroup,
-    verb: str,
-    length: int | None = None,
-    *,
-    role: str = "",
-) -> Sequence[Any]:
-    """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one).
-
-    Args:
-        given: what the caller gave.
-        argument: what it is called.
-        group, verb: where it was given.
-        length: how many entries it has.
-        role: of this rank, where the list belongs to the source or destination alone.
-    """
-    each = ", one entry per member" if length == group.size() else ""
-    if given is None:
-        name = "src" if role == "source" else "dst"
-        raise ArgumentError(
-            f"{verb} needs {argument} on this rank{f', the {role}' if role else ''}",
-            where=_here(group),
-            expected=f"a list or tuple{each}",
-            fix=f"pass {argument} here, or name another {role} as {name}"
-            if role
-            else f"pass {argument}",
-        )
-    if not isinstance(given, (list, tuple)):
-        raise KindError(
-            f"{verb}: {argument} must be a list",
-            where=_here(group),
-            expected=f"a list or tuple{each}",
-            found=type(given).__name__,
-            fix=f"pass a list, for example list({argument}.unbind())"
-            if isinstance(given, torch.Tensor)
-            else None,
-        )
-    if len(given) != length if length is not None else not given:
-        raise ArgumentError(
-            f"{verb}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
-            where=_here(group),
-            expected="at least one" if length is None else f"{length}{each}",
-            fix="pass at least one entry"
-            if length is None
-            else f"pass one entry for each of {ranks_text(group.ranks)}"
-            if each
-            else f"pass a list of {length}",
-        )
-    return given
-
-
-def as_wire_tensors(
-    given: Any,
-    argument: str,
-    group: ProcessGroup,
-    verb: str,
-    length: int | None = None,
-    *,
-    writable: bool,
-) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """Return the entries of a list that ``check_list`` passes, each with its ``as_wire_tensor``."""
-    entries = check_list(given, argument, group, verb, length)
-    return [(one, *as_wire_tensor(one, argument, verb, writable=writable)) for one in entries]
-
-
-def check_no_list(
-    given: Any, argument: str, verb: str, role: str, group: ProcessGroup, root: int
-) -> None:
-    """Raise where a list that belongs to the root alone is given on another rank."""
-    if given is None or (isinstance(given, (list, tuple)) and not given):
-        return
-    raise ArgumentError(
-        f"{verb}: {argument} is given on a rank that is not the {role}",
-        where=_here(group),
-        expected=f"None or [] on all ranks but rank {group.ranks[root]}, the {role}",
-        found=f"a {type(given).__name__}",
-        fix=f"pass {argument} on the {role} alone",
-    )
-
-
-def check_same_size(
-    tensor: torch.Tensor,
-    other: torch.Tensor,
-    group: ProcessGroup,
-    verb: str,
-    names: tuple[str, str],
-) -> None:
-    """Raise unless both have as many elements."""
-    if tensor.numel() != other.numel():
-        raise ShapeError(
-            f"{verb}: {names[0]} and {names[1]} have different numbers of elements",
-            where=_here(group),
-            found=f"{names[0]} {shape_text(tensor.shape)}, {names[1]} {shape_text(other.shape)}",
-            fix=f"give {names[0]} {other.numel()} elements, as {names[1]} has",
-        )
-
-
-def _here(group: ProcessGroup) -> str:
-    """This rank and the group, for messages."""
-    return f"rank {group.world.rank}, {group.name}"
-
-
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
@@ -325,7 +154,7 @@ def find_peer(
         if not 0 <= group_rank < group.size():
             raise NotInGroupError(
                 f"group_{role}={group_rank} is outside the group",
-                where=_here(group),
+                where=f"rank {group.world.rank}, {group.name}",
                 expected=f"a group rank from 0 to {group.size() - 1}",
             )
         return group_rank

@@ -11,27 +11,18 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from ..groups.process_group import resolve_group
-from ..reduce_ops import ReduceOp, multiply, split_premul
+from ..reduce_ops import ReduceOp, multiply
 from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
 from ..wires.operations import Chain, Operation, Terms
 from ..wires.work import Work
-from .checks import (
-    as_wire_tensors,
-    check_alike,
-    check_list,
-    check_reducible,
-    check_same_size,
-    declared_op,
-)
+from .collective import Collective
 from .instruments import verb
-from .running import Written, run
 
 __all__ = ["all_gather_coalesced", "all_reduce_coalesced", "gather_packed"]
 
 
-@verb
+@verb()
 def all_reduce_coalesced(
     tensors: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -56,29 +47,21 @@ def all_reduce_coalesced(
         >>> md.simulate(program, 2)
         [([2.0], [1, 1]), ([2.0], [1, 1])]
     """
-    target = resolve_group(group)
-    name = "all_reduce_coalesced"
-    kind, factor = split_premul(op)
-    written = as_wire_tensors(tensors, "tensors", target, name, writable=True)
-    buffers = [buffer for _, _, buffer in written]
-    for buffer in buffers:
-        check_reducible(kind, buffer, name, factor)
-        _check_device(buffer, buffers[0], name, "tensors")
-    channel = target.open_channel(buffers[0].device.type)
-    channel.enter(name, buffers, declared_op(kind, factor))
-    if factor is not None:
-        for buffer in buffers:
-            multiply(buffer, factor)
-    return run(
-        channel,
-        name,
-        lambda wire, terms: wire.all_reduce_list(buffers, kind, terms),
-        written,
-        async_op,
-    )
+    call = Collective("all_reduce_coalesced", group)
+    buffers = [call.write(one, "tensors") for one in call.check_list(tensors, "tensors")]
+    kind = call.take_op(op, *buffers)
+    _check_devices(call, buffers, "tensors")
+
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        if call.factor is not None:
+            for buffer in buffers:
+                multiply(buffer, call.factor)
+        return wire.all_reduce_list(buffers, kind, terms)
+
+    return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def all_gather_coalesced(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],
@@ -108,30 +91,16 @@ def all_gather_coalesced(
         >>> md.simulate(program, 2)
         [[[[0], [0, 0]], [[1], [1, 1]]], [[[0], [0, 0]], [[1], [1, 1]]]]
     """
-    target = resolve_group(group)
-    name = "all_gather_coalesced"
+    call = Collective("all_gather_coalesced", group)
     names = ("output_tensor_lists", "input_tensor_list")
-    sources = as_wire_tensors(input_tensor_list, names[1], target, name, writable=False)
-    inputs = [source for _, _, source in sources]
-    written: list[Written] = []
-    for outputs in check_list(output_tensor_lists, names[0], target, name, target.size()):
-        check_list(outputs, "an entry of output_tensor_lists", target, name, len(inputs))
-        row = as_wire_tensors(outputs, names[0], target, name, writable=True)
-        for (_, _, buffer), source in zip(row, inputs, strict=True):
-            check_alike(buffer, source, target, name, names)
-            check_same_size(buffer, source, target, name, names)
-        written += row
-    for source in inputs:
-        _check_device(source, inputs[0], name, names[1])
-    channel = target.open_channel(inputs[0].device.type)
-    channel.enter(name, inputs)
-    buffers = [buffer for _, _, buffer in written]
-    return run(
-        channel,
-        name,
-        lambda wire, terms: gather_packed(wire, buffers, inputs, terms),
-        written,
-        async_op,
+    inputs = [call.read(one, names[1]) for one in call.check_list(input_tensor_list, names[1])]
+    buffers = call.write_lists(output_tensor_lists, names[0], call.group.size(), len(inputs))
+    for buffer, source in zip(buffers, itertools.cycle(inputs)):
+        call.check_alike(buffer, source, names)
+        call.check_same_size(buffer, source, names)
+    _check_devices(call, inputs, names[1])
+    return call.run(
+        lambda wire, terms: gather_packed(wire, buffers, inputs, terms), inputs, async_op
     )
 
 
@@ -159,9 +128,10 @@ def gather_packed(
     return Chain([wire.all_gather(whole, packed, terms)], unpack)
 
 
-def _check_device(tensor: torch.Tensor, first: torch.Tensor, name: str, argument: str) -> None:
-    if tensor.device != first.device:
-        raise ArgumentError(
-            f"{name} has tensors on different devices in {argument}",
-            found=f"{first.device} and {tensor.device}",
-        )
+def _check_devices(call: Collective, tensors: list[torch.Tensor], argument: str) -> None:
+    for tensor in tensors:
+        if tensor.device != tensors[0].device:
+            raise ArgumentError(
+                f"{call.name} has tensors on different devices in {argument}",
+                found=f"{tensors[0].device} and {tensor.device}",
+            )

@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.profiler as profiler
@@ -38,7 +37,7 @@ _FAST_CALL = """
 def {name}({parameters}):
     target = group if type(group) is ProcessGroup else resolve_group(group)
     if profiler._is_profiler_enabled:
-        with profiled(function, ({arguments},)):
+        with profiler.record_function(title(function, ({arguments},), {{}})):
             return function({arguments})
     path = target.fast_path
     if path is not None{conditions}:
@@ -49,20 +48,13 @@ def {name}({parameters}):
 """
 
 
-@overload
-def verb(function: _F) -> _F: ...
-@overload
 def verb(
-    *, fast: Sequence[str], peer: _FindPeer | None = ..., when: Callable[..., bool] | None = ...
-) -> Callable[[_F], _F]: ...
-def verb(
-    function: Any = None,
     *,
     fast: Sequence[str] | None = None,
     peer: _FindPeer | None = None,
     when: Callable[[ProcessGroup], bool] | None = None,
-) -> Any:
-    """Mark ``function`` as a public verb.
+) -> Callable[[_F], _F]:
+    """Mark a function as a public verb.
 
     While a profiler of torch's is on, a call appears in it under the verb's name, its group and
     the bytes of all tensors it was given (none for a verb on objects): ``meshdist::all_reduce axis
@@ -70,26 +62,33 @@ def verb(
     the call as it is, and begins another graph behind it.
 
     Args:
-        function: the verb. With a fast path its ``group`` is the ProcessGroup that is meant.
         fast: for a verb that ``FastPath`` has, too: what the method there is given, names of the
             verb's own parameters and ``peer``. It is tried where all other parameters have their
-            defaults, and the verb follows where it declines.
+            defaults, and the verb follows where it declines. Its ``group`` is the ProcessGroup that
+            is meant.
         peer: finds the root or peer that the verb's parameters name, as ``get_peer`` does.
         when: whether a group's fast path may be tried.
     """
-    if function is None:
-        return lambda decorated: _marked(
-            decorated, _with_fast_path(decorated, fast or (), peer, when)
-        )
 
+    def mark(function: _F) -> _F:
+        """``function`` in its own name, with what the mark adds."""
+        added = _plain(function) if fast is None else _with_fast_path(function, fast, peer, when)
+        call = wraps(function)(added)
+        _leave_untraced(call)
+        return cast(_F, call)
+
+    return mark
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
-            with _profiled(function, args, kwargs):
+            with profiler.record_function(_title(function, args, kwargs)):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return _marked(function, call)
+    return call
 
 
 def _with_fast_path(
@@ -112,9 +111,9 @@ def _with_fast_path(
         "ProcessGroup": ProcessGroup,
         "find_peer": peer,
         "function": function,
-        "profiled": _profiled,
         "profiler": profiler,
         "resolve_group": resolve_group,
+        "title": _title,
         "when": when,
     }
     found_peer = f"find_peer(target, {role}, group_{role}, {name!r}, {role!r})"
@@ -133,20 +132,6 @@ def _with_fast_path(
     made = namespace[name]
     made.__defaults__ = function.__defaults__
     return cast(Callable[..., Any], made)
-
-
-def _marked(function: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` in the name of ``function``."""
-    call = wraps(function)(call)
-    _leave_untraced(call)
-    return call
-
-
-def _profiled(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> AbstractContextManager[Any]:
-    """What shows a call of ``function`` in torch's profiler, while it is open."""
-    return profiler.record_function(_title(function, args, kwargs or {}))
 
 
 def _leave_untraced(function: Callable[..., Any]) -> None:
@@ -173,7 +158,6 @@ def _title(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     words = [f"meshdist::{function.__name__}"]
     try:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-        words = [f"meshdist::{arguments['name']}"] if "name" in arguments else words
         words.append(resolve_group(_group(arguments)).name)
     except (TypeError, MeshdistError):  # the call itself will say what is wrong with it
         return words[0]

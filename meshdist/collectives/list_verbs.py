@@ -17,22 +17,13 @@ import torch
 
 from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
-from ..groups.process_group import ProcessGroup, resolve_group
-from ..reduce_ops import ReduceOp, split_premul
+from ..reduce_ops import ReduceOp
+from ..wires.communicator import Communicator
+from ..wires.operations import Operation, Terms
 from ..wires.work import Work
-from .checks import (
-    as_wire_tensor,
-    check_alike,
-    check_list,
-    check_no_list,
-    check_reducible,
-    check_same_size,
-    declared_op,
-    get_root,
-    premultiplied,
-)
+from .checks import get_root
+from .collective import Collective
 from .instruments import verb
-from .running import Written, run
 
 __all__ = [
     "all_gather",
@@ -72,19 +63,16 @@ def all_gather(
         >>> md.simulate(program, 2)
         [[[0], [1, 1]], [[0], [1, 1]]]
     """
-    _, block = as_wire_tensor(tensor, "tensor", "all_gather", writable=False)
-    written = _written(tensor_list, "tensor_list", "all_gather", group, block, "tensor")
-    outputs = [buffer for _, _, buffer in written]
-    check_same_size(outputs[group.rank()], block, group, "all_gather", ("my tensor_list", "tensor"))
-    channel = group.open_channel(block.device.type)
-    sent = [block.numel()] * group.size()
-    channel.enter("all_gather", block, sent=sent, taken=[output.numel() for output in outputs])
-    return run(
-        channel,
-        "all_gather",
+    call = Collective("all_gather", group)
+    block = call.read(tensor, "tensor")
+    outputs = call.take_list(call.write, tensor_list, "tensor_list", block, "tensor")
+    call.check_same_size(outputs[group.rank()], block, ("my tensor_list", "tensor"))
+    return call.run(
         lambda wire, terms: wire.all_gather_list(outputs, block, terms),
-        written,
+        block,
         async_op,
+        sent=[block.numel()] * len(outputs),
+        taken=[output.numel() for output in outputs],
     )
 
 
@@ -124,26 +112,10 @@ def gather(
         [[[1.0, 1.0], [2.0, 2.0]], []]
     """
     root = get_root(group, dst, group_dst, "gather", "dst")
-    _, block = as_wire_tensor(tensor, "tensor", "gather", writable=False)
-    written: list[Written] = []
-    if root == group.rank():
-        written = _written(
-            gather_list, "gather_list", "gather", group, block, "tensor", "destination"
-        )
-        for _, _, output in written:
-            check_same_size(output, block, group, "gather", ("gather_list", "tensor"))
-    else:
-        check_no_list(gather_list, "gather_list", "gather", "destination", group, root)
-    channel = group.open_channel(block.device.type)
-    channel.enter("gather", block, None, root)
-    outputs = [buffer for _, _, buffer in written]
-    return run(
-        channel,
-        "gather",
-        lambda wire, terms: wire.gather(outputs, block, root, terms),
-        written,
-        async_op,
-    )
+    call = Collective("gather", group, root)
+    block = call.read(tensor, "tensor")
+    outputs = call.take_list(call.write, gather_list, "gather_list", block, "tensor", "destination")
+    return call.run(lambda wire, terms: wire.gather(outputs, block, root, terms), block, async_op)
 
 
 @verb(fast=["tensor", "scatter_list", "peer"], peer=get_root)
@@ -181,27 +153,14 @@ def scatter(
         [[1.0, 1.0], [5.0, 5.0]]
     """
     root = get_root(group, src, group_src, "scatter", "src")
-    data, buffer = as_wire_tensor(tensor, "tensor", "scatter", writable=True)
-    inputs: list[torch.Tensor] = []
-    if root == group.rank():
-        inputs = _read(scatter_list, "scatter_list", "scatter", group, buffer, "tensor", "source")
-        for part in inputs:
-            check_same_size(part, buffer, group, "scatter", ("scatter_list", "tensor"))
-        inputs = [apart(part, buffer) for part in inputs]
-    else:
-        check_no_list(scatter_list, "scatter_list", "scatter", "source", group, root)
-    channel = group.open_channel(buffer.device.type)
-    channel.enter("scatter", buffer, None, root)
-    return run(
-        channel,
-        "scatter",
-        lambda wire, terms: wire.scatter(buffer, inputs, root, terms),
-        [(tensor, data, buffer)],
-        async_op,
-    )
+    call = Collective("scatter", group, root)
+    buffer = call.write(tensor, "tensor")
+    parts = call.take_list(call.read, scatter_list, "scatter_list", buffer, "tensor", "source")
+    inputs = [apart(part, buffer) for part in parts]
+    return call.run(lambda wire, terms: wire.scatter(buffer, inputs, root, terms), buffer, async_op)
 
 
-@verb
+@verb()
 def reduce_scatter(
     output: Any,
     input_list: list[Any],
@@ -232,25 +191,16 @@ def reduce_scatter(
         >>> md.simulate(program, 2)
         [[2.0], [4.0, 4.0]]
     """
-    target = resolve_group(group)
-    data, buffer = as_wire_tensor(output, "output", "reduce_scatter", writable=True)
-    kind, factor = split_premul(op)
-    check_reducible(kind, buffer, "reduce_scatter", factor)
-    inputs = _read(input_list, "input_list", "reduce_scatter", target, buffer, "output")
-    check_same_size(
-        inputs[target.rank()], buffer, target, "reduce_scatter", ("my input_list", "output")
-    )
-    channel = target.open_channel(buffer.device.type)
-    channel.enter("reduce_scatter", inputs, declared_op(kind, factor))
-    if factor is not None:
-        inputs = [premultiplied(part, factor) for part in inputs]
-    return run(
-        channel,
-        "reduce_scatter",
-        lambda wire, terms: wire.reduce_scatter_list(buffer, inputs, kind, terms),
-        [(output, data, buffer)],
-        async_op,
-    )
+    call = Collective("reduce_scatter", group)
+    buffer = call.write(output, "output")
+    kind = call.take_op(op, buffer)
+    inputs = call.take_list(call.read, input_list, "input_list", buffer, "output")
+    call.check_same_size(inputs[call.group.rank()], buffer, ("my input_list", "output"))
+
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        return wire.reduce_scatter_list(buffer, list(map(call.scaled, inputs)), kind, terms)
+
+    return call.run(start, inputs, async_op)
 
 
 @verb(fast=["output_tensor_list", "input_tensor_list"])
@@ -284,26 +234,21 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]
     """
-    name = "all_to_all"
-    first = check_list(input_tensor_list, "input_tensor_list", group, name, group.size())[0]
-    _, like = as_wire_tensor(first, "input_tensor_list", name, writable=False)
-    inputs = _read(input_tensor_list, "input_tensor_list", name, group, like, "input_tensor_list")
-    written = _written(
-        output_tensor_list, "output_tensor_list", name, group, like, "input_tensor_list"
-    )
-    outputs = [buffer for _, _, buffer in written]
+    given = "input_tensor_list"
+    call = Collective("all_to_all", group)
+    first = call.check_list(input_tensor_list, given, group.size())[0]
+    like = call.read(first, given)
+    inputs = call.take_list(call.read, input_tensor_list, given, like, given)
+    outputs = call.take_list(call.write, output_tensor_list, "output_tensor_list", like, given)
     me = group.rank()
-    check_same_size(outputs[me], inputs[me], group, name, ("my output", "my input for myself"))
+    call.check_same_size(outputs[me], inputs[me], ("my output", "my input for myself"))
     inputs = apart_from_all(inputs, outputs)
-    channel = group.open_channel(like.device.type)
-    sent = [part.numel() for part in inputs]
-    channel.enter(name, like, sent=sent, taken=[output.numel() for output in outputs])
-    return run(
-        channel,
-        name,
+    return call.run(
         lambda wire, terms: wire.all_to_all(outputs, inputs, terms),
-        written,
+        like,
         async_op,
+        sent=[part.numel() for part in inputs],
+        taken=[output.numel() for output in outputs],
     )
 
 
@@ -342,97 +287,50 @@ def all_to_all_single(
         >>> md.simulate(program, 2)
         [[0, 10], [1, 11, 12]]
     """
-    name = "all_to_all_single"
-    data, buffer = as_wire_tensor(output, "output", name, writable=True)
-    _, source = as_wire_tensor(input, "input", name, writable=False)
-    check_alike(buffer, source, group, name, ("output", "input"))
-    taken = _sizes(buffer, output_split_sizes, "output", name, group)
-    sent = _sizes(source, input_split_sizes, "input", name, group)
+    call = Collective("all_to_all_single", group)
+    buffer = call.write(output, "output")
+    source = call.read(input, "input")
+    call.check_alike(buffer, source, ("output", "input"))
+    taken = _sizes(call, buffer, output_split_sizes, "output")
+    sent = _sizes(call, source, input_split_sizes, "input")
     is_flat = buffer.dim() == source.dim() == 1
     if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
         raise ShapeError(
-            f"{name}: the rows of output and input have different sizes",
-            where=f"rank {group.world.rank}, {group.name}",
+            "all_to_all_single: the rows of output and input have different sizes",
+            where=call.here,
             found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
             fix="give both the same shape but for dim 0",
         )
     me = group.rank()
     if taken[me] != sent[me]:
         raise ShapeError(
-            f"{name}: what this rank takes from itself is not what it sends to itself",
-            where=f"rank {group.world.rank}, {group.name}",
+            "all_to_all_single: what this rank takes from itself is not what it sends to itself",
+            where=call.here,
             found=f"{taken[me]} elements taken, {sent[me]} sent",
             fix=f"make entry {me} of both split sizes equal",
         )
-    channel = group.open_channel(buffer.device.type)
-    channel.enter(name, source, sent=sent, taken=taken)
     source = apart(source, buffer)
-    return run(
-        channel,
-        name,
+    return call.run(
         lambda wire, terms: wire.all_to_all_single(buffer, source, taken, sent, terms),
-        [(output, data, buffer)],
+        source,
         async_op,
+        sent=sent,
+        taken=taken,
     )
 
 
-def _written(
-    given: Any,
-    argument: str,
-    name: str,
-    target: ProcessGroup,
-    like: torch.Tensor,
-    likes_name: str,
-    role: str = "",
-) -> list[Written]:
-    """The arrays of a list that a verb writes, one per member."""
-    written: list[Written] = []
-    for place, one in enumerate(
-        check_list(given, argument, target, name, target.size(), role=role)
-    ):
-        entry = f"{argument}[{place}]"
-        data, buffer = as_wire_tensor(one, entry, name, writable=True)
-        check_alike(buffer, like, target, name, (entry, likes_name))
-        written.append((one, data, buffer))
-    return written
-
-
-def _read(
-    given: Any,
-    argument: str,
-    name: str,
-    target: ProcessGroup,
-    like: torch.Tensor,
-    likes_name: str,
-    role: str = "",
-) -> list[torch.Tensor]:
-    """The tensors of a list that a verb reads, one per member."""
-    parts = []
-    for place, one in enumerate(
-        check_list(given, argument, target, name, target.size(), role=role)
-    ):
-        entry = f"{argument}[{place}]"
-        _, part = as_wire_tensor(one, entry, name, writable=False)
-        check_alike(part, like, target, name, (entry, likes_name))
-        parts.append(part)
-    return parts
-
-
 def _sizes(
-    tensor: torch.Tensor,
-    rows: Sequence[int] | None,
-    role: str,
-    name: str,
-    target: ProcessGroup,
+    call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
     """How many elements of ``tensor`` belong to each member."""
-    size = target.size()
+    name, size = call.name, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case
+    where = f"{call.here} of {size} ranks"
     if tensor.dim() == 0:
         raise ShapeError(
             f"{name} cuts along dim 0, and {role} has none",
-            where=_where(target),
+            where=where,
             found=f"{role} {shape_text(tensor.shape)}",
             fix=f"pass {role}.view(1), or a tensor with a row per member",
         )
@@ -443,7 +341,7 @@ def _sizes(
         if num_rows % size:
             raise ShapeError(
                 f"{name} cannot cut {role} into {size} equal parts",
-                where=_where(target),
+                where=where,
                 expected=f"{role}.shape[0] a multiple of {size}",
                 found=f"{role} {shape_text(tensor.shape)}",
                 fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
@@ -452,15 +350,11 @@ def _sizes(
     if len(rows) != size or sum(rows) != num_rows or any(one < 0 for one in rows):
         raise ShapeError(
             f"{name}: {role}_split_sizes do not cut {role} into one part per member",
-            where=_where(target),
+            where=where,
             expected=f"{size} numbers, none negative, whose sum is {num_rows}",
             found=f"{rows}, whose sum is {sum(rows)}; {role} {shape_text(tensor.shape)}",
         )
     return [one * row for one in rows]
-
-
-def _where(target: ProcessGroup) -> str:
-    return f"rank {target.world.rank}, {target.name} of {target.size()} ranks"
 
 
 def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:

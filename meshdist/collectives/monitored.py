@@ -7,13 +7,13 @@ and compare.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.world import World
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
-from ..checking.call_sites import Site, call_site, show_site
+from ..checking.call_sites import call_site, show_site
 from ..checking.calls import GroupFacts
 from ..errors import AbortedError, CollectiveTimeoutError, MeshdistError, StoreError, WorldError
 from ..groups.agreement import digest_of_ranks
@@ -23,6 +23,7 @@ from ..groups.registry import get_registry
 from ..groups.signal_thread import ask
 from ..runtime.timeouts import check_timeout
 from ..wires.simulated.scheduler import find_rank_here
+from ..wires.simulated.store import CallWait
 from .instruments import verb
 
 __all__ = ["monitored_barrier"]
@@ -30,7 +31,7 @@ __all__ = ["monitored_barrier"]
 _NAME = "monitored_barrier"
 
 
-@verb
+@verb()
 def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
@@ -74,8 +75,8 @@ monitoredBarrier
         return
     if target.world.is_simulated:
         _meet_simulated(target)
-        return
-    _Call(target, timeout or target.timeout, wait_all_ranks).wait()
+    else:
+        _meet(target, timeout or target.timeout, wait_all_ranks)
 
 
 def _keys_of(group: ProcessGroup) -> str:
@@ -85,120 +86,89 @@ def _keys_of(group: ProcessGroup) -> str:
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
-class _Call:
-    """One call of one member.
+def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
+    """Wait for the other members; raise where one did not arrive, or the store is lost."""
+    world = group.world
+    registry = get_registry(world)
+    known_aborts = set(registry.aborts)
+    prefix = _keys_of(group)
+    number = world.next_number(prefix)
+    recorder = registry.beside_wires
+    recorder.note(GroupFacts(group.name, group.ranks, group.rank()), _NAME, None)
+    call = recorder.find_note()
+    assert call is not None  # it was just noted
+    where = f"rank {world.rank}, {call._replace(sequence=number).title}"
+    barrier = MonitoredBarrier(
+        store_of_thread(world),
+        prefix,
+        group.ranks,
+        world.rank,
+        number,
+        timeout,
+        names_all=names_all,
+        check=lambda: _check(group, known_aborts, where),
+    )
+    try:
+        outcome = barrier.wait()
+    except MeshdistError:
+        raise
+    except RuntimeError as error:  # as torch's stores raise it
+        raise StoreError(
+            f"the store was lost during {_NAME}",
+            where=where,
+            found=str(error).splitlines()[0],
+            fix="look at the rank that ended first: its error is the cause",
+        ) from error
+    if outcome.failure:
+        raise _timed_out(group, outcome, where, names_all)
 
-    Args:
-        group: whose members wait for each other.
-        timeout: how long to wait.
-        names_all: whether rank 0 names every absent member.
-    """
 
-    def __init__(self, group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
-        world = self._world = group.world
-        self._group = group
-        self._names_all = names_all
-        prefix = _keys_of(group)
-        number = world.next_number(prefix)
-        self._barrier = MonitoredBarrier(
-            store_of_thread(world),
-            prefix,
-            group.ranks,
-            world.rank,
-            number,
-            timeout,
-            names_all=names_all,
-            check=self._check,
-        )
-        self._aborts = get_registry(world).aborts
-        self._known_aborts = set(self._aborts)
-        recorder = get_registry(world).beside_wires
-        recorder.note(GroupFacts(group.name, group.ranks, group.rank()), _NAME, None)
-        call = recorder.find_note()
-        assert call is not None  # it was just noted
-        self._where = f"rank {world.rank}, {call._replace(sequence=number).title}"
-
-    def wait(self) -> None:
-        """Wait for the outcome; raise where a member did not arrive, or the store is lost."""
-        try:
-            outcome = self._barrier.wait()
-        except MeshdistError:
-            raise
-        except RuntimeError as error:  # as torch's stores raise it
-            raise StoreError(
-                f"the store was lost during {_NAME}",
-                where=self._where,
-                found=str(error).splitlines()[0],
-                fix="look at the rank that ended first: its error is the cause",
-            ) from error
-        if outcome.failure:
-            raise self._error(outcome)
-
-    def _check(self) -> None:
-        """Raise where waiting is in vain: the store is lost, or the group was aborted."""
-        check_store_served(self._world)
-        for label in set(self._aborts) - self._known_aborts:
-            message = self._aborts[label]
-            if message.get("group") == self._group.name:
-                raise AbortedError(
-                    f"{_NAME} on {self._group.name} was aborted",
-                    where=self._where,
-                    found=f"rank {message['rank']}: {message['reason']}",
-                    fix="make a new mesh on the ranks that are left",
-                )
-
-    def _error(self, outcome: Outcome) -> CollectiveTimeoutError:
-        """What a member raises: rank 0 its findings, the others a pointer to rank 0's error."""
-        ranks = self._group.ranks
-        me, leader = self._world.rank, ranks[0]
-        found = f"rank {outcome.by}: {outcome.failure}"
-        if me in outcome.absent:
-            summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
-            fix = f"look at what kept rank {me}, or raise the timeout"
-        elif me == leader:
-            summary = outcome.failure
-            found = self._last_calls(outcome.absent if self._names_all else outcome.absent[:1])
-            fix = "look at what these ranks do instead, or raise the timeout"
-        else:
-            summary = (
-                f"rank {me} successfully reached monitoredBarrier, but received errors while "
-                f"waiting for send/recv from rank {leader}"
+def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
+    """Raise where waiting is in vain: the store is lost, or the group was aborted."""
+    check_store_served(group.world)
+    aborts = get_registry(group.world).aborts
+    for label in set(aborts) - known_aborts:
+        message = aborts[label]
+        if message.get("group") == group.name:
+            raise AbortedError(
+                f"{_NAME} on {group.name} was aborted",
+                where=where,
+                found=f"rank {message['rank']}: {message['reason']}",
+                fix="make a new mesh on the ranks that are left",
             )
-            fix = f"look at the error of rank {leader}, which tells more"
-            if leader in outcome.absent:
-                found = f"{found}\n{self._last_calls([leader])}"
-                fix = f"look at what rank {leader} does instead, or raise the timeout"
-        expected = f"the same call on ranks {', '.join(map(str, ranks))}"
-        return CollectiveTimeoutError(
-            summary, where=self._where, expected=expected, found=found, fix=fix
+
+
+def _timed_out(
+    group: ProcessGroup, outcome: Outcome, where: str, names_all: bool
+) -> CollectiveTimeoutError:
+    """What a member raises: rank 0 its findings, the others a pointer to rank 0's error."""
+    world, ranks = group.world, group.ranks
+    me, leader = world.rank, ranks[0]
+    found = f"rank {outcome.by}: {outcome.failure}"
+    if me in outcome.absent:
+        summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
+        fix = f"look at what kept rank {me}, or raise the timeout"
+    elif me == leader:
+        summary = outcome.failure
+        found = _last_calls(world, outcome.absent if names_all else outcome.absent[:1])
+        fix = "look at what these ranks do instead, or raise the timeout"
+    else:
+        summary = (
+            f"rank {me} successfully reached monitoredBarrier, but received errors while "
+            f"waiting for send/recv from rank {leader}"
         )
+        fix = f"look at the error of rank {leader}, which tells more"
+        if leader in outcome.absent:
+            found = f"{found}\n{_last_calls(world, [leader])}"
+            fix = f"look at what rank {leader} does instead, or raise the timeout"
+    expected = f"the same call on ranks {', '.join(map(str, ranks))}"
+    return CollectiveTimeoutError(summary, where=where, expected=expected, found=found, fix=fix)
 
-    def _last_calls(self, ranks: list[int]) -> str:
-        """What ranks that are absent called last, as far as they answer."""
-        answers = ask(self._world, tuple(ranks))
-        return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
-
-@dataclass
-class _Wait:
-    """A simulated rank's wait for the other members."""
-
-    group: ProcessGroup
-    counts: dict[int, int]
-    number: int
-    site: Site
-
-    def is_ready(self) -> bool:
-        return not self._absent()
-
-    def describe(self) -> str:
-        return (
-            f"{_NAME} on {self.group.name}, called at {show_site(self.site)}: "
-            f"{failed_text(self._absent())}"
-        )
-
-    def _absent(self) -> list[int]:
-        return [rank for rank in self.group.ranks if self.counts.get(rank, 0) < self.number]
+def _last_calls(world: World, ranks: list[int]) -> str:
+    """What ranks that are absent called last, as far as they answer."""
+    answers = ask(world, tuple(ranks))
+    return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
 def _meet_simulated(group: ProcessGroup) -> None:
@@ -213,9 +183,15 @@ def _meet_simulated(group: ProcessGroup) -> None:
         )
     counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
     me = group.world.rank
-    counts[me] = counts.get(me, 0) + 1
+    number = counts[me] = counts.get(me, 0) + 1
+
+    def find_absent() -> list[int]:
+        return [rank for rank in group.ranks if counts.get(rank, 0) < number]
+
     try:
-        rank.wait(_Wait(group, counts, counts[me], call_site()))
+        wait = CallWait(f"{_NAME} on {group.name}", call_site(), lambda: not find_absent())
+        wait.show_more = lambda: f": {failed_text(find_absent())}"
+        rank.wait(wait)
     except BaseException:
         counts[me] -= 1  # this rank waits no more, and did not pass
         raise

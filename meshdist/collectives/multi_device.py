@@ -7,7 +7,7 @@ equally long. CPU tensors will do as well as several CUDA devices, and NumPy and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +16,15 @@ from ..arrays import shape_text
 from ..dtypes import dtype_name
 from ..error_text import grouped_text
 from ..errors import AgreementError, ArgumentError, DtypeError, KindError, ShapeError
-from ..groups.channel import Channel
-from ..groups.process_group import ProcessGroup, resolve_group
-from ..reduce_ops import ReduceKind, ReduceOp, split_premul
+from ..reduce_ops import ReduceOp
 from ..wires.communicator import Communicator
 from ..wires.operations import Chain, Operation, Terms
 from ..wires.reductions import reduced
 from ..wires.work import Work
-from .checks import (
-    as_wire_tensors,
-    check_list,
-    check_reducible,
-    declared_op,
-    get_peer,
-    premultiplied,
-)
+from .checks import get_peer
 from .coalesced import gather_packed
+from .collective import Collective
 from .instruments import verb
-from .running import Written, run
 
 __all__ = [
     "all_gather_multigpu",
@@ -43,7 +34,7 @@ __all__ = [
 ]
 
 
-@verb
+@verb()
 def broadcast_multigpu(
     tensor_list: list[Any],
     src: int,
@@ -73,25 +64,22 @@ def broadcast_multigpu(
         >>> md.simulate(program, 2)
         [[[11, 11], [11, 11]], [[11, 11], [11, 11]]]
     """
-    name = "broadcast_multigpu"
-    target = resolve_group(group)
-    root = get_peer(target, src, None, name, "src")
-    written = _written(tensor_list, "tensor_list", target, name)
-    place = _place(src_tensor, "src_tensor", name, written)
-    buffers = [buffer for _, _, buffer in written]
-    channel = _enter(name, target, buffers, None, root)
-    is_root = root == target.rank()
-    sent = buffers[place if is_root else 0]
+    call = Collective("broadcast_multigpu", group)
+    root = call.root = get_peer(call.group, src, None, call.name, "src")
+    buffers = _take(call, call.write, tensor_list)
+    place = _place(call, src_tensor, "src_tensor", buffers)
+    sent = buffers[place if call.is_root else 0]
+    if call.is_root:  # what is sent stays as it is
+        del call.written[place]
 
     def start(wire: Communicator, terms: Terms) -> Operation:
+        _check_lengths(call, buffers, wire, terms)
         return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
 
-    if is_root:  # what is sent stays as it is
-        del written[place]
-    return run(channel, name, start, written, async_op)
+    return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def all_reduce_multigpu(
     tensor_list: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -117,19 +105,19 @@ def all_reduce_multigpu(
         >>> md.simulate(program, 2)[1]
         [16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]
     """
-    name = "all_reduce_multigpu"
-    target = resolve_group(group)
-    written = _written(tensor_list, "tensor_list", target, name)
-    buffers = [buffer for _, _, buffer in written]
-    channel, kind, total = _enter_reducing(name, target, buffers, op)
+    call = Collective("all_reduce_multigpu", group)
+    buffers = _take(call, call.write, tensor_list)
+    kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
+        _check_lengths(call, buffers, wire, terms)
+        total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
 
-    return run(channel, name, start, written, async_op)
+    return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def reduce_multigpu(
     tensor_list: list[Any],
     dst: int,
@@ -160,26 +148,22 @@ def reduce_multigpu(
         >>> md.simulate(program, 2)
         [[1.0, 6.0], [1.0, 2.0]]
     """
-    name = "reduce_multigpu"
-    target = resolve_group(group)
-    root = get_peer(target, dst, None, name, "dst")
-    is_root = root == target.rank()
-    written = _written(tensor_list, "tensor_list", target, name, is_read=True)
-    place = _place(dst_tensor, "dst_tensor", name, written)
-    if is_root:
-        (written[place],) = _written([tensor_list[place]], "tensor_list", target, name)
-    buffers = [buffer for _, _, buffer in written]
-    channel, kind, total = _enter_reducing(name, target, buffers, op, root)
-    written = [written[place]] if is_root else []
+    call = Collective("reduce_multigpu", group)
+    root = call.root = get_peer(call.group, dst, None, call.name, "dst")
+    buffers = _take(call, call.read, tensor_list)
+    place = _place(call, dst_tensor, "dst_tensor", buffers)
+    outputs = [call.write(tensor_list[place], "tensor_list")] if call.is_root else []
+    kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        operation = wire.reduce(total, kind, root, terms)
-        return Chain([operation], lambda: _spread(total, [buffer for _, _, buffer in written]))
+        _check_lengths(call, buffers, wire, terms)
+        total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
+        return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
 
-    return run(channel, name, start, written, async_op)
+    return call.run(start, buffers, async_op)
 
 
-@verb
+@verb()
 def all_gather_multigpu(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],
@@ -209,116 +193,84 @@ def all_gather_multigpu(
         >>> md.simulate(program, 2)[0]
         [[0, 1, 10, 11], [0, 1, 10, 11]]
     """
-    name = "all_gather_multigpu"
-    target = resolve_group(group)
-    sources = _written(input_tensor_list, "input_tensor_list", target, name, is_read=True)
-    buffers = [buffer for _, _, buffer in sources]
-    count = len(buffers) * target.size()
-    written: list[Written] = []
-    for outputs in check_list(
-        output_tensor_lists, "output_tensor_lists", target, name, len(buffers)
-    ):
-        check_list(outputs, "an entry of output_tensor_lists", target, name, count)
-        written += _written(outputs, "output_tensor_lists", target, name, like=buffers[0])
-    channel = _enter(name, target, buffers)
-    outputs = [buffer for _, _, buffer in written]
-    return run(
-        channel,
-        name,
-        lambda wire, terms: gather_packed(wire, outputs, buffers, terms),
-        written,
-        async_op,
-    )
+    call = Collective("all_gather_multigpu", group)
+    inputs = _take(call, call.read, input_tensor_list, "input_tensor_list")
+    count = len(inputs) * call.group.size()
+    outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
+    _check_same(call, outputs, inputs[0], "output_tensor_lists")
+
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        _check_lengths(call, inputs, wire, terms)
+        return gather_packed(wire, outputs, inputs, terms)
+
+    return call.run(start, inputs, async_op)
 
 
-def _enter(
-    name: str,
-    target: ProcessGroup,
-    buffers: list[torch.Tensor],
-    op: ReduceKind | None = None,
-    root: int | None = None,
-) -> Channel:
-    """Return the channel, once the members' lists are known to be alike, as far as can be seen."""
-    channel = target.open_channel(buffers[0].device.type)
-    channel.enter(name, buffers, op, root)
-    if target.world.is_simulated or channel.spans_hosts:
-        _check_lengths(name, target, channel, buffers)
-    return channel
+def _take(
+    call: Collective,
+    take: Callable[[Any, str], torch.Tensor],
+    given: Any,
+    argument: str = "tensor_list",
+) -> list[torch.Tensor]:
+    """What ``call.read`` or ``call.write`` takes of a list whose entries are alike."""
+    tensors = [take(one, argument) for one in call.check_list(given, argument)]
+    _check_same(call, tensors, tensors[0], argument)
+    return tensors
 
 
-def _enter_reducing(
-    name: str,
-    target: ProcessGroup,
-    buffers: list[torch.Tensor],
-    op: Any,
-    root: int | None = None,
-) -> tuple[Channel, ReduceKind, torch.Tensor]:
-    """As ``_enter``; returns the wire's reduction too, and this rank's tensors reduced by it."""
-    kind, factor = split_premul(op)
-    check_reducible(kind, buffers[0], name, factor)
-    channel = _enter(name, target, buffers, declared_op(kind, factor), root)
-    parts = buffers if factor is None else [premultiplied(part, factor) for part in buffers]
-    return channel, kind, reduced([part.view(-1) for part in parts], kind)
+def _check_same(
+    call: Collective, tensors: Sequence[torch.Tensor], first: torch.Tensor, argument: str
+) -> None:
+    """Raise unless all tensors are like the first in dtype and number of elements."""
+    for tensor in tensors:
+        if tensor.dtype is not first.dtype:
+            raise DtypeError(
+                f"{call.name} has tensors of different dtypes",
+                expected="one dtype",
+                found=f"{dtype_name(first.dtype)} and, in {argument}, {dtype_name(tensor.dtype)}",
+            )
+        if tensor.numel() != first.numel():
+            raise ShapeError(
+                f"{call.name} has tensors of different numbers of elements",
+                found=f"{shape_text(first.shape)} and, in {argument}, {shape_text(tensor.shape)}",
+            )
+
+
+def _place(call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]) -> int:
+    """Return ``place`` if the list has it."""
+    if isinstance(place, bool) or not isinstance(place, int):
+        found = type(place).__name__
+        raise KindError(f"{call.name}: {argument} must be a whole number", found=found)
+    if not 0 <= place < len(tensors):
+        raise ArgumentError(
+            f"{call.name}: there is no tensor number {place} in tensor_list",
+            expected=f"{argument} from 0 to {len(tensors) - 1}",
+        )
+    return place
 
 
 def _check_lengths(
-    name: str, target: ProcessGroup, channel: Channel, buffers: list[torch.Tensor]
+    call: Collective, tensors: Sequence[torch.Tensor], wire: Communicator, terms: Terms
 ) -> None:
-    """Compare the lengths of the members' lists in a round of their own.
+    """Compare the lengths of the members' lists in a round of their own, where no headers do.
 
-    One tensor of each member travels, so nothing else shows a difference where no headers do.
+    One tensor of each member travels, so nothing else shows a difference.
     """
-    mine = torch.tensor([len(buffers)], device=buffers[0].device)
-    gathered = mine.new_empty(target.size())
-    run(channel, name, lambda wire, terms: wire.all_gather(gathered, mine, terms), [], False)
+    group, device = call.group, tensors[0].device
+    if not (group.world.is_simulated or group.open_channel(device.type).spans_hosts):
+        return
+    mine = torch.tensor([len(tensors)], device=device)
+    gathered = mine.new_empty(group.size())
+    wire.all_gather(gathered, mine, terms._replace(waits=True)).finish(terms.timeout)
     lengths = gathered.tolist()
     if len(set(lengths)) > 1:
-        found = [(rank, f"{n} tensors") for rank, n in zip(target.ranks, lengths, strict=True)]
+        found = [(rank, f"{n} tensors") for rank, n in zip(group.ranks, lengths, strict=True)]
         raise AgreementError(
-            f"{name}: the members' lists have different lengths",
-            where=f"{target.name}; no data was moved",
+            f"{call.name}: the members' lists have different lengths",
+            where=f"{group.name}; no data was moved",
             expected="as many tensors on every member",
             found=grouped_text(found),
         )
-
-
-def _written(
-    given: Any,
-    argument: str,
-    target: ProcessGroup,
-    name: str,
-    *,
-    is_read: bool = False,
-    like: torch.Tensor | None = None,
-) -> list[Written]:
-    """The arrays of a list, once they are known to be alike, and like ``like``."""
-    written = as_wire_tensors(given, argument, target, name, writable=not is_read)
-    first = written[0][2] if like is None else like
-    for _, _, buffer in written:
-        if buffer.dtype is not first.dtype:
-            raise DtypeError(
-                f"{name} has tensors of different dtypes",
-                expected="one dtype",
-                found=f"{dtype_name(first.dtype)} and, in {argument}, {dtype_name(buffer.dtype)}",
-            )
-        if buffer.numel() != first.numel():
-            raise ShapeError(
-                f"{name} has tensors of different numbers of elements",
-                found=f"{shape_text(first.shape)} and, in {argument}, {shape_text(buffer.shape)}",
-            )
-    return written
-
-
-def _place(place: object, argument: str, name: str, written: Sequence[Written]) -> int:
-    """Return ``place`` if the list has it."""
-    if isinstance(place, bool) or not isinstance(place, int):
-        raise KindError(f"{name}: {argument} must be a whole number", found=type(place).__name__)
-    if not 0 <= place < len(written):
-        raise ArgumentError(
-            f"{name}: there is no tensor number {place} in tensor_list",
-            expected=f"{argument} from 0 to {len(written) - 1}",
-        )
-    return place
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

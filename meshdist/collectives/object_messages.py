@@ -23,7 +23,7 @@ from .parcels import (
     raise_unpicklable,
     unpack,
 )
-from .point_to_point import Message, check_not_me, start_together
+from .point_to_point import ANSWER_TAG, Message, check_not_me, start_together
 
 __all__ = ["recv_object_list", "send_object_list"]
 
@@ -31,7 +31,7 @@ _MARK = int.from_bytes(b"objects\0", "little")
 """The first number of every list of objects that is sent, so that nothing else is taken for one."""
 
 
-@verb
+@verb()
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -73,16 +73,18 @@ def send_object_list(
     line = _Line(name, target, device, use_batch)
     num_sent = len(object_list)
     parcel = Parcel(entries("object_list", object_list))
-    line.send(line.numbers(_MARK, num_sent, parcel.signed_size), peer)
-    (num_taken,) = line.receive(line.numbers(0), peer, is_answer=True)[0].view(torch.int64).tolist()
-    if parcel.is_failure or num_taken == num_sent:
-        line.send(parcel.data.to(line.device), peer)
-    if parcel.is_failure:
+    line.move(line.numbers(_MARK, num_sent, parcel.signed_size), peer, is_send=True)
+    answer = line.numbers(0)
+    line.move(answer, peer, is_send=False, tag=ANSWER_TAG)
+    num_taken = int(answer.view(torch.int64))
+    if parcel.error is not None or num_taken == num_sent:
+        line.move(parcel.data.to(line.device), peer, is_send=True)
+    if parcel.error is not None:
         raise_unpicklable([(target.world.rank, parcel.data)], name, parcel.error)
     _check_same_length(num_sent, target.world.rank, num_taken, target.ranks[peer], target)
 
 
-@verb
+@verb()
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -114,7 +116,8 @@ def recv_object_list(
     check_is_list(object_list, "object_list", name, is_written=True)
     num_taken = len(object_list)
     line = _Line(name, target, device, use_batch)
-    numbers, source = line.receive(line.numbers(0, 0, 0), peer)
+    numbers = line.numbers(0, 0, 0)
+    source = line.move(numbers, peer, is_send=False).operation.source()
     mark, num_sent, signed_size = numbers.view(torch.int64).tolist()
     sender = target.ranks[source]
     if mark != _MARK:
@@ -123,15 +126,14 @@ def recv_object_list(
             where=f"rank {target.world.rank}, {target.name}",
             fix=f"let rank {sender} call send_object_list",
         )
-    line.send(line.numbers(num_taken), source, is_answer=True)
+    line.move(line.numbers(num_taken), source, is_send=True, tag=ANSWER_TAG)
     if signed_size >= 0:
         _check_same_length(num_sent, sender, num_taken, target.world.rank, target)
-    data, _ = line.receive(
-        torch.empty(abs(signed_size), dtype=torch.uint8, device=line.device), source
-    )
+    data = torch.empty(abs(signed_size), dtype=torch.uint8, device=line.device)
+    line.move(data, source, is_send=False)
     if signed_size < 0:
         raise_unpicklable([(sender, data)], "send_object_list")
-    object_list[:] = unpack(data, sender, name, target)
+    object_list[:] = unpack(data.cpu(), sender, name, target)
     return sender
 
 
@@ -152,19 +154,12 @@ class _Line:
         """
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
-    def send(self, tensor: torch.Tensor, peer: int, *, is_answer: bool = False) -> None:
-        """Send to a member."""
-        self._run(tensor, peer, is_send=True, is_answer=is_answer)
-
-    def receive(
-        self, tensor: torch.Tensor, peer: int | None, *, is_answer: bool = False
-    ) -> tuple[torch.Tensor, int]:
-        """Return what has come into ``tensor``, in host memory, and from which member."""
-        message = self._run(tensor, peer, is_send=False, is_answer=is_answer)
-        return tensor.cpu(), message.source()
-
-    def _run(self, tensor: torch.Tensor, peer: int | None, **kind: bool) -> Message:
-        message = Message(self.verb, self.target, peer, tensor, **kind)
+    def move(
+        self, tensor: torch.Tensor, peer: int | None, *, is_send: bool, tag: int = 0
+    ) -> Message:
+        """Send ``tensor`` to a member, or receive into it; return the finished message."""
+        message = Message(self.verb, self.target, peer, tensor, is_send=is_send)
+        message.tag = tag  # unchecked: no program may name an answer's
         if self.use_batch:
             start_together([message])
         else:

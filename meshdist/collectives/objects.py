@@ -12,16 +12,14 @@ fails leaves its lists as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..error_text import grouped_text
-from ..groups.process_group import ProcessGroup, resolve_group
-from ..wires.communicator import Communicator
-from ..wires.operations import Operation, Terms
-from .checks import check_list, check_no_list, get_root
+from .checks import get_root
+from .collective import Collective
 from .instruments import verb
 from .parcels import (
     Parcel,
@@ -32,7 +30,6 @@ from .parcels import (
     raise_unpicklable,
     unpack,
 )
-from .running import run
 
 __all__ = [
     "all_gather_object",
@@ -42,7 +39,7 @@ __all__ = [
 ]
 
 
-@verb
+@verb()
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """Every member's list holds all members' objects, in group order.
 
@@ -67,18 +64,16 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         >>> md.simulate(program, 2)[0]
         [{'rank': 0}, {'rank': 1}]
     """
-    name = "all_gather_object"
-    target = resolve_group(group)
-    check_list(object_list, "object_list", target, name, target.size())
-    check_is_list(object_list, "object_list", name, is_written=True)
-    rounds = _Rounds(name, target)
+    rounds = _Rounds("all_gather_object", group)
+    rounds.check_list(object_list, "object_list", rounds.group.size())
+    check_is_list(object_list, "object_list", rounds.name, is_written=True)
     parcel = Parcel({"obj": obj})
     sizes = rounds.agree(parcel)
     parts = rounds.all_gather_bytes(parcel.data, sizes)
     object_list[:] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
-@verb
+@verb()
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -110,29 +105,24 @@ def gather_object(
         >>> md.simulate(program, 2)
         [['a', 'b'], None]
     """
-    name, argument = "gather_object", "object_gather_list"
-    target = resolve_group(group)
-    root = get_root(target, dst, group_dst, name, "dst")
-    is_root = root == target.rank()
-    if is_root:
-        size = target.size()
-        check_list(object_gather_list, argument, target, name, size, role="destination")
-        check_is_list(object_gather_list, argument, name, is_written=True)
-    else:
-        check_no_list(object_gather_list, argument, name, "destination", target, root)
-    rounds = _Rounds(name, target, root=root)
+    rounds, argument = _Rounds("gather_object", group), "object_gather_list"
+    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.name, "dst")
+    size = rounds.group.size()
+    rounds.check_list(object_gather_list, argument, size, role="destination")
+    if rounds.is_root:
+        check_is_list(object_gather_list, argument, rounds.name, is_written=True)
     parcel = Parcel({"obj": obj})
     sizes = rounds.agree(parcel)
-    sent = [0] * target.size()
+    sent = [0] * size
     sent[root] = parcel.data.numel()
-    parts = rounds.exchange(parcel.data, sent, sizes if is_root else [0] * target.size())
-    if object_gather_list and is_root:
+    parts = rounds.exchange(parcel.data, sent, sizes if rounds.is_root else [0] * size)
+    if object_gather_list and rounds.is_root:
         object_gather_list[:] = [
             rounds.unpack(part, member)[0] for member, part in enumerate(parts)
         ]
 
 
-@verb
+@verb()
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -164,21 +154,17 @@ def broadcast_object_list(
         >>> md.simulate(program, 2)[1]
         ['foo', 12, {1: 2}]
     """
-    name = "broadcast_object_list"
-    target = resolve_group(group)
-    root = get_root(target, src, group_src, name, "src")
-    is_root = root == target.rank()
-    check_is_list(object_list, "object_list", name, is_written=not is_root)
-    rounds = _Rounds(name, target, device, root)
-    parcel = Parcel(entries("object_list", object_list) if is_root else {})
+    rounds = _Rounds("broadcast_object_list", group, device)
+    root = rounds.root = get_root(rounds.group, src, group_src, rounds.name, "src")
+    check_is_list(object_list, "object_list", rounds.name, is_written=not rounds.is_root)
+    parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
     sizes = rounds.agree(parcel, len(object_list))
-    data = parcel.data if is_root else rounds.empty(sizes[root])
-    arrived = rounds.broadcast(data)
-    if not is_root:
+    arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
+    if not rounds.is_root:
         object_list[:] = rounds.unpack(arrived, root)
 
 
-@verb
+@verb()
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
@@ -210,42 +196,36 @@ def scatter_object_list(
         [['a'], ['b']]
     """
     name, argument = "scatter_object_list", "scatter_object_input_list"
-    target = resolve_group(group)
-    size = target.size()
-    root = get_root(target, src, group_src, name, "src")
-    check_list(scatter_object_output_list, "scatter_object_output_list", target, name)
+    rounds = _Rounds(name, group)
+    size = rounds.group.size()
+    root = rounds.root = get_root(rounds.group, src, group_src, name, "src")
+    rounds.check_list(scatter_object_output_list, "scatter_object_output_list")
     check_is_list(scatter_object_output_list, "scatter_object_output_list", name, is_written=True)
     parcels = []
-    if root == target.rank():
-        objects = check_list(scatter_object_input_list, argument, target, name, size, role="source")
+    if rounds.is_root:
+        objects = rounds.check_list(scatter_object_input_list, argument, size, role="source")
         parcels = [Parcel({entry: x}) for entry, x in entries(argument, objects).items()]
-    rounds = _Rounds(name, target, root=root)
     sizes = rounds.broadcast_sizes(parcels)
     sent = sizes if parcels else [0] * size
     taken = [0] * size
-    taken[root] = sizes[target.rank()]
+    taken[root] = sizes[rounds.group.rank()]
     data = torch.cat([parcel.data for parcel in parcels]) if parcels else rounds.empty(0)
     scatter_object_output_list[0] = rounds.unpack(rounds.exchange(data, sent, taken)[root], root)[0]
 
 
-class _Rounds:
+class _Rounds(Collective):
     """The rounds of one call among all members; all of them under the verb's name.
 
     Args:
-        verb: its public name.
-        target: the group.
+        name, group: as for ``Collective``.
         device: where the caller wants the bytes to travel, or None.
-        root: the place of the verb's source or destination, or None.
     """
 
-    def __init__(
-        self, verb: str, target: ProcessGroup, device: Any = None, root: int | None = None
-    ) -> None:
-        self.verb = verb
-        self.target = target
-        self.root = root
-        self.device = find_device(target, device, verb)
-        self.channel = target.open_channel(self.device.type)
+    __slots__ = ("device",)
+
+    def __init__(self, name: str, group: Any, device: Any = None) -> None:
+        super().__init__(name, group)
+        self.device = find_device(self.group, device, name)
 
     def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
         """Return how many bytes each member has.
@@ -254,18 +234,18 @@ class _Rounds:
             KindError: a member has failed to pickle. AgreementError: the members' lengths differ.
         """
         mine = torch.tensor([parcel.signed_size, length], device=self.device)
-        gathered = mine.new_empty(2 * self.target.size())
-        self._run(mine, lambda wire, terms: wire.all_gather(gathered, mine, terms))
+        gathered = mine.new_empty(2 * self.group.size())
+        self.run(lambda wire, terms: wire.all_gather(gathered, mine, terms), mine)
         signed_sizes, lengths = gathered.view(-1, 2).t().tolist()
-        ranks = self.target.ranks
+        ranks = self.group.ranks
         if min(signed_sizes) < 0:
-            reason = parcel.data if parcel.is_failure else self.empty(0)
+            reason = parcel.data if parcel.error is not None else self.empty(0)
             texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
-            raise_unpicklable(failed, self.verb, parcel.error)
+            raise_unpicklable(failed, self.name, parcel.error)
         if len(set(lengths)) > 1:
             entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
-            raise other_length(self.verb, self.target, grouped_text(entries))
+            raise other_length(self.name, self.group, grouped_text(entries))
         return list(signed_sizes)
 
     def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
@@ -275,14 +255,14 @@ class _Rounds:
             KindError: the source has failed to pickle.
         """
         assert self.root is not None
-        failure = next((parcel for parcel in parcels if parcel.is_failure), None)
+        failure = next((parcel for parcel in parcels if parcel.error is not None), None)
         signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
-        signed_sizes = signed_sizes or [0] * self.target.size()
+        signed_sizes = signed_sizes or [0] * self.group.size()
         sizes: list[int] = self.broadcast(torch.tensor(signed_sizes, device="cpu")).tolist()
         if sizes[0] < 0:
             text = self.broadcast(failure.data if failure else self.empty(-sizes[0]))
-            source = self.target.ranks[self.root]
-            raise_unpicklable([(source, text)], self.verb, failure.error if failure else None)
+            source = self.group.ranks[self.root]
+            raise_unpicklable([(source, text)], self.name, failure.error if failure else None)
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -294,18 +274,18 @@ class _Rounds:
         root = self.root
         assert root is not None
         there = tensor.to(self.device)
-        self._run(there, lambda wire, terms: wire.broadcast(there, root, terms))
+        self.run(lambda wire, terms: wire.broadcast(there, root, terms), there)
         return there.cpu()
 
     def all_gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return every member's bytes, ``sizes`` of them."""
         there = data.to(self.device)
         parts = [there.new_empty(size) for size in sizes]
-        self._run(
-            there,
+        self.run(
             lambda wire, terms: wire.all_gather_list(parts, there, terms),
-            [there.numel()] * self.target.size(),
-            sizes,
+            there,
+            sent=[there.numel()] * len(parts),
+            taken=sizes,
         )
         return [part.cpu() for part in parts]
 
@@ -315,24 +295,14 @@ class _Rounds:
         """Send each member its part of ``data``, and return what came from each."""
         there = data.to(self.device)
         whole = there.new_empty(sum(taken))
-        self._run(
-            there,
+        self.run(
             lambda wire, terms: wire.all_to_all_single(whole, there, taken, sent, terms),
-            sent,
-            taken,
+            there,
+            sent=sent,
+            taken=taken,
         )
         return list(whole.cpu().split(list(taken)))
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
         """Return the objects that ``member`` sent."""
-        return unpack(data, self.target.ranks[member], self.verb, self.target)
-
-    def _run(
-        self,
-        mine: torch.Tensor,
-        start: Callable[[Communicator, Terms], Operation],
-        sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
-    ) -> None:
-        self.channel.enter(self.verb, mine, None, self.root, sent, taken)
-        run(self.channel, self.verb, start, [], False)
+        return unpack(data, self.group.ranks[member], self.name, self.group)

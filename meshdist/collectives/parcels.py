@@ -55,14 +55,9 @@ class Parcel:
         self.data = torch.frombuffer(view, dtype=torch.uint8)
 
     @property
-    def is_failure(self) -> bool:
-        """Whether the bytes are the reason of a failure."""
-        return self.error is not None
-
-    @property
     def signed_size(self) -> int:
         """The number of bytes, negative for a failure's."""
-        return -self.data.numel() if self.is_failure else self.data.numel()
+        return self.data.numel() if self.error is None else -self.data.numel()
 
 
 def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:

@@ -7,7 +7,8 @@ None of these verbs has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError, KindError
@@ -16,18 +17,12 @@ from ..wires.communicator import LARGEST_TAG
 from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
 from ..wires.work import Work
-from .checks import (
-    as_wire_tensor,
-    find_peer,
-    forbid_gradient,
-    get_peer,
-    is_overwriting_history,
-    note_write,
-)
+from .checks import as_wire_tensor, find_peer, get_peer, note_write
+from .collective import find_copy_back
 from .instruments import verb
-from .running import copy_one_back
 
 __all__ = [
+    "ANSWER_TAG",
     "Message",
     "check_not_me",
     "irecv",
@@ -37,8 +32,8 @@ __all__ = [
     "start_together",
 ]
 
-_ANSWER_TAG = LARGEST_TAG + 1
-"""The tag of what a receiver answers to a sender."""
+ANSWER_TAG = LARGEST_TAG + 1
+"""The tag of what a receiver answers to a sender, which no program's message has."""
 
 
 @verb(fast=["tensor", "peer", "tag"], peer=get_peer)
@@ -105,10 +100,10 @@ def recv(
     message = Message("recv", group, peer, tensor, tag, is_send=False)
     message.start(waits=True)
     message.finish()
-    return group.ranks[message.source()]  # type: ignore[no-any-return]
+    return group.ranks[message.operation.source()]  # type: ignore[no-any-return]
 
 
-@verb
+@verb()
 def isend(
     tensor: Any,
     dst: int | None = None,
@@ -132,7 +127,7 @@ def isend(
     return message.work()
 
 
-@verb
+@verb()
 def irecv(
     tensor: Any,
     src: int | None = None,
@@ -159,6 +154,7 @@ def irecv(
     return message.work()
 
 
+@dataclass(eq=False, repr=False)
 class Message:
     """One send or receive whose arguments are known to be good; nothing is sent before ``start``.
 
@@ -169,52 +165,28 @@ class Message:
         tensor: what is sent, or written.
         tag: matches sends to receives.
         is_send: which of both it is.
-        is_answer: whether it goes under a tag of its own, which no program's message has.
 
     Raises:
         KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
         BackendError: the group has no wire for the tensor's device.
     """
 
-    __slots__ = (
-        "buffer",
-        "channel",
-        "data",
-        "device_type",
-        "is_send",
-        "number",
-        "operation",
-        "peer",
-        "tag",
-        "target",
-        "tensor",
-        "verb",
-    )
+    verb: str
+    target: ProcessGroup
+    peer: int | None
+    tensor: Any
+    tag: int = 0
+    is_send: bool = field(kw_only=True)
+    number: int = field(init=False)
+    operation: Operation = field(init=False)
 
-    number: int
-    operation: Operation
-
-    def __init__(
-        self,
-        verb: str,
-        target: ProcessGroup,
-        peer: int | None,
-        tensor: Any,
-        tag: int = 0,
-        *,
-        is_send: bool,
-        is_answer: bool = False,
-    ) -> None:
-        self.data, self.buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
+    def __post_init__(self) -> None:
+        self.data, self.buffer = as_wire_tensor(
+            self.tensor, "tensor", self.verb, writable=not self.is_send
+        )
         self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
-        if tag.__class__ is not int or tag:  # a plain 0 is the common case
-            _check_tag(tag, target.wire_name(self.device_type))
-        self.verb = verb
-        self.target = target
-        self.peer = peer
-        self.tensor = tensor
-        self.tag = _ANSWER_TAG if is_answer else tag
-        self.is_send = is_send
+        if self.tag.__class__ is not int or self.tag:  # a plain 0 is the common case
+            _check_tag(self.tag, self.target.wire_name(self.device_type))
 
     def start(self, *, waits: bool = False) -> None:
         """Compare it with its counterpart, if that is there, and start it.
@@ -247,22 +219,19 @@ class Message:
             raise channel.refuse_message(self.is_send, peer, tag, different)
         failure = None
         try:
+            terms = Terms(channel.timeout, verb, channel.recorder.num_notes, waits)
             if self.is_send:
                 assert peer is not None  # a receiver is always named
-                self.operation = communicator.send(buffer, peer, tag, self._terms(waits))
+                self.operation = communicator.send(buffer, peer, tag, terms)
             else:
                 note_write(self.data)
-                self.operation = communicator.recv(buffer, peer, tag, self._terms(waits))
+                self.operation = communicator.recv(buffer, peer, tag, terms)
         except WireFailure as caught:
             failure = caught
         if is_noted_late:
             self._note()
         if failure is not None:
             raise channel.explain(failure) from None
-
-    def _terms(self, waits: bool) -> Terms:
-        channel = self.channel
-        return Terms(channel.timeout, self.verb, channel.recorder.num_notes, waits)
 
     def _note(self, *, is_numbered: bool = True) -> None:
         channel = self.channel
@@ -275,40 +244,24 @@ class Message:
             self.operation.finish(self.channel.timeout)
         except WireFailure as failure:
             raise self.channel.explain(failure, self.number) from None
-        if not self.is_send and self._is_apart:
-            self._forbid_gradient()
-            self._copy_back()
-
-    def source(self) -> int:
-        """The place in the group that a finished receive came from."""
-        return self.operation.source()
+        if copy_back := self._find_copy_back():
+            copy_back()
 
     def work(self) -> Work:
         """What a caller that waits later gets."""
-        copy_back = None
-        if not self.is_send and self._is_apart:
-            self._forbid_gradient()
-            copy_back = self._copy_back
         return self.channel.work(
             self.operation,
             [self.tensor],
-            copy_back,
+            self._find_copy_back(),
             verb=self.verb,
             note=self.number,
             is_transfer=True,
         )
 
-    @property
-    def _is_apart(self) -> bool:
-        """Whether what travels is another tensor than the caller's."""
-        return self.buffer is not self.tensor
-
-    def _forbid_gradient(self) -> None:
-        if is_overwriting_history(self.data):
-            forbid_gradient(self.data, self.verb)
-
-    def _copy_back(self) -> None:
-        copy_one_back(self.tensor, self.data, self.buffer)
+    def _find_copy_back(self) -> Callable[[], None] | None:
+        if self.is_send or self.buffer is self.tensor:
+            return None  # the common case, decided fast
+        return find_copy_back([(self.tensor, self.data, self.buffer)], self.verb)
 
 
 def start_together(messages: Sequence[Message]) -> None:

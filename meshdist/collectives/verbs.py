@@ -24,17 +24,13 @@ from ..wires.work import Work
 from .checks import (
     SUM,
     as_wire_tensor,
-    check_alike,
-    check_blocks,
     check_reducible,
-    declared_op,
     first_cuda_device,
     get_peer,
     note_write,
-    premultiplied,
 )
+from .collective import Collective, run
 from .instruments import verb
-from .running import run
 
 __all__ = [
     "all_gather_into_tensor",
@@ -83,7 +79,7 @@ def all_reduce(
         kind, factor = split_premul(op)
         check_reducible(kind, buffer, "all_reduce", factor)
     channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind if factor is None else declared_op(kind, factor))
+    channel.enter("all_reduce", buffer, kind if factor is None else ReduceOp.PREMUL_SUM)
     if factor is not None:
         multiply(buffer, factor)
     if async_op or buffer is not tensor:
@@ -137,16 +133,12 @@ def broadcast(
         [[1, 1], [1, 1], [1, 1]]
     """
     root = get_peer(group, src, group_src, "broadcast", "src")
-    data, buffer = as_wire_tensor(tensor, "tensor", "broadcast", writable=True)
-    channel = group.open_channel(buffer.device.type)
-    channel.enter("broadcast", buffer, None, root)
-    return run(
-        channel,
-        "broadcast",
-        lambda wire, terms: wire.broadcast(buffer, root, terms),
-        [(tensor, data, buffer)] if root != group.rank() else [],
-        async_op,
-        result=[tensor],
+    call = Collective("broadcast", group, root)
+    buffer = call.write(tensor, "tensor")
+    if call.is_root:  # what is sent stays as it is
+        call.written.clear()
+    return call.run(
+        lambda wire, terms: wire.broadcast(buffer, root, terms), buffer, async_op, [tensor]
     )
 
 
@@ -184,21 +176,14 @@ def reduce(
         [[6, 6], [2, 2], [3, 3]]
     """
     root = get_peer(group, dst, group_dst, "reduce", "dst")
-    is_root = root == group.rank()
-    data, buffer = as_wire_tensor(tensor, "tensor", "reduce", writable=is_root)
-    kind, factor = split_premul(op)
-    check_reducible(kind, buffer, "reduce", factor)
-    channel = group.open_channel(buffer.device.type)
-    channel.enter("reduce", buffer, declared_op(kind, factor), root)
-    if factor is not None:
-        buffer = premultiplied(buffer, factor)
-    return run(
-        channel,
-        "reduce",
-        lambda wire, terms: wire.reduce(buffer, kind, root, terms),
-        [(tensor, data, buffer)] if is_root else [],
+    call = Collective("reduce", group, root)
+    buffer = (call.write if call.is_root else call.read)(tensor, "tensor")
+    kind = call.take_op(op, buffer)
+    return call.run(
+        lambda wire, terms: wire.reduce(call.scaled(buffer), kind, root, terms),
+        buffer,
         async_op,
-        result=[tensor],
+        [tensor],
     )
 
 
@@ -243,19 +228,12 @@ def _all_gather(
     name: str, output: Any, input: Any, group: ProcessGroup, async_op: bool
 ) -> Work | None:
     names = ("output_tensor", "input_tensor")
-    data, buffer = as_wire_tensor(output, names[0], name, writable=True)
-    _, block = as_wire_tensor(input, names[1], name, writable=False)
-    check_alike(buffer, block, group, name, names)
-    check_blocks(buffer, block, group, name, names)
-    channel = group.open_channel(buffer.device.type)
-    channel.enter(name, block)
-    return run(
-        channel,
-        name,
-        lambda wire, terms: wire.all_gather(buffer, block, terms),
-        [(output, data, buffer)],
-        async_op,
-    )
+    call = Collective(name, group)
+    buffer = call.write(output, names[0])
+    block = call.read(input, names[1])
+    call.check_alike(buffer, block, names)
+    call.check_blocks(buffer, block, names)
+    return call.run(lambda wire, terms: wire.all_gather(buffer, block, terms), block, async_op)
 
 
 @verb(fast=["output", "input", "op"])
@@ -297,21 +275,15 @@ def reduce_scatter_single(
 def _reduce_scatter(
     name: str, output: Any, input: Any, op: Any, group: ProcessGroup, async_op: bool
 ) -> Work | None:
-    data, buffer = as_wire_tensor(output, "output", name, writable=True)
-    _, whole = as_wire_tensor(input, "input", name, writable=False)
-    kind, factor = split_premul(op)
-    check_reducible(kind, buffer, name, factor)
-    check_alike(buffer, whole, group, name, ("output", "input"))
-    check_blocks(whole, buffer, group, name, ("input", "output"))
-    channel = group.open_channel(buffer.device.type)
-    channel.enter(name, whole, declared_op(kind, factor))
-    if factor is not None:
-        whole = premultiplied(whole, factor)
-    return run(
-        channel,
-        name,
-        lambda wire, terms: wire.reduce_scatter(buffer, whole, kind, terms),
-        [(output, data, buffer)],
+    call = Collective(name, group)
+    buffer = call.write(output, "output")
+    whole = call.read(input, "input")
+    kind = call.take_op(op, buffer)
+    call.check_alike(buffer, whole, ("output", "input"))
+    call.check_blocks(whole, buffer, ("input", "output"))
+    return call.run(
+        lambda wire, terms: wire.reduce_scatter(buffer, call.scaled(whole), kind, terms),
+        whole,
         async_op,
     )
 

@@ -8,8 +8,8 @@ which is ready while most of the backward is still to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -26,22 +26,13 @@ __all__ = [
 _MIB = 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Item:
-    """What the assignment needs of one parameter.
-
-    Args:
-        num_bytes: the size of its gradient.
-        kind: what all members of a bucket share: dtype and device.
-    """
-
-    num_bytes: int
-    kind: Hashable
+Item: TypeAlias = tuple[int, Hashable]
+"""Of one parameter: the bytes of its gradient; its dtype and device, which its bucket shares."""
 
 
 def items_of(parameters: Sequence[torch.Tensor]) -> list[Item]:
     """Return one item per parameter, in the same order."""
-    return [Item(p.nbytes, (p.dtype, p.device)) for p in parameters]
+    return [(p.nbytes, (p.dtype, p.device)) for p in parameters]
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:
@@ -87,36 +78,23 @@ def assign_buckets(
         buckets, one after the other, hold the indices in ``order``.
 
     Example:
-        >>> items = [Item(4, "f32"), Item(8, "f32"), Item(2, "f16"), Item(4, "f32")]
+        >>> items = [(4, "f32"), (8, "f32"), (2, "f16"), (4, "f32")]
         >>> assign_buckets(items, [3, 2, 1, 0], caps=(4, 12))
         ((3,), (2,), (1, 0))
     """
-    done: list[_Filling] = []
-    filling: dict[Hashable, _Filling] = {}
-    for place, index in enumerate(order):
-        item = items[index]
-        bucket = filling.get(item.kind)
-        if bucket is None:
-            bucket = filling[item.kind] = _Filling(caps[0])
-        elif bucket.num_bytes + item.num_bytes > bucket.cap_bytes:
-            done.append(bucket)
-            bucket = filling[item.kind] = _Filling(caps[1])
-        bucket.indices.append(index)
-        bucket.num_bytes += item.num_bytes
-        bucket.last_place = place
-    done.extend(filling.values())
-    done.sort(key=lambda bucket: bucket.last_place)
-    return tuple(tuple(bucket.indices) for bucket in done)
-
-
-@dataclass
-class _Filling:
-    """A bucket while it is being filled."""
-
-    cap_bytes: int
-    num_bytes: int = 0
-    last_place: int = -1
-    indices: list[int] = field(default_factory=list)
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
+    for index in order:
+        num_bytes, kind = items[index]
+        bucket, room = filling.get(kind, ([], caps[0]))
+        if bucket and num_bytes > room:
+            bucket, room = [], caps[1]
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(index)
+        filling[kind] = bucket, room - num_bytes
+    places = {index: place for place, index in enumerate(order)}
+    return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -138,9 +116,4 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
         expected *= size
     else:
         return tuple(stride)
-    return tuple(_row_major(shape))
-
-
-def _row_major(shape: Sequence[int]) -> Iterator[int]:
-    for dim in range(len(shape)):
-        yield math.prod(max(size, 1) for size in shape[dim + 1 :])
+    return torch.empty(tuple(shape), device="meta").stride()

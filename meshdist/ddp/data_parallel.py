@@ -103,7 +103,13 @@ class DistributedDataParallel(nn.Module):
             )
         self.device_ids, self.output_device = _find_devices(module, device_ids, output_device)
         self.dim = dim
-        self.process_group = _find_group(process_group, device_mesh)
+        if process_group is not None and device_mesh is not None:
+            raise MeshError(
+                "process_group and device_mesh were both given",
+                expected="one of them, or neither for the world",
+                fix="pass device_mesh=mesh['dp'] alone",
+            )
+        self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if given is None else bool(given)
@@ -111,7 +117,16 @@ class DistributedDataParallel(nn.Module):
         for device_type in sorted({tensor.device.type for tensor in _state(module).values()}):
             self.process_group.open_channel(device_type)
         if init_sync:
-            self._make_replicas_equal(with_buffers=broadcast_buffers is not False)
+            state = _state(module, with_buffers=broadcast_buffers is not False)
+            check_equal_lines(
+                [tensor_line(name, tensor) for name, tensor in state.items()],
+                self.process_group,
+                device=self.device,
+                summary=f"DistributedDataParallel: the ranks hold different "
+                f"{type(module).__name__} modules",
+                fix="build the same model on every rank of the axis, with equal arguments",
+            )
+            broadcast_from_first([one.detach() for one in state.values()], self.process_group)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
@@ -132,18 +147,6 @@ class DistributedDataParallel(nn.Module):
         )
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, self._reducer.close).atexit = False
-
-    def _make_replicas_equal(self, *, with_buffers: bool) -> None:
-        state = _state(self.module, with_buffers=with_buffers)
-        check_equal_lines(
-            [tensor_line(name, tensor) for name, tensor in state.items()],
-            self.process_group,
-            device=self.device,
-            summary=f"DistributedDataParallel: the ranks hold different "
-            f"{type(self.module).__name__} modules",
-            fix="build the same model on every rank of the axis, with equal arguments",
-        )
-        broadcast_from_first([tensor.detach() for tensor in state.values()], self.process_group)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -293,16 +296,6 @@ def _check_module(module: object) -> None:
                 expected="dense gradients",
                 fix="make the embedding with sparse=False",
             )
-
-
-def _find_group(process_group: object, device_mesh: DeviceMesh | None) -> ProcessGroup:
-    if process_group is not None and device_mesh is not None:
-        raise MeshError(
-            "process_group and device_mesh were both given",
-            expected="one of them, or neither for the world",
-            fix="pass device_mesh=mesh['dp'] alone",
-        )
-    return resolve_group(process_group if device_mesh is None else device_mesh)
 
 
 def _find_devices(

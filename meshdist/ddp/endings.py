@@ -7,17 +7,19 @@ CPU wait for the device: there only the rank concerned raises.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 
+from ..collectives.objects import all_gather_object
 from ..groups.process_group import ProcessGroup
-from .replicas import gather_texts
 from .reports import Reports
 
 __all__ = ["Ending", "Endings"]
+
+T = TypeVar("T")
 
 
 class Ending(IntEnum):
@@ -63,8 +65,7 @@ class Endings:
         lacking, self._lacking = self._lacking, range(len(self._parameters))
         if self._someone_lacks:
             self._someone_lacks = False
-            texts = self._gather(json.dumps(list(lacking)))
-            raise self._reports.lacking({rank: json.loads(text) for rank, text in texts.items()})
+            raise self._reports.lacking(self._gather(lacking))
 
     def backward_ends(self, came: bytearray) -> Ending:
         """Note which parameters got a gradient: those whose place in ``came`` is not 0."""
@@ -97,12 +98,13 @@ class Endings:
         for parameter in self._parameters:
             parameter.grad = None
         if is_partial:
-            texts = self._gather(str(int(was_interrupted)))
-            raise self._reports.interrupted([rank for rank, text in texts.items() if text == "1"])
+            found = self._gather(was_interrupted)
+            raise self._reports.interrupted([rank for rank, was_cut in found.items() if was_cut])
 
-    def _gather(self, text: str) -> dict[int, str]:
-        """The texts of all ranks by rank; of this one alone where the others raise nothing."""
+    def _gather(self, mine: T) -> dict[int, T]:
+        """What all ranks have, by rank; this one alone where the others raise nothing."""
         if not self._all_ranks_know:
-            return {self._group.world.rank: text}
-        texts = gather_texts(text, self._group, device=self._flags_of[0].device)
-        return dict(zip(self._group.ranks, texts, strict=True))
+            return {self._group.world.rank: mine}
+        found = [mine] * self._group.size()
+        all_gather_object(found, mine, self._group)
+        return dict(zip(self._group.ranks, found, strict=True))

@@ -24,7 +24,7 @@ class Bucket:
         indices: which parameters, in the order in which their gradients are to lie.
         parameters: all of them.
         num_flags: how many numbers follow the gradients.
-        allocate: memory for so many numbers, of dtype and device like a parameter's.
+        allocate: memory like a parameter's in dtype and device, for so many numbers.
         scale: by what a gradient is multiplied on its way into the bucket.
         as_views: whether ``.grad`` becomes the view, or stays apart from the bucket.
         reports: makes the error for a gradient that cannot lie here.
@@ -48,22 +48,21 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         *,
         num_flags: int,
-        allocate: Callable[[int, torch.Tensor], torch.Tensor],
+        allocate: Callable[[torch.Tensor, int], torch.Tensor],
         scale: float,
         as_views: bool,
         reports: Reports,
     ) -> None:
         self.indices = indices
         self.members = [parameters[index] for index in indices]
-        size = sum(member.numel() for member in self.members)
-        self.sent = allocate(size + num_flags, self.members[0]).zero_()
+        counts = [member.numel() for member in self.members]
+        size = sum(counts)
+        self.sent = allocate(self.members[0], size + num_flags).zero_()
         self.flat, self.flags = self.sent.split([size, num_flags])
-        self.views: list[torch.Tensor] = []
-        offset = 0
-        for member in self.members:
-            stride = dense_stride(member.shape, member.stride())
-            self.views.append(self.flat.as_strided(member.shape, stride, offset))
-            offset += member.numel()
+        self.views: list[torch.Tensor] = [
+            part.as_strided(member.shape, dense_stride(member.shape, member.stride()))
+            for part, member in zip(self.flat.split(counts), self.members, strict=True)
+        ]
         self.at_once = [view.nbytes >= _AT_ONCE_BYTES for view in self.views]
         places = zip(self.members, self.views, self.at_once, strict=True)
         self.later = [(member, view) for member, view, is_at_once in places if not is_at_once]

@@ -71,27 +71,17 @@ class Reducer:
         self._as_views = gradient_as_bucket_view
         self._lock = threading.RLock()  # a module on several devices has a thread on each
         self._handles: list[RemovableHandle] = []
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._next = 0  # the bucket whose all-reduce starts next
         self._is_open = False  # a gradient has come, and the backward has not ended
         self._task: int | None = None  # the backward that will call _finish
         self._came = bytearray(len(self._parameters))  # 1 for each gradient of this backward
         self._has_reduced = False  # equal on every rank
         self._failure: Exception | None = None
-        self._arrivals: list[int] | None = []  # of the first backward; None once rebuilt
-        self._build(range(len(self._parameters) - 1, -1, -1), _own_memory)
-        device = self._buckets[-1].sent.device
+        self.arrivals: list[int] | None = []  # of the first backward; None once rebuilt
+        self._build(range(len(self._parameters) - 1, -1, -1), torch.Tensor.new_empty)
+        device = self.buckets[-1].sent.device
         self._endings = Endings(self._parameters, self._reports, group, device)
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, in the order in which they are reduced."""
-        return tuple(self._buckets)
-
-    @property
-    def has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets follow the order in which gradients came in the first backward."""
-        return self._arrivals is None
 
     # -- before and after the module's forward ----------------------------------------------------
 
@@ -113,8 +103,8 @@ class Reducer:
         if not torch.is_grad_enabled():
             return
         self._endings.forward_begins()
-        if self._arrivals is not None and self._has_reduced:
-            self._rebuild(self._arrivals)
+        if self.arrivals is not None and self._has_reduced:
+            self._rebuild(self.arrivals)
 
     def after_forward(self, outputs: object, owner: object) -> None:
         """Put hooks on the module's outputs, which run when a backward begins.
@@ -139,17 +129,17 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _build(
-        self, order: Sequence[int], allocate: Callable[[int, torch.Tensor], torch.Tensor]
+        self, order: Sequence[int], allocate: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> None:
         """Make the buckets for gradients that come in ``order``; gradients keep their values."""
         old_views = {
             index: view
-            for bucket in self._buckets
+            for bucket in self.buckets
             for index, view in zip(bucket.indices, bucket.views, strict=True)
             if self._parameters[index].grad is view
         }
         self.close()
-        self._buckets = []
+        self.buckets = []
         assignment = assign_buckets(items_of(self._parameters), order, self._caps)
         for place, indices in enumerate(assignment):
             bucket = Bucket(
@@ -161,7 +151,7 @@ class Reducer:
                 as_views=self._as_views,
                 reports=self._reports,
             )
-            self._buckets.append(bucket)
+            self.buckets.append(bucket)
             for slot, index in enumerate(indices):
                 old_view = old_views.pop(index, None)
                 if old_view is not None:
@@ -172,20 +162,20 @@ class Reducer:
 
     def _rebuild(self, arrivals: list[int]) -> None:
         """Rebuild the buckets once, in the order in which gradients came on group rank 0."""
-        expected = [index for bucket in self._buckets for index in bucket.indices]
+        expected = [index for bucket in self.buckets for index in bucket.indices]
         order = list(dict.fromkeys(arrivals + expected))
-        device = self._buckets[-1].sent.device
+        device = self.buckets[-1].sent.device
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
         broadcast(agreed, group=self._group, group_src=0)
-        self._arrivals = None
+        self.arrivals = None
         with torch.no_grad():
             self._build(agreed.tolist(), self._shared_memory)
 
-    def _shared_memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
+    def _shared_memory(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """Memory that the group reduces where it lies, if its wire shares any; collective."""
         if like.is_cpu:
             return shared_empty(count, like.dtype, self._group)
-        return _own_memory(count, like)
+        return like.new_empty(count)
 
     def _make_hook(self, index: int, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
         """Return what autograd calls when the gradient of one parameter is in ``.grad``.
@@ -193,12 +183,13 @@ class Reducer:
         This runs once per parameter and backward, so it does as little as it can.
         """
         came = self._came
-        arrivals = self._arrivals
+        arrivals = self.arrivals
         goes_at_once = bucket.at_once[slot]
 
         def gradient_came(_: torch.Tensor) -> None:
             if came[index]:
-                raise self._reports.twice(index)
+                name = self._reports.describe(index)
+                raise self._reports.overlapping(f"{name} got its gradient twice")
             if not self._is_open:
                 self._open()
             came[index] = 1
@@ -230,20 +221,19 @@ class Reducer:
         if torch.is_grad_enabled():
             raise self._reports.with_graph()
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._finish)
+            self._enter()
         self._is_open = True
 
     def _start_full_buckets(self) -> None:
         """Start the all-reduce of every full bucket that has no unfull one before it."""
         with self._lock, torch.no_grad():
-            while self._next < len(self._buckets) and not self._buckets[self._next].num_pending:
-                bucket = self._buckets[self._next]
+            while self._next < len(self.buckets) and not self.buckets[self._next].num_pending:
+                bucket = self.buckets[self._next]
                 bucket.move_in_later_ones()
                 self._start(bucket, Ending.WHOLE)
 
     def _start(self, bucket: Bucket, ending: Ending) -> None:
-        if bucket is self._buckets[-1]:
+        if bucket is self.buckets[-1]:
             self._endings.set_flag(bucket.flags, ending)
         bucket.work = all_reduce(bucket.sent, ReduceOp.SUM, self._group, async_op=True)
         self._next += 1
@@ -255,7 +245,7 @@ class Reducer:
         if not self._is_open:  # no parameter took part, for example in autograd.grad of inputs
             return
         ending = self._endings.backward_ends(self._came)
-        for bucket in self._buckets[self._next :]:
+        for bucket in self.buckets[self._next :]:
             for slot, index in enumerate(bucket.indices):
                 if bucket.at_once[slot] and not self._came[index]:
                     bucket.move_in(slot)
@@ -269,9 +259,9 @@ class Reducer:
 
         Zeros stand in for what this rank did not send.
         """
-        is_cut = self._next < len(self._buckets)
+        is_cut = self._next < len(self.buckets)
         ending = Ending.INTERRUPTED if is_cut else Ending.WHOLE
-        for bucket in self._buckets[self._next :]:
+        for bucket in self.buckets[self._next :]:
             bucket.flat.zero_()
             self._start(bucket, ending)
         self._wait(ending)
@@ -279,24 +269,20 @@ class Reducer:
     def _wait(self, ending: Ending) -> None:
         """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
         try:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 assert bucket.work is not None
                 bucket.work.wait()
         except Exception as failure:
             self._failure = failure
             raise
         is_complete = 0 not in self._came
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.hand_out(is_complete=is_complete)
         self._came[:] = bytes(len(self._came))
         self._next = 0
         self._is_open = False
         self._has_reduced = True
-        self._endings.read_flags(self._buckets[-1].flags, ending)
-
-
-def _own_memory(count: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(count, dtype=like.dtype, device=like.device)
+        self._endings.read_flags(self.buckets[-1].flags, ending)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..collectives.list_verbs import all_gather
+from ..collectives.objects import all_gather_object
 from ..collectives.verbs import all_gather_into_tensor, broadcast
 from ..dtypes import dtype_name
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError
 from ..groups.process_group import ProcessGroup
 
-__all__ = ["broadcast_from_first", "check_equal_lines", "gather_texts", "tensor_line"]
+__all__ = ["broadcast_from_first", "check_equal_lines", "tensor_line"]
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
@@ -48,19 +48,20 @@ def check_equal_lines(
     Raises:
         AgreementError: they differ; every member raises, and the text shows the lines that differ.
     """
-    text = json.dumps(list(lines))
-    digest = list(hashlib.sha256(text.encode()).digest())
+    digest = list(hashlib.sha256(json.dumps(list(lines)).encode()).digest())
     mine = torch.tensor(digest, dtype=torch.uint8, device=device)
     gathered = mine.new_empty((group.size(), len(digest)))
     all_gather_into_tensor(gathered, mine, group)
     if bool((gathered == mine).all()):
         return
-    texts = gather_texts(text, group, device=device)
+    lists: list[Sequence[str]] = [()] * group.size()
+    with torch.cuda.device_of(mine):
+        all_gather_object(lists, lines, group)
     raise AgreementError(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences([json.loads(one) for one in texts], group),
+        found=_differences(lists, group),
         fix=fix,
     )
 
@@ -78,16 +79,6 @@ def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
     return "\n".join(shown)
 
 
-def gather_texts(text: str, group: ProcessGroup, *, device: torch.device) -> list[str]:
-    """Return every member's text, in group order; collective over ``group``."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
-    all_gather_into_tensor(sizes, torch.tensor([len(mine)], device=device), group)
-    parts = [mine.new_empty(size) for size in sizes.tolist()]
-    all_gather(parts, mine, group)
-    return [bytes(part.tolist()).decode() for part in parts]
-
-
 @torch.no_grad()
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
     """Give every member group rank 0's values, in place; collective over ``group``.
@@ -95,13 +86,11 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -
     Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
     """
     for chunk in _chunks(tensors):
-        ends = list(itertools.accumulate(_padded_bytes(tensor) for tensor in chunk))
-        flat = torch.empty(ends[-1], dtype=torch.uint8, device=chunk[0].device)
+        sizes = [_padded_bytes(tensor) for tensor in chunk]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0].device)
         pieces = [
-            flat[end - _padded_bytes(tensor) :][: tensor.nbytes]
-            .view(tensor.dtype)
-            .view(tensor.shape)
-            for tensor, end in zip(chunk, ends, strict=True)
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(flat.split(sizes), chunk, strict=True)
         ]
         if group.rank() == 0:
             torch._foreach_copy_(pieces, chunk)

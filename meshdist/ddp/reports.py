@@ -31,7 +31,7 @@ class Reports:
         """Parameters got no gradient: which ones, by rank."""
         found = []
         for rank, indices in held.items():
-            line = ", ".join(self._describe(index) for index in indices[:_SHOWN_PARAMETERS])
+            line = ", ".join(self.describe(index) for index in indices[:_SHOWN_PARAMETERS])
             if len(indices) > _SHOWN_PARAMETERS:
                 line += f" and {len(indices) - _SHOWN_PARAMETERS} more"
             if indices:
@@ -54,10 +54,6 @@ class Reports:
             found=f"{ranks_text(ranks)}: an exception was raised inside backward()",
             fix="look at the exception there; after zero_grad() a new step may begin",
         )
-
-    def twice(self, index: int) -> GradientError:
-        """One parameter got two gradients in what should be one backward."""
-        return self.overlapping(f"{self._describe(index)} got its gradient twice")
 
     def overlapping(self, summary: str) -> GradientError:
         """One backward began before another had ended."""
@@ -83,7 +79,7 @@ class Reports:
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
         """A gradient is not dense."""
         return GradientError(
-            f"{self._describe(index)} has a sparse gradient",
+            f"{self.describe(index)} has a sparse gradient",
             where=self._where,
             expected="dense gradients",
             found=f"layout {str(layout).removeprefix('torch.')}",
@@ -99,5 +95,6 @@ class Reports:
             fix="end this job, or make the mesh and the model's wrapper anew",
         )
 
-    def _describe(self, index: int) -> str:
+    def describe(self, index: int) -> str:
+        """A parameter, for messages."""
         return f"{self._names[index]} (index {index})"

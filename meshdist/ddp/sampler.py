@@ -70,7 +70,15 @@ def _size_and_place(
             )
         if isinstance(num_replicas, ProcessGroup):
             return num_replicas.size(), num_replicas.rank()
-        return _size_and_place_on(num_replicas)
+        coordinate = num_replicas.get_coordinate()
+        if coordinate is None:
+            raise NotInGroupError(
+                "this rank has no share: it is not on the mesh",
+                where=f"rank {num_replicas.world.rank}, {num_replicas!r}",
+                fix="make the sampler only where mesh.get_coordinate() is not None",
+            )
+        shape = num_replicas.shape
+        return math.prod(shape), int(np.ravel_multi_index(coordinate, shape))
     if num_replicas is not None and (
         isinstance(num_replicas, bool) or not isinstance(num_replicas, int)
     ):
@@ -88,14 +96,3 @@ def _size_and_place(
             "mesh['dp'])",
         )
     return size, place
-
-
-def _size_and_place_on(mesh: DeviceMesh) -> tuple[int, int]:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise NotInGroupError(
-            "this rank has no share: it is not on the mesh",
-            where=f"rank {mesh.world.rank}, {mesh!r}",
-            fix="make the sampler only where mesh.get_coordinate() is not None",
-        )
-    return math.prod(mesh.shape), int(np.ravel_multi_index(coordinate, mesh.shape))

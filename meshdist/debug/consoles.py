@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import weakref
@@ -25,19 +26,14 @@ class Console:
 
     def __init__(self, fd: int, *, is_own: bool) -> None:
         self._fd = fd
+        self._input = io.FileIO(fd, closefd=False)  # unbuffered
         self._is_terminal = os.isatty(fd)
         if is_own:
             weakref.finalize(self, os.close, fd)
 
     def readline(self) -> str:
         """The next line with its end; "" at the end of the input."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            byte = os.read(self._fd, 1)
-            if not byte:
-                break
-            line += byte
-        return line.decode(errors="replace")
+        return self._input.readline().decode(errors="replace")
 
     def write(self, text: str) -> int:
         """Write to the terminal; to standard output where the input is none."""

@@ -6,15 +6,15 @@ import bdb
 import ctypes
 import pdb  # noqa: T100 - this is the debugger that users ask for
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..bootstrap.thread_stores import check_store_served, store_of_thread
 from ..bootstrap.world import World, get_usable_world
-from ..checking.call_sites import Site, call_site, show_site
+from ..checking.call_sites import call_site, show_site
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
 from ..groups.other_members import last_call_text
 from ..groups.registry import get_registry
@@ -22,12 +22,15 @@ from ..groups.signal_thread import ask, clocks_paused
 from ..runtime.deadlines import Grace, wait_until
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..wires.simulated.scheduler import find_rank_here
+from ..wires.simulated.store import CallWait
 from .consoles import find_console
 
 __all__: list[str] = []  # the name breakpoint would shadow the builtin
 
 _ENTERED, _LEFT, _QUIT = "breakpoint/entered", "breakpoint/left", "breakpoint/quit"
 _UNOPENED = "breakpoint/unopened"
+
+_Add: TypeAlias = Callable[[str, int], int]
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
@@ -68,17 +71,18 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if world.rank != rank:
         _wait(world, rank, number, limit)
         return
-    post = _Post(world)
-    post.add(_ENTERED)
+    add = _open_counts(world)
+    add(_ENTERED, 1)
     frame = sys._getframe(1)
     try:
         debugger = _Debugger(world, limit)
         debugger.stop_at(frame, f"rank {rank} of {world.size} is here; type continue to let go\n")
     except BaseException as error:
-        post.note(_UNOPENED if isinstance(error, WorldError) else _QUIT, number)
+        key = _UNOPENED if isinstance(error, WorldError) else _QUIT
+        add(key, number - add(key, 0))
         raise
     finally:
-        post.add(_LEFT)
+        add(_LEFT, 1)
     debugger.resume()  # last, so that no line of this function is stepped through
 
 
@@ -113,76 +117,61 @@ def _limit(world: World, timeout_s: object) -> timedelta:
     return limit
 
 
-class _Post:
-    """What the ranks share: how many breakpoints were entered and left, and which was quit.
+def _open_counts(world: World) -> _Add:
+    """What adds to a number that all ranks share, and returns the sum.
 
-    All ranks stop at one breakpoint after the other, so that four numbers are enough. Simulated
-    ranks, which wait by letting others run, keep them in the table that they share.
+    All ranks stop at one breakpoint after the other, so that four numbers are enough: how many
+    were entered and left, and which was quit or had no debugger. Simulated ranks, which wait by
+    letting others run, keep them in the table that they share.
     """
+    if not world.is_simulated:
+        return store_of_thread(world).add
+    rank = find_rank_here()
+    if rank is None:
+        raise WorldError(
+            f"breakpoint of simulated rank {world.rank} was called from another thread",
+            where=f"called at {show_site(call_site())}",
+            expected="the rank's own thread",
+            fix="use the builtin breakpoint() there, or run the program as processes",
+        )
+    table: dict[str, int] = rank.scheduler.tables.setdefault("breakpoints", {})
 
-    def __init__(self, world: World) -> None:
-        self._table: dict[str, int] | None = None
-        rank = find_rank_here()
-        if not world.is_simulated:
-            self._store = store_of_thread(world)
-        elif rank is not None:
-            self._table = rank.scheduler.tables.setdefault("breakpoints", {})
-        else:
-            raise WorldError(
-                f"breakpoint of simulated rank {world.rank} was called from another thread",
-                where=f"called at {show_site(call_site())}",
-                expected="the rank's own thread",
-                fix="use the builtin breakpoint() there, or run the program as processes",
-            )
+    def add(key: str, amount: int) -> int:
+        table[key] = table.get(key, 0) + amount
+        return table[key]
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Add to a number, and return the sum."""
-        if self._table is None:
-            return int(self._store.add(key, amount))
-        self._table[key] = self._table.get(key, 0) + amount
-        return self._table[key]
-
-    def note(self, key: str, number: int) -> None:
-        """Record that the program is to end at breakpoint ``number``."""
-        self.add(key, number - self.add(key, 0))
-
-
-@dataclass
-class _Turn:
-    """A simulated rank's wait for the rank in the debugger."""
-
-    post: _Post
-    rank: int
-    number: int
-    site: Site
-
-    def is_ready(self) -> bool:
-        return self.post.add(_LEFT, 0) >= self.number
-
-    def describe(self) -> str:
-        return f"breakpoint(rank={self.rank}), called at {show_site(self.site)}"
+    return add
 
 
 def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
     """Wait until ``rank`` has left its breakpoint ``number``."""
-    post = _Post(world)
+    where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
+    add = _open_counts(world)
+
+    def has_left() -> bool:
+        return add(_LEFT, 0) >= number
+
     here = find_rank_here() if world.is_simulated else None
     if here is not None:
-        here.wait(_Turn(post, rank, number, call_site()))
-    else:
-        has_left = wait_until(
-            lambda: post.add(_LEFT, 0) >= number, Grace(limit), lambda: check_store_served(world)
+        here.wait(CallWait(f"breakpoint(rank={rank})", call_site(), has_left))
+    elif not wait_until(has_left, Grace(limit), lambda: check_store_served(world)):
+        found = f"rank {rank} is in the debugger"
+        if add(_ENTERED, 0) < number:
+            found = f"rank {rank} has not come: {last_call_text(ask(world, (rank,)).get(rank))}"
+        raise CollectiveTimeoutError(
+            f"rank {rank} did not leave breakpoint() within {limit.total_seconds():g} s",
+            where=where,
+            expected="the same call on all ranks, and `continue` in time",
+            found=found,
+            fix="give a longer timeout_s, or leave the debugger earlier",
         )
-        if not has_left:
-            raise _expired(world, post, rank, number, limit)
-    where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
-    if post.add(_QUIT, 0) == number:
+    if add(_QUIT, 0) == number:
         raise AbortedError(
             f"the debugger on rank {rank} was quit",
             where=where,
             fix="leave it with continue to let the program go on",
         )
-    if post.add(_UNOPENED, 0) == number:
+    if add(_UNOPENED, 0) == number:
         raise AbortedError(
             f"rank {rank} could not open a debugger",
             where=where,
@@ -190,23 +179,6 @@ def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
             fix="start the program from a terminal, or give it commands: "
             "meshdist run ... < commands",
         )
-
-
-def _expired(
-    world: World, post: _Post, rank: int, number: int, limit: timedelta
-) -> CollectiveTimeoutError:
-    if post.add(_ENTERED, 0) >= number:
-        found = f"rank {rank} is in the debugger"
-    else:
-        answer = ask(world, (rank,)).get(rank)
-        found = f"rank {rank} has not come: {last_call_text(answer)}"
-    return CollectiveTimeoutError(
-        f"rank {rank} did not leave breakpoint() within {limit.total_seconds():g} s",
-        where=f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}",
-        expected="the same call on all ranks, and `continue` in time",
-        found=found,
-        fix="give a longer timeout_s, or leave the debugger earlier",
-    )
 
 
 class _Debugger(pdb.Pdb):

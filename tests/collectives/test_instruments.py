@@ -37,7 +37,7 @@ def plain(tensor: Any, op: int = 3, group: Any = None, *, tag: int = 0) -> tuple
     return tensor, op, group, tag
 
 
-marked = verb(plain)
+marked = verb()(plain)
 
 
 def test_it_is_called_as_before() -> None:
@@ -159,17 +159,17 @@ class Transfer:
         self.group = group
 
 
-@verb
+@verb()
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """A verb on objects."""
 
 
-@verb
+@verb()
 def all_gather_coalesced(outputs: list[list[Any]], inputs: list[Any], group: Any = None) -> None:
     """A verb on lists of lists."""
 
 
-@verb
+@verb()
 def batch_isend_irecv(p2p_op_list: list[Any]) -> None:
     """A verb whose operations name the group."""
 

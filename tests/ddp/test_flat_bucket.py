@@ -13,7 +13,7 @@ from meshdist.ddp.flat_bucket import Bucket
 from meshdist.ddp.reports import Reports
 
 
-def allocate(count: int, like: torch.Tensor) -> torch.Tensor:
+def allocate(like: torch.Tensor, count: int) -> torch.Tensor:
     return torch.empty(count, dtype=like.dtype)
 
 

@@ -113,13 +113,13 @@ def test_buckets_are_rebuilt_once_in_the_order_of_rank_0(events: list[str]) -> N
         order = [2, 0, 1] if md.get_rank() == 0 else [0, 1, 2]
         module = Chain(order, [])
         mine = reducer_of(module, ONE_EACH)
-        seen: list[Any] = [mine.has_rebuilt_buckets]
+        seen: list[Any] = [mine.arrivals is None]
         for _ in range(3):
             for p in module.parameters():
                 p.grad = None
             step(module, mine, torch.ones(1) + md.get_rank())
             seen.append([bucket.indices for bucket in mine.buckets])
-        return [*seen, mine.has_rebuilt_buckets, [p.grad.item() for p in module.parameters()]]
+        return [*seen, mine.arrivals is None, [p.grad.item() for p in module.parameters()]]
 
     made, rebuilt = [(2,), (1,), (0,)], [(1,), (0,), (2,)]
     assert md.simulate(program, 3) == [[False, made, rebuilt, rebuilt, True, [8.0, 8.0, 8.0]]] * 3

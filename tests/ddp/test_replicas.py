@@ -12,7 +12,6 @@ from meshdist.ddp import replicas
 from meshdist.ddp.replicas import (
     broadcast_from_first,
     check_equal_lines,
-    gather_texts,
     tensor_line,
 )
 from meshdist.errors import AgreementError
@@ -81,15 +80,6 @@ def test_few_broadcasts_carry_many_tensors(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_is_sent_for_no_tensors() -> None:
     assert md.simulate(lambda: broadcast_from_first([], md.group.WORLD), 2) == [None, None]
-
-
-def test_texts_of_any_length_are_gathered() -> None:
-    texts = ["", "größer", "x" * 1000]
-
-    def program() -> list[str]:
-        return gather_texts(texts[md.get_rank()], md.group.WORLD, device=CPU)
-
-    assert md.simulate(program, 3) == [texts] * 3
 
 
 def test_equal_lines_pass_and_different_ones_are_shown_by_rank() -> None:

@@ -13,19 +13,20 @@ from ...checking.call_sites import Site, call_site, show_site
 from ...errors import ArgumentError, WorldError
 from .scheduler import find_rank_here
 
-__all__ = ["SimulatedStore"]
+__all__ = ["CallWait", "SimulatedStore"]
 
 
 @dataclass
-class _KeyWait:
-    """A wait on the store."""
+class CallWait:
+    """A wait of a simulated rank inside a call."""
 
     call: str
     site: Site
     is_ready: Callable[[], bool]
+    show_more: Callable[[], str] = lambda: ""
 
     def describe(self) -> str:
-        return f"{self.call}, called at {show_site(self.site)}"
+        return f"{self.call}, called at {show_site(self.site)}{self.show_more()}"
 
 
 class SimulatedStore(Store):
@@ -168,14 +169,14 @@ class SimulatedStore(Store):
                 expected="waits on the thread of a simulated rank",
                 fix="set the key first, or ask with store.check",
             )
-        rank.wait(_KeyWait(call, call_site(), is_ready))
+        rank.wait(CallWait(call, call_site(), is_ready))
         return True
 
     def _poll(self, is_ready: Callable[[], bool], call: str) -> bool:
         """Whether ``is_ready()``; if not, the other ranks have run before."""
         rank = find_rank_here()
         if rank is not None and not is_ready():
-            rank.poll(_KeyWait(call, call_site(), is_ready))
+            rank.poll(CallWait(call, call_site(), is_ready))
         return is_ready()
 
 

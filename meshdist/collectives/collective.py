@@ -1,0 +1,308 @@
+"""One call of a collective: its arguments as they travel, their checks, its run, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+
+from ..arrays import finish_writes, shape_text
+from ..dtypes import dtype_name
+from ..error_text import ranks_text
+from ..errors import ArgumentError, DtypeError, KindError, ShapeError
+from ..groups.channel import Channel
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
+from ..wires.communicator import Communicator
+from ..wires.failures import WireFailure
+from ..wires.operations import Operation, Terms
+from ..wires.work import Work
+from .checks import (
+    as_wire_tensor,
+    check_reducible,
+    forbid_gradient,
+    is_overwriting_history,
+    note_write,
+    premultiplied,
+)
+
+__all__ = ["Collective", "Start", "find_copy_back", "run"]
+
+Start: TypeAlias = Callable[[Communicator, Terms], Operation]
+"""Starts a collective on a communicator, under the terms that it is given."""
+
+Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
+"""An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
+
+
+class Collective:
+    """One call of a collective; what it checks raises before anything is sent.
+
+    Args:
+        name: the verb's public name.
+        group: whose members call it, as the verb was given it.
+        root: the place of its source or destination.
+    """
+
+    __slots__ = ("factor", "group", "name", "op", "root", "written")
+
+    def __init__(self, name: str, group: Any, root: int | None = None) -> None:
+        self.name = name
+        self.root = root
+        self.group: ProcessGroup = group if type(group) is ProcessGroup else resolve_group(group)
+        self.written: list[Written] = []
+        self.op: ReduceKind | None = None
+        self.factor: Factor | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this member is the root."""
+        return self.root == self.group.rank()
+
+    @property
+    def here(self) -> str:
+        """This rank and the group, for messages."""
+        return f"rank {self.group.world.rank}, {self.group.name}"
+
+    def read(self, x: Any, argument: str) -> torch.Tensor:
+        """The wire tensor of an array that the verb reads."""
+        return as_wire_tensor(x, argument, self.name, writable=False)[1]
+
+    def write(self, x: Any, argument: str) -> torch.Tensor:
+        """The wire tensor of an array that the verb writes."""
+        data, buffer = as_wire_tensor(x, argument, self.name, writable=True)
+        self.written.append((x, data, buffer))
+        return buffer
+
+    def take_list(
+        self,
+        take: Callable[[Any, str], torch.Tensor],
+        given: Any,
+        argument: str,
+        like: torch.Tensor,
+        likes_name: str,
+        role: str = "",
+    ) -> list[torch.Tensor]:
+        """What ``read`` or ``write`` takes of a list, one entry per member, all like ``like``.
+
+        With a ``role``, the root's, the list is the root's alone, of entries as large as ``like``.
+        """
+        tensors = []
+        entries = self.check_list(given, argument, self.group.size(), role=role)
+        for place, one in enumerate(entries):
+            entry = f"{argument}[{place}]"
+            tensors.append(take(one, entry))
+            self.check_alike(tensors[-1], like, (entry, likes_name))
+            if role:
+                self.check_same_size(tensors[-1], like, (argument, likes_name))
+        return tensors
+
+    def write_lists(
+        self, given: Any, argument: str, num_lists: int, length: int
+    ) -> list[torch.Tensor]:
+        """What ``write`` gives for all entries of a list of lists, one list after the other."""
+        rows = self.check_list(given, argument, num_lists)
+        for row in rows:
+            self.check_list(row, f"an entry of {argument}", length)
+        return [self.write(one, argument) for row in rows for one in row]
+
+    def take_op(self, op: Any, *tensors: torch.Tensor) -> ReduceKind:
+        """The plain reduction to do on ``tensors``; ``scaled`` does the rest of PREMUL_SUM."""
+        kind, self.factor = split_premul(op)
+        for tensor in tensors:
+            check_reducible(kind, tensor, self.name, self.factor)
+        self.op = kind if self.factor is None else ReduceOp.PREMUL_SUM
+        return kind
+
+    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` times the factor of PREMUL_SUM, in new memory; itself where there is none."""
+        return tensor if self.factor is None else premultiplied(tensor, self.factor)
+
+    def run(
+        self,
+        start: Start,
+        tensor: torch.Tensor | list[torch.Tensor],
+        async_op: bool = False,
+        result: Sequence[Any] | None = None,
+        *,
+        sent: Sequence[int] = (),
+        taken: Sequence[int] = (),
+    ) -> Work | None:
+        """Compare the call with the members', and run it.
+
+        Args:
+            start, async_op, result: as for the function ``run``.
+            tensor, sent, taken: as for ``Channel.enter``.
+        """
+        first = tensor[0] if isinstance(tensor, list) else tensor
+        channel = self.group.open_channel(first.device.type)
+        channel.enter(self.name, tensor, self.op, self.root, sent, taken)
+        return run(channel, self.name, start, self.written, async_op, result=result)
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def check_alike(
+        self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
+    ) -> None:
+        """Raise unless both tensors have one dtype and one device."""
+        if output.dtype != tensor.dtype:
+            dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
+            raise DtypeError(
+                f"{self.name} has arguments of different dtypes",
+                where=self.here,
+                expected="one dtype",
+                found=f"{names[0]} {dtypes[0]}, {names[1]} {dtypes[1]}",
+                fix=f"give {names[0]} the dtype of {names[1]}, {tensor.dtype}",
+            )
+        if output.device != tensor.device:
+            raise ArgumentError(
+                f"{self.name} has arguments on different devices",
+                where=self.here,
+                expected="one device",
+                found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
+                fix=f"give {names[0]} the device of {names[1]}, {str(tensor.device)!r}",
+            )
+
+    def check_blocks(
+        self, whole: torch.Tensor, block: torch.Tensor, names: tuple[str, str]
+    ) -> None:
+        """Raise unless ``whole`` is one ``block`` per member: concatenated, stacked, or flat."""
+        size = self.group.size()
+        if whole.dim() == 1 and whole.numel() == size * block.numel():
+            return  # the common case, decided fast
+        stacked = (size, *block.shape)
+        joined = (size * block.shape[0], *block.shape[1:]) if block.dim() else (size,)
+        if whole.shape not in (stacked, joined):
+            shapes = (shape_text(whole.shape), shape_text(block.shape))
+            raise ShapeError(
+                f"{self.name}: {names[0]} does not hold one {names[1]} per member",
+                where=self.here,
+                expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
+                found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
+            )
+
+    def check_same_size(
+        self, tensor: torch.Tensor, other: torch.Tensor, names: tuple[str, str]
+    ) -> None:
+        """Raise unless both have as many elements."""
+        if tensor.numel() != other.numel():
+            shapes = (shape_text(tensor.shape), shape_text(other.shape))
+            raise ShapeError(
+                f"{self.name}: {names[0]} and {names[1]} have different numbers of elements",
+                where=self.here,
+                found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
+                fix=f"give {names[0]} {other.numel()} elements, as {names[1]} has",
+            )
+
+    def check_list(
+        self, given: Any, argument: str, length: int | None = None, *, role: str = ""
+    ) -> Sequence[Any]:
+        """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one).
+
+        With a ``role``, the root's, the list is the root's alone: others give none, and get ().
+        """
+        if role and not self.is_root:
+            if given is None or (isinstance(given, (list, tuple)) and not given):
+                return ()
+            root = self.group.ranks[self.root or 0]
+            raise ArgumentError(
+                f"{self.name}: {argument} is given on a rank that is not the {role}",
+                where=self.here,
+                expected=f"None or [] on all ranks but rank {root}, the {role}",
+                found=f"a {type(given).__name__}",
+                fix=f"pass {argument} on the {role} alone",
+            )
+        each = ", one entry per member" if length == self.group.size() else ""
+        if given is None:
+            name = "src" if role == "source" else "dst"
+            raise ArgumentError(
+                f"{self.name} needs {argument} on this rank{role and f', the {role}'}",
+                where=self.here,
+                expected=f"a list or tuple{each}",
+                fix=f"pass {argument}{role and f' here, or name another {role} as {name}'}",
+            )
+        if not isinstance(given, (list, tuple)):
+            raise KindError(
+                f"{self.name}: {argument} must be a list",
+                where=self.here,
+                expected=f"a list or tuple{each}",
+                found=type(given).__name__,
+                fix=f"pass a list, for example list({argument}.unbind())"
+                if isinstance(given, torch.Tensor)
+                else None,
+            )
+        if len(given) != length if length is not None else not given:
+            fix = "pass at least one entry" if length is None else f"pass a list of {length}"
+            if each:
+                fix = f"pass one entry for each of {ranks_text(self.group.ranks)}"
+            raise ArgumentError(
+                f"{self.name}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
+                where=self.here,
+                expected="at least one" if length is None else f"{length}{each}",
+                fix=fix,
+            )
+        return given
+
+
+def run(
+    channel: Channel,
+    verb: str,
+    start: Start,
+    written: Sequence[Written],
+    async_op: bool,
+    timeout: timedelta | None = None,
+    *,
+    result: Sequence[Any] | None = None,
+) -> Work | None:
+    """Start a verb that ``channel.enter`` has let through; wait for it, or return its Work.
+
+    Args:
+        channel: of the group and device type.
+        verb: its public name.
+        start: starts it.
+        written: what it writes.
+        async_op: whether to return the Work.
+        timeout: in place of the group's.
+        result: what the Work returns as its result, where that is more than what is written.
+
+    Raises:
+        CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as the group explains.
+    """
+    for _, data, _ in written:
+        note_write(data)
+    limit = timeout or channel.timeout
+    terms = Terms(limit, verb, channel.recorder.sequence, not async_op)
+    try:
+        operation = start(channel.communicator, terms)
+        if not async_op:
+            operation.finish(limit)
+    except WireFailure as failure:
+        failure.limit = timeout
+        raise channel.explain(failure) from None
+    copy_back = find_copy_back(written, verb)
+    if async_op:
+        results = [original for original, _, _ in written] if result is None else list(result)
+        return channel.work(operation, results, copy_back, verb=verb)
+    if copy_back is not None:
+        copy_back()
+    return None
+
+
+def find_copy_back(written: Sequence[Written], verb: str) -> Callable[[], None] | None:
+    """What copies that which a verb wrote back to the caller's arrays; None where it lies there."""
+    elsewhere = [one for one in written if one[0] is not one[2]]
+    for _, data, _ in elsewhere:
+        if is_overwriting_history(data):
+            forbid_gradient(data, verb)
+
+    def copy_back() -> None:
+        for original, data, buffer in elsewhere:
+            if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
+                with torch.inference_mode():
+                    data.copy_(buffer)
+            if data is not original:
+                finish_writes(original)
+
+    return copy_back if elsewhere else None
