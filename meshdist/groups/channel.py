@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ..checking.calls import (
+    SUM_NUMBER,
     GroupFacts,
     collective_fingerprints,
-    header,
+    fingerprint_of,
+    header_of,
     message_fingerprint,
     message_fingerprints,
 )
@@ -37,7 +39,6 @@ from .registry import OpenCommunicator
 __all__ = ["Channel"]
 
 _SUM = ReduceOp.SUM
-_SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
 
 class Channel:
@@ -123,11 +124,11 @@ class Channel:
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
         recorder = self.recorder
-        number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+        number = SUM_NUMBER if op is _SUM else None if op is None else op.value
         if not sent and self._enter(verb, tensor, op, number, root):
             return
         sizes = (sent, taken) if sent else ()
-        data = recorder.note(self.group, verb, tensor, op, root, sizes)
+        note = recorder.note(self.group, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             self._log_last_call()
         if self.aborts and self.is_broken():
@@ -137,11 +138,10 @@ class Channel:
             sequence = recorder.sequence
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            found = collective_fingerprints[verb, data, number, root, bool(sent)]
-            if header_table.enter(sequence, found, sent, taken):
+            if header_table.enter(sequence, fingerprint_of(note), sent, taken):
                 raise self.disagree(sequence)
         if self.spans_hosts and get_debug_level() == DebugLevel.DETAIL:
-            self._compare_by_a_round(header(verb, data, number, root, bool(sent)), sent, taken)
+            self._compare_by_a_round(header_of(note), sent, taken)
 
     def disagree(self, sequence: int) -> MeshdistError:
         """The error of members whose calls number ``sequence`` differ; raised on all of them."""

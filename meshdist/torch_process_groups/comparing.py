@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
-from ..checking.calls import Call, collective_fingerprints
+from ..checking.calls import Call, fingerprint_of
 from ..checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
 from ..error_text import ranks_text
@@ -64,12 +64,10 @@ class Comparison:
         if table is None:
             return
         sent, taken = call.sizes or ((), ())
-        op = None if call.op is None else call.op.value
-        found = collective_fingerprints[call.verb, call.data, op, call.root, bool(sent)]
         if sent or not call.sequence % CHECK_EVERY:
             self._wait_for_the_slowest(table, call, timeout)
         with self._entering:  # several threads may use the group
-            differing = table.enter(call.sequence, found, sent, taken)
+            differing = table.enter(call.sequence, fingerprint_of(call), sent, taken)
             self._latest = max(self._latest, call.sequence)
         if differing:
             raise self._disagreement(call.sequence, differing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -253,8 +253,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._check_usable()
         request = Request(verb, self._facts, read_options(options, first, **given))
         if first == "root":
-            request.root = request.asked.root
-            request.check_place(request.root)
+            request.check_place(request.asked.root)
+            request.facts["root"] = request.asked.root
         return request
 
     def _run(
@@ -263,7 +263,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         noted: Tensors,
         start: Start,
         result: list[Any],
-        sizes: Sequence[Sequence[int]] = (),
+        **facts: Any,
     ) -> TorchWork:
         """Run a call that was checked.
 
@@ -272,9 +272,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             noted: what it is noted and compared by.
             start: starts it.
             result: the tensors that hold its result, as torch nests them.
-            sizes: how many elements go to and come from each member, where members may differ.
+            facts: more fields of its record, ``Call``, that members compare.
         """
-        request.noted, request.sizes = noted, sizes
+        request.noted = noted
+        request.facts |= facts
         is_async = request.asked.is_async
         if not profiler._is_profiler_enabled:
             return self._handed_out(self._started(request, start, result, is_async))
@@ -325,8 +326,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         recorder, noted = self._recorder, request.noted
         with self._noting:  # several threads may use the group
             if request.message is None:
-                more = request.op, request.root, request.sizes
-                recorder.note(self._facts, request.verb, noted, *more)
+                recorder.note(self._facts, request.verb, noted, **request.facts)
             else:
                 recorder.note_message(self._facts, request.verb, noted, *request.message)
             call = recorder.find_note()

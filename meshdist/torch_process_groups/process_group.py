@@ -167,7 +167,7 @@ class WireGroup(GroupOfWire):
             sent,
             lambda wire, terms: wire.reduce_scatter_list(taken, sent, kind, terms),
             [output],
-            (_counts(sent), [taken.numel()] * self.size()),
+            sizes=(_counts(sent), [taken.numel()] * self.size()),
         )
 
     # -- moving ----------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class WireGroup(GroupOfWire):
             [sent for _, sent in pairs],
             _each(lambda wire, terms, a, b: wire.all_gather_list(a, b, terms), pairs),
             [list(into) for into in result],
-            ([mine] * self.size(), takes),
+            sizes=([mine] * self.size(), takes),
         )
 
     @_verb(input_tensor="input_tensors")
@@ -323,7 +323,7 @@ class WireGroup(GroupOfWire):
             sent,
             lambda wire, terms: wire.all_to_all(taken, sent, terms),
             list(output_tensors),
-            (_counts(sent), _counts(taken)),
+            sizes=(_counts(sent), _counts(taken)),
         )
 
     @_verb(timeout="opts")
@@ -353,7 +353,7 @@ class WireGroup(GroupOfWire):
             sent,
             lambda wire, terms: wire.all_to_all_single(taken, sent, takes, gives, terms),
             [output],
-            (gives, takes),
+            sizes=(gives, takes),
         )
 
     def barrier(self, opts: Any = None, timeout: Limit = None) -> Any:

@@ -76,13 +76,10 @@ class Request:
     def __init__(self, verb: str, group: GroupFacts, asked: Asked) -> None:
         self.verb = verb
         self.asked = asked
-        self.op: ReduceKind | None = None
-        """The plain reduction to do, once ``take_op`` was called."""
-        self.root: int | None = None
         self.noted: Any = None
         """The tensor, or list of tensors, by which it is noted and compared."""
-        self.sizes: Sequence[Sequence[int]] = ()
-        """How many elements go to and come from each member, where members may differ."""
+        self.facts: dict[str, Any] = {}
+        """More fields of the record, ``Call``, that members compare."""
         self.message: tuple[int | None, int] | None = None
         """The peer and the tag of a message."""
         self._factor: Factor | None = None
@@ -105,7 +102,7 @@ class Request:
     @property
     def is_root(self) -> bool:
         """Whether this member is the root."""
-        return self.root == self._group.rank
+        return self.asked.root == self._group.rank
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as a wire reads it."""
@@ -144,10 +141,11 @@ class Request:
 
     def take_op(self, tensors: Sequence[torch.Tensor]) -> ReduceKind:
         """The plain reduction to do on ``tensors``; ``scaled`` does the rest of PREMUL_SUM."""
-        self.op, self._factor = split_premul(self.asked.op)
+        op, self._factor = split_premul(self.asked.op)
         for tensor in tensors:
-            check_reducible(self.op, tensor, self.verb, self._factor)
-        return self.op
+            check_reducible(op, tensor, self.verb, self._factor)
+        self.facts["op"] = op
+        return op
 
     def scaled(self, buffer: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """``buffer`` times the factor of PREMUL_SUM; itself where there is none."""

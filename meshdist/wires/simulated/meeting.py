@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from ...checking.calls import Call, header, message_fingerprint
+from ...checking.calls import Call, header_of, message_fingerprint
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceOp
@@ -85,9 +85,8 @@ class Collective(Step):
         self.way = way
         self.inputs = inputs
         self.outputs = outputs
-        op = None if call.op is None else call.op.value
-        is_uneven = bool(call.sizes) and call.root is None
-        self.header = way, header(call.verb, call.data, op, call.root, is_uneven)
+        # The sizes of a call with a root are the root's alone: it compares the numbers of elements.
+        self.header = way, header_of(call if call.root is None else call._replace(sizes=()))
 
     def describe(self) -> str:
         """The call in words, with the members that it waits for."""
