@@ -32,7 +32,7 @@ class HeaderTables:
     def publish(self) -> None:
         """Make this rank's shared words, and show the others where they lie."""
         self._words = make_shared_words()
-        address = None if self._words is None else self._words.address.to_json()
+        address = None if self._words is None else self._words.address
         store_of_thread(self._world).set(_address_key(self._world.rank), json.dumps(address))
 
     def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
@@ -66,7 +66,7 @@ class HeaderTables:
                 if not store.check([_address_key(rank)]):
                     return None
                 address = json.loads(store.get(_address_key(rank)))
-            self._views[rank] = address and find_view(WordsAddress.from_json(address))
+            self._views[rank] = address and find_view(WordsAddress(*address))
         return self._views[rank], key
 
 

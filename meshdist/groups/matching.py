@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,7 @@ from ..wires.communicator import Communicator
 from ..wires.failures import MemberLost, MembersDisagree, WireAborted
 from ..wires.operations import Deferred, Terms
 
-__all__ = ["Matching"]
+__all__ = ["Matching", "Receive"]
 
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
@@ -31,10 +31,20 @@ _REST_PER_LOOK = 20.0  # times what a look took, as long as that is no hold-up
 _LONGEST_REST_S = 0.02
 
 
-@dataclass(frozen=True, eq=False)
-class _Receive:
-    # A weak reference, so that a Work that is dropped takes no message.
-    deferred: weakref.ref[Deferred]
+@dataclass(eq=False)
+class Receive:
+    """A receive that waits for its sender.
+
+    Args:
+        tensor: what is written.
+        peer: the sender, where the program named it.
+        tag: of the message.
+        header: the fingerprint of the message that ``tensor`` takes.
+        note: under which the recorder noted the call, without a number.
+        timeout: how long it may take.
+        explain: notifies all members that a message does not fit, and makes the error.
+    """
+
     tensor: torch.Tensor
     peer: int | None
     tag: int
@@ -42,8 +52,11 @@ class _Receive:
     note: int
     timeout: timedelta
     explain: Callable[[MembersDisagree], Exception]
+    # A weak reference, so that a Work that is dropped takes no message.
+    deferred: Callable[[], Deferred | None] = field(default=lambda: None, init=False)
 
     def is_wanted(self) -> bool:
+        """Whether its caller still has it."""
         deferred = self.deferred()
         return deferred is not None and not deferred.is_cancelled
 
@@ -72,7 +85,7 @@ class Matching:
         self._header_table = header_table
         self._recorder = recorder
         self._is_broken = is_broken
-        self.receives: list[_Receive] = []
+        self.receives: list[Receive] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._checked = 0.0
@@ -86,34 +99,17 @@ class Matching:
                 return True
             return peer is None and self._header_table.can_find_sender(tag)
 
-    def add(
-        self,
-        tensor: torch.Tensor,
-        *,
-        peer: int | None,
-        tag: int,
-        header: int,
-        note: int,
-        timeout: timedelta,
-        explain: Callable[[MembersDisagree], Exception],
-        waits: bool,
-    ) -> Deferred:
-        """Receive ``tensor`` as soon as its sender is known.
+    def add(self, receive: Receive, *, waits: bool) -> Deferred:
+        """Start a receive as soon as its sender is known.
 
         Args:
-            tensor: what is written.
-            peer: the sender, where the program named it.
-            tag: of the message.
-            header: the fingerprint of the message that ``tensor`` takes.
-            note: under which the recorder noted the call, without a number.
-            timeout: how long it may take.
-            explain: notifies all members that a message does not fit, and makes the error.
+            receive: the receive.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
         deferred = Deferred(self._look, self._communicator.wait_for)
-        receive = _Receive(weakref.ref(deferred), tensor, peer, tag, header, note, timeout, explain)
+        receive.deferred = weakref.ref(deferred)
         with self._lock:
-            is_first = all(one.tag != tag for one in self.receives)
+            is_first = all(one.tag != receive.tag for one in self.receives)
             self.receives.append(receive)
             if is_first:
                 self._start_if_sent(receive)
@@ -162,7 +158,7 @@ class Matching:
                 self._checked = time.monotonic()
                 self._check()
 
-    def _start_if_sent(self, receive: _Receive) -> bool:
+    def _start_if_sent(self, receive: Receive) -> bool:
         peer, tag = receive.peer, receive.tag
         try:
             if peer is None:
@@ -180,7 +176,7 @@ class Matching:
         self._start(receive, peer)
         return True
 
-    def _start(self, receive: _Receive, peer: int | None) -> None:
+    def _start(self, receive: Receive, peer: int | None) -> None:
         try:
             terms = Terms(receive.timeout)
             started = self._communicator.recv(receive.tensor, peer, receive.tag, terms)
@@ -211,7 +207,7 @@ class Matching:
             for receive in tuple(self.receives):
                 self._end(receive, failure())
 
-    def _end(self, receive: _Receive, failure: Exception) -> None:
+    def _end(self, receive: Receive, failure: Exception) -> None:
         self.receives.remove(receive)
         deferred = receive.deferred()
         if deferred is not None:

@@ -12,13 +12,11 @@ import secrets
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
 from ..checking.calls import Call, fingerprint_of
 from ..checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
 from ..error_text import ranks_text
-from ..runtime.deadlines import Deadline, wait_until
 from ..wires.failures import MembersDisagree, WireAborted, WireTimeout
 from ..wires.mpi.arrivals import words_of_process
 from ..wires.opening import Opening
@@ -49,8 +47,8 @@ class Comparison:
         regions = Regions(self._find_region)
         self._table = HeaderTable.reserve(self._words, self._key, hosts, opening.rank, regions)
         if self._table is not None and self._words is not None:
-            place = {"key": self._key, **self._words.address.to_json()}
-            self._store.set(_key_of(opening.rank), json.dumps(place))
+            place = json.dumps([self._key, self._words.address])
+            self._store.set(_key_of(opening.rank), place)
 
     def enter(self, call: Call, timeout: timedelta) -> None:
         """Compare a collective that this member is about to start.
@@ -107,26 +105,20 @@ class Comparison:
         return MembersDisagree(f"this member's call differs from that of {others}", number)
 
     def _wait_for_the_slowest(self, table: HeaderTable, call: Call, timeout: timedelta) -> None:
-        find_behind = partial(table.find_behind, call.sequence, bool(call.sizes))
-
         def check() -> None:
             self.compare_again()
             if self._is_broken():
                 raise WireAborted("aborted while waiting")
 
-        if wait_until(
-            lambda: find_behind() is None, Deadline(timeout), check, longest_pause_s=0.001
-        ):
-            return
-        member = find_behind()
+        member = table.wait_for_the_slowest(call.sequence, bool(call.sizes), timeout, check)
         if member is not None:
             raise WireTimeout(f"rank {self._ranks[member]} is too many calls behind")
 
     def _find_region(self, member: int) -> tuple[SharedWordsView | None, int] | None:
         if not self._store.check([_key_of(member)]):
             return None
-        place = json.loads(self._store.get(_key_of(member)))
-        return find_view(WordsAddress.from_json(place)), place["key"]
+        key, address = json.loads(self._store.get(_key_of(member)))
+        return find_view(WordsAddress(*address)), key
 
 
 def _key_of(member: int) -> str:
