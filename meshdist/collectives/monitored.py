@@ -15,7 +15,7 @@ from ..bootstrap.thread_stores import check_store_served, store_of_thread
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
 from ..checking.call_sites import Site, call_site, show_site
 from ..checking.calls import GroupFacts
-from ..errors import AbortedError, CollectiveTimeoutError, MeshdistError, StoreError, WorldError
+from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
 from ..groups.other_members import last_call_text
 from ..groups.process_group import ProcessGroup, resolve_group
@@ -100,16 +100,6 @@ class _Call:
         self._names_all = names_all
         prefix = _keys_of(group)
         number = world.next_number(prefix)
-        self._barrier = MonitoredBarrier(
-            store_of_thread(world),
-            prefix,
-            group.ranks,
-            world.rank,
-            number,
-            timeout,
-            names_all=names_all,
-            check=self._check,
-        )
         self._aborts = get_registry(world).aborts
         self._known_aborts = set(self._aborts)
         recorder = get_registry(world).beside_wires
@@ -117,20 +107,21 @@ class _Call:
         call = recorder.find_note()
         assert call is not None  # it was just noted
         self._where = f"rank {world.rank}, {call._replace(sequence=number).title}"
+        self._barrier = MonitoredBarrier(
+            store_of_thread(world),
+            prefix,
+            group.ranks,
+            world.rank,
+            number,
+            timeout,
+            names_all,
+            self._where,
+            self._check,
+        )
 
     def wait(self) -> None:
         """Wait for the outcome; raise where a member did not arrive, or the store is lost."""
-        try:
-            outcome = self._barrier.wait()
-        except MeshdistError:
-            raise
-        except RuntimeError as error:  # as torch's stores raise it
-            raise StoreError(
-                f"the store was lost during {_NAME}",
-                where=self._where,
-                found=str(error).splitlines()[0],
-                fix="look at the rank that ended first: its error is the cause",
-            ) from error
+        outcome = self._barrier.wait()
         if outcome.failure:
             raise self._error(outcome)
 

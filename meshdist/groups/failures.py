@@ -20,12 +20,29 @@ from ..wires.failures import (
     MessageMisfit,
     WireAborted,
     WireFailure,
+    WireRefused,
     WireTimeout,
 )
+from ..wires.registry import Wire
 
-__all__ = ["STORE_LOST", "Explainer", "OtherMembers"]
+__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "opening_error"]
 
 STORE_LOST = "the store is lost: the rank that served it has ended"
+
+
+def opening_error(
+    failure: WireFailure, group: str, wire: Wire, where: str, silent: str = ""
+) -> MeshdistError:
+    """The error of a group that a wire did not open; ``silent`` as ``OtherMembers.silent``."""
+    kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+    return kind(
+        f"{group} could not be opened on wire {wire.name!r}",
+        where=where,
+        found="\n".join(filter(None, (str(failure), silent))),
+        fix=f"name another backend, for example {wire.replacement or 'gloo'!r}"
+        if isinstance(failure, WireRefused)
+        else "see that all of these ranks come to this point, and that no one has ended",
+    )
 
 
 class OtherMembers:

@@ -39,7 +39,7 @@ class Comparison:
         self._is_broken = is_broken
         self._entering = threading.Lock()
         self._latest = 0
-        self._num_settled = 0
+        self._num_compared = 0
         self._words = words_of_process()
         self._key = secrets.randbits(62) | 1
         size = len(opening.ranks)
@@ -69,16 +69,30 @@ class Comparison:
             self._latest = max(self._latest, call.sequence)
         if differing:
             raise self._disagreement(call.sequence, differing)
-        self._compare_open_calls(table, is_thorough=False)
+        self.compare_again(is_thorough=False)
 
-    def compare_again(self) -> None:
-        """Compare once more the calls to which not all members had come.
+    def compare_again(self, *, is_thorough: bool = True) -> None:
+        """Compare once more the calls that not all members had reached.
+
+        Args:
+            is_thorough: whether to go on after a call that a member has still not reached.
 
         Raises:
             MembersDisagree: as for ``enter``.
         """
-        if self._table is not None:
-            self._compare_open_calls(self._table, is_thorough=True)
+        table = self._table
+        if table is None:
+            return
+        is_compared = True
+        for number in range(max(self._num_compared, self._latest - WINDOW) + 1, self._latest + 1):
+            differing = table.look_again(number)
+            if differing:
+                raise self._disagreement(number, differing)
+            is_compared = is_compared and differing is not None
+            if is_compared:
+                self._num_compared = number
+            elif not is_thorough:
+                return
 
     def close(self) -> None:
         """Compare nothing any more, and give the memory back."""
@@ -86,19 +100,6 @@ class Comparison:
         if table is not None and self._words is not None:
             table.close()
             self._words.release(self._key)
-
-    def _compare_open_calls(self, table: HeaderTable, *, is_thorough: bool) -> None:
-        """Compare calls not yet compared with all; unless thoroughly, stop where a member lacks."""
-        is_settled = True
-        for number in range(max(self._num_settled, self._latest - WINDOW) + 1, self._latest + 1):
-            differing = table.look_again(number)
-            if differing:
-                raise self._disagreement(number, differing)
-            is_settled = is_settled and differing is not None
-            if is_settled:
-                self._num_settled = number
-            elif not is_thorough:
-                return
 
     def _disagreement(self, number: int, differing: list[int]) -> MembersDisagree:
         others = ranks_text(sorted(self._ranks[member] for member in differing))

@@ -28,15 +28,13 @@ from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
     AbortedError,
-    BackendError,
-    CollectiveTimeoutError,
     GroupClosedError,
     WorldError,
 )
-from ..groups.failures import Explainer
+from ..groups.failures import Explainer, opening_error
 from ..runtime.forks import num_forks
 from ..wires.communicator import Communicator
-from ..wires.failures import WireFailure, WireRefused, WireTimeout
+from ..wires.failures import WireFailure
 from ..wires.opening import Opening
 from ..wires.operations import Operation, Terms
 from ..wires.registry import Wire
@@ -126,9 +124,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """The name of the wire."""
         return self._wire.name
 
-    def name(self) -> str:
-        """The name of the wire."""
-        return self._wire.name
+    name = getBackendName
 
     def getGroupName(self) -> str:
         """What torch calls the group."""
@@ -308,14 +304,14 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     limit,
                     explain,
                     lambda: result,
-                    request.settle,
+                    request.copy_back,
                     verb=request.verb,
                     group=self._facts.name,
                 )
                 works.append(work)
             else:
                 operation.finish(limit)
-                request.settle()
+                request.copy_back()
         except WireFailure as failure:
             failure.limit = limit
             raise explain(failure) from None
@@ -399,15 +395,7 @@ def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Commu
     try:
         return wire.open(opening)
     except WireFailure as failure:
-        is_late = isinstance(failure, WireTimeout)
-        raise (CollectiveTimeoutError if is_late else BackendError)(
-            f"{group.name} could not be opened on wire {wire.name!r}",
-            where=group.here,
-            found=str(failure),
-            fix="name another backend, for example 'gloo'"
-            if isinstance(failure, WireRefused)
-            else "see that all of these ranks come to this point, and that no one has ended",
-        ) from None
+        raise opening_error(failure, group.name, wire, group.here) from None
 
 
 @atexit.register

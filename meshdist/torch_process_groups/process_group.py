@@ -133,8 +133,7 @@ class WireGroup(GroupOfWire):
         pairs = []
         for output, whole in zip(outputs, inputs, strict=True):
             request.check_blocks(whole, output)
-            taken = request.write(output)
-            pairs.append((taken, apart(request.scaled(request.read(whole)), taken)))
+            pairs.append(request.written_and_read(output, whole))
         return self._run(
             request,
             [sent for _, sent in pairs],
@@ -156,8 +155,7 @@ class WireGroup(GroupOfWire):
         request = self._request("reduce_scatter", opts, "op", op=op, timeout=timeout)
         output = only(output_tensors, "reduce_scatter")
         parts = only_list(input_tensors, "reduce_scatter")
-        request.check_list(parts)
-        request.check_alike([output, *parts])
+        request.check_list(parts, output)
         request.check_count(output, parts[self.rank()])
         taken = request.write(output)
         kind = request.take_op([taken])
@@ -204,8 +202,7 @@ class WireGroup(GroupOfWire):
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             request.check_blocks(output, tensor)
-            taken = request.write(output)
-            pairs.append((taken, apart(request.read(tensor), taken)))
+            pairs.append(request.written_and_read(output, tensor))
         return self._run(
             request,
             [sent for _, sent in pairs],
@@ -234,8 +231,7 @@ class WireGroup(GroupOfWire):
         request = self._request("all_gather", opts, "timeout")
         pairs = []
         for into, tensor in zip(lists, inputs, strict=True):
-            request.check_list(into)
-            request.check_alike([tensor, *into])
+            request.check_list(into, tensor)
             request.check_count(into[self.rank()], tensor)
             sent = request.read(tensor)
             taken = [request.write(output) for output in into]
@@ -269,8 +265,7 @@ class WireGroup(GroupOfWire):
         taken: list[torch.Tensor] = []
         if request.is_root:
             into = only_list(output_tensors, "gather")
-            request.check_list(into)
-            request.check_alike([tensor, *into])
+            request.check_list(into, tensor)
             for output in into:
                 request.check_count(output, tensor)
             taken = [request.write(output) for output in into]
@@ -299,8 +294,7 @@ class WireGroup(GroupOfWire):
         sent: list[torch.Tensor] = []
         if request.is_root:
             parts = only_list(input_tensors, "scatter")
-            request.check_list(parts)
-            request.check_alike([output, *parts])
+            request.check_list(parts, output)
             for part in parts:
                 request.check_count(output, part)
             sent = [apart(request.read(part), taken) for part in parts]
@@ -313,8 +307,7 @@ class WireGroup(GroupOfWire):
         """Send the j-th input to member j, and receive member j's into the j-th output."""
         request = self._request("all_to_all", opts, "timeout")
         request.check_list(output_tensors)
-        request.check_list(input_tensors)
-        request.check_alike([*output_tensors, *input_tensors])
+        request.check_list(input_tensors, *output_tensors)
         request.check_count(output_tensors[self.rank()], input_tensors[self.rank()])
         taken = [request.write(output) for output in output_tensors]
         sent = apart_from_all([request.read(part) for part in input_tensors], taken)
@@ -346,8 +339,7 @@ class WireGroup(GroupOfWire):
                 where=self._facts.here,
                 found=f"{gives[self.rank()]} of the input for {takes[self.rank()]} of the output",
             )
-        taken = request.write(output)
-        sent = apart(request.read(input), taken)
+        taken, sent = request.written_and_read(output, input)
         return self._run(
             request,
             sent,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import shape_text
+from ..arrays import apart, shape_text
 from ..checking.calls import GroupFacts
 from ..collectives.checks import (
     check_not_expanded,
@@ -130,8 +130,8 @@ class Request:
             self._elsewhere.append((tensor, buffer))
         return buffer
 
-    def settle(self) -> None:
-        """Copy back what a wire wrote elsewhere."""
+    def copy_back(self) -> None:
+        """Copy what the wire wrote into other tensors back to those of the caller."""
         elsewhere, self._elsewhere = self._elsewhere, []
         if not elsewhere:
             return
@@ -146,6 +146,13 @@ class Request:
             check_reducible(op, tensor, self.verb, self._factor)
         self.facts["op"] = op
         return op
+
+    def written_and_read(
+        self, output: torch.Tensor, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``write`` and ``read``, the second scaled, and apart from the first."""
+        taken = self.write(output)
+        return taken, apart(self.scaled(self.read(tensor)), taken)
 
     def scaled(self, buffer: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """``buffer`` times the factor of PREMUL_SUM; itself where there is none."""
@@ -175,8 +182,8 @@ class Request:
                 expected="a tag from 0 on",
             )
 
-    def check_list(self, tensors: Sequence[Any]) -> None:
-        """Raise unless there is one for each member."""
+    def check_list(self, tensors: Sequence[Any], *alike: torch.Tensor) -> None:
+        """Raise unless there is one for each member, all like ``alike`` where that is given."""
         size = len(self._group.ranks)
         if len(tensors) != size:
             raise ArgumentError(
@@ -184,6 +191,8 @@ class Request:
                 where=f"{self._group.here}, {self._group.name}",
                 expected=f"{size}, one for each member",
             )
+        if alike:
+            self.check_alike((*alike, *tensors))
 
     def check_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise unless all have one dtype and one device."""
