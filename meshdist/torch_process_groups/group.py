@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -36,7 +36,7 @@ from ..runtime.forks import num_forks
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
 from ..wires.opening import Opening
-from ..wires.operations import Operation, Terms
+from ..wires.operations import Chain, Terms
 from ..wires.registry import Wire
 from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
@@ -47,11 +47,7 @@ from .other_members import MembersOfTorchGroup
 from .requests import Request, read_options
 from .works import TorchWork, begin_record
 
-__all__ = ["GroupOfWire", "Start"]
-
-
-Start = Callable[[Communicator, Terms], Operation]
-"""Starts a verb on a communicator, under the terms that it is given."""
+__all__ = ["GroupOfWire"]
 
 _open: weakref.WeakSet[GroupOfWire] = weakref.WeakSet()
 
@@ -257,8 +253,9 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self,
         request: Request,
         noted: Tensors,
-        start: Start,
         result: list[Any],
+        way: str,
+        calls: Sequence[tuple[Any, ...]],
         **facts: Any,
     ) -> TorchWork:
         """Run a call that was checked.
@@ -266,24 +263,30 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         Args:
             request: the call.
             noted: what it is noted and compared by.
-            start: starts it.
             result: the tensors that hold its result, as torch nests them.
+            way: the verb of a ``Communicator`` that starts it.
+            calls: the arguments of that verb, without its terms; several start as one.
             facts: more fields of its record, ``Call``, that members compare.
         """
         request.noted = noted
         request.facts |= facts
         is_async = request.asked.is_async
         if not profiler._is_profiler_enabled:
-            return self._handed_out(self._started(request, start, result, is_async))
+            return self._handed_out(self._started(request, result, way, calls, is_async))
         records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
-        work = self._started(request, start, result, is_async=True)
+        work = self._started(request, result, way, calls, is_async=True)
         work.end_with(records)
         if not is_async:
             work.wait()
         return self._handed_out(work)
 
     def _started(
-        self, request: Request, start: Start, result: list[Any], is_async: bool
+        self,
+        request: Request,
+        result: list[Any],
+        way: str,
+        calls: Sequence[tuple[Any, ...]],
+        is_async: bool,
     ) -> TorchWork:
         limit = request.asked.timeout or self._timeout
         tensors = request.tensors
@@ -297,7 +300,9 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     number = call.sequence
                     if self._comparison is not None:
                         self._comparison.enter(call, limit)
-                operation = start(carrier, Terms(limit, request.verb, number, not is_async))
+                terms = Terms(limit, request.verb, number, not is_async)
+                parts = [getattr(carrier, way)(*given, terms) for given in calls]
+                operation = parts[0] if len(parts) == 1 else Chain(parts)
             if is_async:
                 work = Work(
                     operation,

@@ -15,9 +15,7 @@ import torch
 
 from ..arrays import apart, apart_from_all
 from ..errors import ShapeError
-from ..wires.communicator import Communicator
-from ..wires.operations import Chain, Operation, Terms
-from .group import GroupOfWire, Start
+from .group import GroupOfWire
 from .requests import Request, check_some, find_tensor, only, only_list
 from .sparse import sum_sparse
 from .works import TorchWork
@@ -75,9 +73,7 @@ class WireGroup(GroupOfWire):
             sum_sparse(self, tensor, kind)
             return self._finished([tensor])
         buffer = request.scaled(request.write(tensor), in_place=True)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.all_reduce(buffer, kind, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "all_reduce", [(buffer, kind)])
 
     @_verb()
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
@@ -88,12 +84,7 @@ class WireGroup(GroupOfWire):
         kind = request.take_op(buffers)
         for buffer in buffers:
             request.scaled(buffer, in_place=True)
-        return self._run(
-            request,
-            buffers,
-            lambda wire, terms: wire.all_reduce_list(buffers, kind, terms),
-            list(tensors),
-        )
+        return self._run(request, buffers, list(tensors), "all_reduce_list", [(buffers, kind)])
 
     @_verb(tensor="tensors")
     def reduce(
@@ -111,9 +102,7 @@ class WireGroup(GroupOfWire):
         buffer = request.write(tensor) if request.is_root else request.read(tensor)
         kind = request.take_op([buffer])
         buffer = request.scaled(buffer, in_place=request.is_root)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.reduce(buffer, kind, to, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "reduce", [(buffer, kind, to)])
 
     @_verb()
     def reduce_scatter_single(
@@ -134,11 +123,9 @@ class WireGroup(GroupOfWire):
         for output, whole in zip(outputs, inputs, strict=True):
             request.check_blocks(whole, output)
             pairs.append(request.written_and_read(output, whole))
+        calls = [(*pair, kind) for pair in pairs]
         return self._run(
-            request,
-            [sent for _, sent in pairs],
-            _each(lambda wire, terms, a, b: wire.reduce_scatter(a, b, kind, terms), pairs),
-            list(outputs),
+            request, [sent for _, sent in pairs], list(outputs), "reduce_scatter", calls
         )
 
     @_verb(output="output_tensors", input="input_tensors")
@@ -163,8 +150,9 @@ class WireGroup(GroupOfWire):
         return self._run(
             request,
             sent,
-            lambda wire, terms: wire.reduce_scatter_list(taken, sent, kind, terms),
             [output],
+            "reduce_scatter_list",
+            [(taken, sent, kind)],
             sizes=(_counts(sent), [taken.numel()] * self.size()),
         )
 
@@ -183,9 +171,7 @@ class WireGroup(GroupOfWire):
         request = self._request("broadcast", opts, "root", timeout=timeout, root=root)
         tensor, source = only(tensors, "broadcast"), request.asked.root
         buffer = request.read(tensor) if request.is_root else request.write(tensor)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.broadcast(buffer, source, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "broadcast", [(buffer, source)])
 
     @_verb()
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
@@ -203,12 +189,7 @@ class WireGroup(GroupOfWire):
         for output, tensor in zip(outputs, inputs, strict=True):
             request.check_blocks(output, tensor)
             pairs.append(request.written_and_read(output, tensor))
-        return self._run(
-            request,
-            [sent for _, sent in pairs],
-            _each(lambda wire, terms, a, b: wire.all_gather(a, b, terms), pairs),
-            list(outputs),
-        )
+        return self._run(request, [sent for _, sent in pairs], list(outputs), "all_gather", pairs)
 
     @_verb(input_tensor="input_tensors", timeout="opts")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
@@ -242,8 +223,9 @@ class WireGroup(GroupOfWire):
         return self._run(
             request,
             [sent for _, sent in pairs],
-            _each(lambda wire, terms, a, b: wire.all_gather_list(a, b, terms), pairs),
             [list(into) for into in result],
+            "all_gather_list",
+            pairs,
             sizes=([mine] * self.size(), takes),
         )
 
@@ -270,12 +252,8 @@ class WireGroup(GroupOfWire):
                 request.check_count(output, tensor)
             taken = [request.write(output) for output in into]
             (sent,) = apart_from_all([sent], taken)
-        return self._run(
-            request,
-            sent,
-            lambda wire, terms: wire.gather(taken, sent, to, terms),
-            [list(into)] if taken else [],
-        )
+        result = [list(into)] if taken else []
+        return self._run(request, sent, result, "gather", [(taken, sent, to)])
 
     @_verb(output_tensor="output_tensors")
     def scatter(
@@ -298,9 +276,7 @@ class WireGroup(GroupOfWire):
             for part in parts:
                 request.check_count(output, part)
             sent = [apart(request.read(part), taken) for part in parts]
-        return self._run(
-            request, taken, lambda wire, terms: wire.scatter(taken, sent, source, terms), [output]
-        )
+        return self._run(request, taken, [output], "scatter", [(taken, sent, source)])
 
     @_verb()
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Any:
@@ -311,13 +287,9 @@ class WireGroup(GroupOfWire):
         request.check_count(output_tensors[self.rank()], input_tensors[self.rank()])
         taken = [request.write(output) for output in output_tensors]
         sent = apart_from_all([request.read(part) for part in input_tensors], taken)
-        return self._run(
-            request,
-            sent,
-            lambda wire, terms: wire.all_to_all(taken, sent, terms),
-            list(output_tensors),
-            sizes=(_counts(sent), _counts(taken)),
-        )
+        sizes = _counts(sent), _counts(taken)
+        result = list(output_tensors)
+        return self._run(request, sent, result, "all_to_all", [(taken, sent)], sizes=sizes)
 
     @_verb(timeout="opts")
     def all_to_all_single(
@@ -340,18 +312,13 @@ class WireGroup(GroupOfWire):
                 found=f"{gives[self.rank()]} of the input for {takes[self.rank()]} of the output",
             )
         taken, sent = request.written_and_read(output, input)
-        return self._run(
-            request,
-            sent,
-            lambda wire, terms: wire.all_to_all_single(taken, sent, takes, gives, terms),
-            [output],
-            sizes=(gives, takes),
-        )
+        calls, sizes = [(taken, sent, takes, gives)], (gives, takes)
+        return self._run(request, sent, [output], "all_to_all_single", calls, sizes=sizes)
 
     def barrier(self, opts: Any = None, timeout: Limit = None) -> Any:
         """Done on a member when every member has come to it."""
         request = self._request("barrier", opts, "timeout", timeout=timeout)
-        return self._run(request, None, lambda wire, terms: wire.barrier(terms), [])
+        return self._run(request, None, [], "barrier", [()])
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -360,9 +327,7 @@ class WireGroup(GroupOfWire):
         """Send the tensor to member ``dstRank``."""
         request, tensor = self._message("send", tensors, dstRank, tag)
         buffer = request.read(tensor)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.send(buffer, dstRank, tag, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "send", [(buffer, dstRank, tag)])
 
     @_verb()
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Any:
@@ -377,9 +342,7 @@ class WireGroup(GroupOfWire):
     def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> TorchWork:
         request, tensor = self._message("recv", tensors, peer, tag)
         buffer = request.write(tensor)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.recv(buffer, peer, tag, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "recv", [(buffer, peer, tag)])
 
     def _message(
         self, verb: str, tensors: Tensors, peer: int | None, tag: int
@@ -402,13 +365,3 @@ class WireGroup(GroupOfWire):
 
 def _counts(tensors: Tensors) -> list[int]:
     return [tensor.numel() for tensor in tensors]
-
-
-def _each(
-    start: Callable[[Communicator, Terms, Any, Any], Operation], pairs: Sequence[tuple[Any, Any]]
-) -> Start:
-    """Starts the same verb on each of several pairs, as one."""
-    if len(pairs) == 1:
-        ((first, second),) = pairs
-        return lambda wire, terms: start(wire, terms, first, second)
-    return lambda wire, terms: Chain([start(wire, terms, *pair) for pair in pairs])
