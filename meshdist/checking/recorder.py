@@ -35,8 +35,6 @@ class Recorder:
     which cost little to take. ``Call`` makes text of it when a message needs it.
     """
 
-    __slots__ = ("_counts", "_keeps_stacks", "_notes", "_num_messages")
-
     def __init__(self) -> None:
         self._keeps_stacks = shows_stacks()
         self._counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too

@@ -61,6 +61,7 @@ class Receive:
         return deferred is not None and not deferred.is_cancelled
 
 
+@dataclass(eq=False)
 class Matching:
     """The receives of one communicator that wait for their sender, in the order of their start.
 
@@ -74,17 +75,12 @@ class Matching:
         receives: those that wait. ``takes`` is false for a named sender while there are none.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        header_table: HeaderTable,
-        recorder: Recorder,
-        is_broken: Callable[[], bool],
-    ) -> None:
-        self._communicator = communicator
-        self._header_table = header_table
-        self._recorder = recorder
-        self._is_broken = is_broken
+    communicator: Communicator
+    header_table: HeaderTable
+    recorder: Recorder
+    is_broken: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self.receives: list[Receive] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -97,7 +93,7 @@ class Matching:
         with self._lock:
             if any(one.tag == tag for one in self.receives):
                 return True
-            return peer is None and self._header_table.can_find_sender(tag)
+            return peer is None and self.header_table.can_find_sender(tag)
 
     def add(self, receive: Receive, *, waits: bool) -> Deferred:
         """Start a receive as soon as its sender is known.
@@ -106,7 +102,7 @@ class Matching:
             receive: the receive.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
-        deferred = Deferred(self._look, self._communicator.wait_for)
+        deferred = Deferred(self._look, self.communicator.wait_for)
         receive.deferred = weakref.ref(deferred)
         with self._lock:
             is_first = all(one.tag != receive.tag for one in self.receives)
@@ -146,7 +142,7 @@ class Matching:
         with self._lock:
             if not self.receives:
                 return
-            if self._is_broken():
+            if self.is_broken():
                 self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
                 return
             self.receives[:] = [one for one in self.receives if one.is_wanted()]
@@ -162,12 +158,12 @@ class Matching:
         peer, tag = receive.peer, receive.tag
         try:
             if peer is None:
-                is_mine = self._communicator.has_sent_itself(tag)
-                peer = self._communicator.rank if is_mine else self._header_table.find_sender(tag)
+                is_mine = self.communicator.has_sent_itself(tag)
+                peer = self.communicator.rank if is_mine else self.header_table.find_sender(tag)
                 if peer is None:
                     return False
-            self._recorder.name_sender(receive.note, peer, tag)
-            number = self._header_table.recv(peer, tag, receive.header)
+            self.recorder.name_sender(receive.note, peer, tag)
+            number = self.header_table.recv(peer, tag, receive.header)
             if number is not None:
                 raise receive.explain(MembersDisagree("", number, (False, peer, tag)))
         except Exception as failure:  # of any kind: raised where the receive is waited for
@@ -179,7 +175,7 @@ class Matching:
     def _start(self, receive: Receive, peer: int | None) -> None:
         try:
             terms = Terms(receive.timeout)
-            started = self._communicator.recv(receive.tensor, peer, receive.tag, terms)
+            started = self.communicator.recv(receive.tensor, peer, receive.tag, terms)
         except Exception as failure:
             self._end(receive, failure)
             return
@@ -190,14 +186,14 @@ class Matching:
 
     def _check(self) -> None:
         """End all where a sender may have died; ask the wire where messages may go unseen."""
-        lost = self._header_table.find_lost()
+        lost = self.header_table.find_lost()
         if lost is not None:
             self._end_all(lambda: MemberLost("has ended", lost))
             return
         tags = {one.tag for one in self.receives if one.peer is None}
-        unseen = {tag for tag in tags if not self._header_table.can_find_sender(tag)}
+        unseen = {tag for tag in tags if not self.header_table.can_find_sender(tag)}
         for tag in unseen:
-            self._header_table.recv_any(tag)
+            self.header_table.recv_any(tag)
         for receive in tuple(self.receives):  # in the order of their start
             if receive.tag in unseen:
                 self._start(receive, receive.peer)

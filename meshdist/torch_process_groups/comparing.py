@@ -63,7 +63,9 @@ class Comparison:
             return
         sent, taken = call.sizes or ((), ())
         if sent or not call.sequence % CHECK_EVERY:
-            self._wait_for_the_slowest(table, call, timeout)
+            behind = table.wait_for_the_slowest(call.sequence, bool(sent), timeout, self._check)
+            if behind is not None:
+                raise WireTimeout(f"rank {self._ranks[behind]} is too many calls behind")
         with self._entering:  # several threads may use the group
             differing = table.enter(call.sequence, fingerprint_of(call), sent, taken)
             self._latest = max(self._latest, call.sequence)
@@ -105,15 +107,11 @@ class Comparison:
         others = ranks_text(sorted(self._ranks[member] for member in differing))
         return MembersDisagree(f"this member's call differs from that of {others}", number)
 
-    def _wait_for_the_slowest(self, table: HeaderTable, call: Call, timeout: timedelta) -> None:
-        def check() -> None:
-            self.compare_again()
-            if self._is_broken():
-                raise WireAborted("aborted while waiting")
-
-        member = table.wait_for_the_slowest(call.sequence, bool(call.sizes), timeout, check)
-        if member is not None:
-            raise WireTimeout(f"rank {self._ranks[member]} is too many calls behind")
+    def _check(self) -> None:
+        """Raise where waiting is in vain."""
+        self.compare_again()
+        if self._is_broken():
+            raise WireAborted("aborted while waiting")
 
     def _find_region(self, member: int) -> tuple[SharedWordsView | None, int] | None:
         if not self._store.check([_key_of(member)]):

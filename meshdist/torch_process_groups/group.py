@@ -26,11 +26,7 @@ from torch.distributed import PrefixStore, Store
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
-from ..errors import (
-    AbortedError,
-    GroupClosedError,
-    WorldError,
-)
+from ..errors import AbortedError, GroupClosedError, WorldError
 from ..groups.failures import Explainer, opening_error
 from ..runtime.forks import num_forks
 from ..wires.communicator import Communicator
@@ -343,10 +339,6 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """
         self._broken = self._broken or reason
         self._abort_carriers()
-
-    def _finished(self, result: list[Any]) -> TorchWork:
-        """The work of what is done."""
-        return self._handed_out(TorchWork([], result, self._completer))
 
     def _handed_out(self, work: TorchWork) -> TorchWork:
         if self._coalesced is not None:

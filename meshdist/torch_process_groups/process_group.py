@@ -71,7 +71,7 @@ class WireGroup(GroupOfWire):
         kind = request.take_op([tensor])
         if tensor.layout is not torch.strided:
             sum_sparse(self, tensor, kind)
-            return self._finished([tensor])
+            return self._handed_out(TorchWork([], [tensor], self._completer))
         buffer = request.scaled(request.write(tensor), in_place=True)
         return self._run(request, buffer, [tensor], "all_reduce", [(buffer, kind)])
 
