@@ -12,7 +12,13 @@ from torch.distributed import DistNetworkError, Store
 from ..errors import StoreError
 from .world import World
 
-__all__ = ["check_store_served", "cloned", "store_of_thread", "telling_lost_store"]
+__all__ = [
+    "check_store_served",
+    "cloned",
+    "lost_store_error",
+    "lost_store_explained",
+    "store_of_thread",
+]
 
 
 def cloned(store: Any) -> Store:
@@ -35,7 +41,7 @@ def store_of_thread(world: World) -> Store:
 
 
 @contextmanager
-def telling_lost_store(world: World) -> Iterator[None]:
+def lost_store_explained(world: World) -> Iterator[None]:
     """Raise StoreError where a request to the store finds that its server is no more."""
     check_store_served(world)
     try:
@@ -51,6 +57,16 @@ def check_store_served(world: World) -> None:
     """
     if world.find_server is not None and not world.find_server():
         raise _store_lost(world)
+
+
+def lost_store_error(during: str, where: str, error: RuntimeError) -> StoreError:
+    """Of what one of torch's stores raised, for example ``during monitored_barrier``."""
+    return StoreError(
+        f"the store was lost {during}",
+        where=where,
+        found=str(error).splitlines()[0],
+        fix="look at the rank that ended first: its error is the cause",
+    )
 
 
 def _store_lost(world: World) -> StoreError:

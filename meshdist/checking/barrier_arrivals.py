@@ -14,6 +14,8 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
+from ..bootstrap.thread_stores import lost_store_error
+from ..errors import MeshdistError
 from ..runtime.deadlines import Deadline, wait_until
 
 __all__ = ["MonitoredBarrier", "Outcome", "failed_text"]
@@ -47,6 +49,7 @@ class Outcome:
     absent: list[int]
 
 
+@dataclass
 class MonitoredBarrier:
     """One member's part in one monitored barrier.
 
@@ -58,101 +61,103 @@ class MonitoredBarrier:
         number: the barrier's, from 1; all members count alike.
         timeout: how long to wait.
         names_all: whether the failure names all absent ranks, or the first one alone.
+        where: this member and its call, for messages.
         check: raises where waiting is in vain.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        ranks: Sequence[int],
-        rank: int,
-        number: int,
-        timeout: timedelta,
-        *,
-        names_all: bool,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._ranks = ranks
-        self._rank = rank
-        self._number = number
-        self._timeout = timeout
-        self._names_all = names_all
-        self._check = check
-        self._absent = list(ranks[1:])
+    store: Store
+    prefix: str
+    ranks: Sequence[int]
+    rank: int
+    number: int
+    timeout: timedelta
+    names_all: bool
+    where: str
+    check: Callable[[], None] = lambda: None
 
     def wait(self) -> Outcome:
         """Wait for the outcome; the first member decides it.
 
         The others wait at most the timeout until the first arrives, and as long again for its
         decision; a member that waits in vain decides.
+
+        Raises:
+            StoreError: the store is lost.
         """
+        try:
+            return self._wait()
+        except MeshdistError:
+            raise
+        except RuntimeError as error:
+            raise lost_store_error("during monitored_barrier", self.where, error) from error
+
+    def _wait(self) -> Outcome:
         outcome = self._find_outcome()
         if outcome is None:
-            self._check()
-            self._store.set(f"{self._prefix}/arrived/{self._rank}", str(self._number))
-            outcome = self._lead() if self._rank == self._ranks[0] else self._follow()
+            self.check()
+            self.store.set(f"{self.prefix}/arrived/{self.rank}", str(self.number))
+            outcome = self._lead() if self.rank == self.ranks[0] else self._follow()
         return outcome
 
     def _lead(self) -> Outcome:
-        outcome = wait_until(self._collect, Deadline(self._timeout), self._check)
-        return outcome or self._decide(self._why(self._absent), self._absent)
+        absent = list(self.ranks[1:])
 
-    def _collect(self) -> Outcome | None:
-        """The outcome, where all members have arrived or another one has given up."""
-        self._absent = [rank for rank in self._absent if not self._has_arrived(rank)]
-        return self._find_outcome() if self._absent else self._decide("", [])
+        def collect() -> Outcome | None:
+            """The outcome, where all members have arrived or another one has given up."""
+            absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
+            return self._find_outcome() if absent else self._decide("", [])
+
+        outcome = wait_until(collect, Deadline(self.timeout), self.check)
+        return outcome or self._decide(self._why(absent), absent)
 
     def _follow(self) -> Outcome:
-        leader = self._ranks[0]
+        leader = self.ranks[0]
 
         def is_led() -> bool:
             return self._find_outcome() is not None or self._has_arrived(leader)
 
-        if wait_until(is_led, Deadline(self._timeout), self._check):
-            limit = Deadline(self._timeout + _GRACE)
-            if outcome := wait_until(self._find_outcome, limit, self._check):
+        if wait_until(is_led, Deadline(self.timeout), self.check):
+            limit = Deadline(self.timeout + _GRACE)
+            if outcome := wait_until(self._find_outcome, limit, self.check):
                 return outcome
-        absent = [rank for rank in self._ranks if not self._has_arrived(rank)]
-        why = self._why(absent) if absent else f"rank {leader} gave no verdict"
+        absent = [rank for rank in self.ranks if not self._has_arrived(rank)]
+        why = self._why(absent) if absent else f"rank {leader} came, and did not decide in time"
         return self._decide(why, absent)
 
     def _has_arrived(self, rank: int) -> bool:
-        key = f"{self._prefix}/arrived/{rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= self._number
+        key = f"{self.prefix}/arrived/{rank}"
+        return self.store.check([key]) and int(self.store.get(key)) >= self.number
 
     def _why(self, absent: list[int]) -> str:
-        return failed_text(absent if self._names_all else absent[:1], self._timeout)
+        return failed_text(absent if self.names_all else absent[:1], self.timeout)
 
     def _find_outcome(self) -> Outcome | None:
         """How this barrier ended, if it has."""
         outcome, _ = self._read()
-        if outcome is None or outcome.number < self._number:
+        if outcome is None or outcome.number < self.number:
             return None
-        if outcome.passed >= self._number:
+        if outcome.passed >= self.number:
             outcome.failure = ""
         return outcome
 
     def _read(self) -> tuple[Outcome | None, str]:
-        key = f"{self._prefix}/outcome"
-        if not self._store.check([key]):
+        key = f"{self.prefix}/outcome"
+        if not self.store.check([key]):
             return None, ""
-        text = self._store.get(key).decode()
+        text = self.store.get(key).decode()
         return Outcome(**json.loads(text)), text
 
     def _decide(self, failure: str, absent: list[int]) -> Outcome:
         """Decide how it ends, unless another member has; return how it does."""
         while True:
             latest, before = self._read()
-            if latest is not None and latest.number >= self._number:
+            if latest is not None and latest.number >= self.number:
                 found = self._find_outcome()
                 assert found is not None  # numbers only rise
                 return found
-            passed = self._number if not failure else latest.passed if latest else 0
-            mine = Outcome(self._number, passed, self._rank, failure, absent)
+            passed = self.number if not failure else latest.passed if latest else 0
+            mine = Outcome(self.number, passed, self.rank, failure, absent)
             text = json.dumps(vars(mine))
-            after = self._store.compare_set(f"{self._prefix}/outcome", before, text)
+            after = self.store.compare_set(f"{self.prefix}/outcome", before, text)
             if after.decode() == text:
                 return mine

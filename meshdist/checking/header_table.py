@@ -16,9 +16,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from ..runtime.deadlines import Deadline, wait_until
 from .shared_words import Regions, SharedWords
 
 __all__ = ["CHECK_EVERY", "WINDOW", "HeaderTable"]
@@ -34,6 +36,7 @@ _MESSAGE_WORDS = (
 )  # that a member writes for one other, as MessageLog lays them out
 _PATIENT_LOOKS = 64  # for a member's words that are not there; then only every so many calls
 _REORDERING_S = 0.001
+_SHORT_PAUSE_S = 0.001
 _PUBLISH_S = 0.001
 _LONGEST_PUBLISH_S = 0.02
 _LOW = 0xFFFFFFFF
@@ -224,6 +227,21 @@ class HeaderTable:
             if _is_behind(view[reached % WINDOW] >> 32, reached) and self._regions.is_alive(member):
                 return member
         return None
+
+    def wait_for_the_slowest(
+        self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
+    ) -> int | None:
+        """Wait until no member is as far behind as ``find_behind`` tells; return one that still is.
+
+        Args:
+            sequence, is_uneven: as for ``find_behind``.
+            timeout: how long to wait.
+            check: raises where waiting is in vain.
+        """
+        find_behind = partial(self.find_behind, sequence, is_uneven)
+        limit = Deadline(timeout)
+        wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
+        return find_behind()
 
     def send(self, peer: int, tag: int, header: int) -> int | None:
         """Note a message to ``peer``; returns its number where the receive for it differs."""

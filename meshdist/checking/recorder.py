@@ -13,7 +13,7 @@ import torch
 from ..reduce_ops import ReduceKind
 from ..verb_table import SENDING_VERBS
 from .call_sites import is_between, program_frame, stack_above
-from .calls import Call, Data, GroupFacts, Message, Tensors, data_of
+from .calls import Call, GroupFacts, Tensors, data_of
 from .debug_levels import shows_stacks
 
 __all__ = ["FORGOTTEN", "NUM_NOTES", "Recorder"]
@@ -34,8 +34,6 @@ class Recorder:
     A note is a tuple of the fields of ``Call``: shapes, dtypes, and a frame's code and position,
     which cost little to take. ``Call`` makes text of it when a message needs it.
     """
-
-    __slots__ = ("_counts", "_keeps_stacks", "_notes", "_num_messages")
 
     def __init__(self) -> None:
         self._keeps_stacks = shows_stacks()
@@ -69,8 +67,8 @@ class Recorder:
         op: ReduceKind | None = None,
         root: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
-    ) -> Data:
-        """Note a collective, the next in the members' common sequence; return its ``data``.
+    ) -> tuple[Any, ...]:
+        """Note a collective, the next in the members' common sequence; return the note.
 
         Args:
             group, verb, op, root, sizes: as in ``Call``.
@@ -78,8 +76,7 @@ class Recorder:
         """
         self._counts[_SEQUENCE] += 1
         data = data_of(tensor)
-        self._keep(sys._getframe(2), group, verb, data, op, root, sizes)
-        return data
+        return self._keep(sys._getframe(2), group, verb, data, op, root, sizes, None)
 
     def note_message(
         self,
@@ -99,7 +96,7 @@ class Recorder:
         kind = (verb in SENDING_VERBS, peer, tag)
         message = (*kind, self._count(kind) if is_numbered else 0)
         data = (tensor.shape, tensor.dtype)
-        self._keep(sys._getframe(2), group, verb, data, message=message)
+        self._keep(sys._getframe(2), group, verb, data, None, None, (), message)
 
     def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
         """What the native core needs to note calls just as ``note`` does; None where it may not.
@@ -172,26 +169,18 @@ class Recorder:
         self._num_messages[kind] = number = self._num_messages.get(kind, 0) + 1
         return number
 
-    def _keep(
-        self,
-        verb_frame: FrameType,
-        group: GroupFacts,
-        verb: str,
-        data: Data,
-        op: ReduceKind | None = None,
-        root: int | None = None,
-        sizes: Sequence[Sequence[int]] = (),
-        message: Message | None = None,
-    ) -> None:
+    def _keep(self, verb_frame: FrameType, *fields: Any) -> tuple[Any, ...]:
+        """Keep a note with these fields of ``Call``, from ``group`` to ``message``."""
         counts = self._counts
         counts[_MOMENT] = next(_moments)
         frame = program_frame(verb_frame.f_back or verb_frame)
         stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
         sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
-        note = (sequence, group, verb, data, op, root, sizes, message, code, instruction, stack)
+        note = (sequence, *fields, code, instruction, stack)
         number = counts[_NUM_NOTES]
         self._notes[number % NUM_NOTES] = note
         counts[_NUM_NOTES] = number + 1
+        return note
 
     def _find(self, is_meant: Callable[[Call], bool]) -> Call | None:
         calls = (Call(*note) for note in self._notes if note)

@@ -12,8 +12,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "Regions",
@@ -33,9 +33,8 @@ _LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
 _NONCE, _COUNT, _ENTRIES = 0, 1, 2  # words of the directory; an entry is a key and where it lies
 
 
-@dataclass(frozen=True)
-class WordsAddress:
-    """Where other processes of the host find a process's shared words.
+class WordsAddress(NamedTuple):
+    """Where other processes of the host find a process's shared words; in JSON a list.
 
     Args:
         pid: the process.
@@ -46,15 +45,6 @@ class WordsAddress:
     pid: int
     file: int
     nonce: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values; ``from_json`` is the way back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> WordsAddress:
-        """Return the address that ``to_json`` gave."""
-        return cls(int(values["pid"]), int(values["file"]), int(values["nonce"]))
 
 
 class SharedWords:

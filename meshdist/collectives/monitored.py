@@ -15,7 +15,7 @@ from ..bootstrap.world import World
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
 from ..checking.call_sites import call_site, show_site
 from ..checking.calls import GroupFacts
-from ..errors import AbortedError, CollectiveTimeoutError, MeshdistError, StoreError, WorldError
+from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
 from ..groups.other_members import last_call_text
 from ..groups.process_group import ProcessGroup, resolve_group
@@ -105,20 +105,11 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
         world.rank,
         number,
         timeout,
-        names_all=names_all,
-        check=lambda: _check(group, known_aborts, where),
+        names_all,
+        where,
+        lambda: _check(group, known_aborts, where),
     )
-    try:
-        outcome = barrier.wait()
-    except MeshdistError:
-        raise
-    except RuntimeError as error:  # as torch's stores raise it
-        raise StoreError(
-            f"the store was lost during {_NAME}",
-            where=where,
-            found=str(error).splitlines()[0],
-            fix="look at the rank that ended first: its error is the cause",
-        ) from error
+    outcome = barrier.wait()
     if outcome.failure:
         raise _timed_out(group, outcome, where, names_all)
 

@@ -216,7 +216,8 @@ class Message:
         if different is not None:
             if is_noted_late:
                 self._note()
-            raise channel.refuse_message(self.is_send, peer, tag, different)
+            assert peer is not None  # recv_later compares a receive whose sender is not known yet
+            raise channel.disagree(different, (self.is_send, peer, tag))
         failure = None
         try:
             terms = Terms(channel.timeout, verb, channel.recorder.num_notes, waits)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.thread_stores import check_store_served, lost_store_error, store_of_thread
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, CollectiveTimeoutError, StoreError
+from ..errors import AgreementError, CollectiveTimeoutError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from .signal_thread import ask
 
@@ -141,12 +141,8 @@ class Agreements:
         except RuntimeError as error:
             if isinstance(error, (AgreementError, CollectiveTimeoutError)) or world.is_simulated:
                 raise
-            raise StoreError(
-                f"the store was lost while ranks agreed on a {kind}",
-                where=f"rank {world.rank}, {meeting.text}",
-                found=str(error).splitlines()[0],
-                fix="look at the rank that ended first: its error is the cause",
-            ) from error
+            during, where = f"while ranks agreed on a {kind}", f"rank {world.rank}, {meeting.text}"
+            raise lost_store_error(during, where, error) from error
         texts, offers = zip(*(entry.decode().split("\n") for entry in entries), strict=True)
         if any(text != mine for text in texts):
             raise AgreementError(

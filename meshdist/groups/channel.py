@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checking.calls import (
+    SUM_NUMBER,
     GroupFacts,
     collective_fingerprints,
-    header,
+    fingerprint_of,
+    header_of,
     message_fingerprint,
     message_fingerprints,
 )
@@ -24,7 +26,6 @@ from ..checking.debug_levels import (
 from ..checking.header_table import CHECK_EVERY, HeaderTable
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.deadlines import Deadline, wait_until
 from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.failures import MembersDisagree, WireAborted, WireFailure, WireTimeout
@@ -32,6 +33,7 @@ from ..wires.operations import Operation, Terms
 from ..wires.registry import Wire
 from ..wires.work import Work
 from .failures import Explainer, OtherMembers
+from .matching import Receive
 from .registry import OpenCommunicator
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Channel"]
 
 _SUM = ReduceOp.SUM
-_SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
 
 class Channel:
@@ -53,25 +54,6 @@ class Channel:
         device_type: of the tensors.
         others: the other members, for the errors of failed calls.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_enter",
-        "_explainer",
-        "aborts",
-        "communicator",
-        "device_type",
-        "explain",
-        "fast_path",
-        "group",
-        "header_table",
-        "matching",
-        "opened",
-        "recorder",
-        "spans_hosts",
-        "timeout",
-        "wire",
-    )
 
     def __init__(
         self,
@@ -92,8 +74,9 @@ class Channel:
         self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
-        self._explainer = Explainer(group, self.recorder, others)
-        self.explain = self._explainer.explain
+        self.explain = Explainer(group, self.recorder, others).explain
+        # Without the channel, which keeps the native core's part that is given this.
+        self.disagree = partial(_disagreement, self.explain)
         entry = self._native_entry()
         self._enter = _is_not_entered if entry is None else entry.enter
         self.fast_path: FastPath | None = None
@@ -126,11 +109,11 @@ class Channel:
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
         recorder = self.recorder
-        number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+        number = SUM_NUMBER if op is _SUM else None if op is None else op.value
         if not sent and self._enter(verb, tensor, op, number, root):
             return
         sizes = (sent, taken) if sent else ()
-        data = recorder.note(self.group, verb, tensor, op, root, sizes)
+        note = recorder.note(self.group, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             self._log_last_call()
         if self.aborts and self.is_broken():
@@ -140,15 +123,10 @@ class Channel:
             sequence = recorder.sequence
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            found = collective_fingerprints[verb, data, number, root, bool(sent)]
-            if header_table.enter(sequence, found, sent, taken):
+            if header_table.enter(sequence, fingerprint_of(note), sent, taken):
                 raise self.disagree(sequence)
         if self.spans_hosts and get_debug_level() == DebugLevel.DETAIL:
-            self._compare_by_a_round(header(verb, data, number, root, bool(sent)), sent, taken)
-
-    def disagree(self, sequence: int) -> MeshdistError:
-        """The error of members whose calls number ``sequence`` differ; raised on all of them."""
-        return self._explainer.disagree_about_call(sequence)
+            self._compare_by_a_round(header_of(note), sent, taken)
 
     def work(
         self,
@@ -211,7 +189,7 @@ class Channel:
         """Compare a send or receive with its counterpart, if that is there.
 
         Returns:
-            Its number, for ``refuse_message``, where the counterpart has another dtype or number of
+            Its number, for ``disagree``, where the counterpart has another dtype or number of
             elements, or one is of objects and the other of a tensor.
         """
         header_table = self.header_table
@@ -242,23 +220,9 @@ class Channel:
             waits: whether the caller waits for it at once.
         """
         assert self.matching is not None  # else waits_for_sender was false
-        return self.matching.add(
-            tensor,
-            peer=peer,
-            tag=tag,
-            header=message_fingerprint(verb, tensor),
-            note=note,
-            timeout=self.timeout,
-            explain=partial(self.explain, note=note),
-            waits=waits,
-        )
-
-    def refuse_message(
-        self, is_send: bool, peer: int | None, tag: int, number: int
-    ) -> MeshdistError:
-        """The error of a noted message that differs from its counterpart."""
-        assert peer is not None  # recv_later compares a receive whose sender is not known yet
-        return self._explainer.disagree_about_message(is_send, peer, tag, number)
+        header, explain = message_fingerprint(verb, tensor), partial(self.explain, note=note)
+        receive = Receive(tensor, peer, tag, header, note, self.timeout, explain)
+        return self.matching.add(receive, waits=waits)
 
     def _native_entry(self) -> Any:
         """The native core's ``enter``, for plain calls; None where there is none."""
@@ -268,11 +232,6 @@ class Channel:
         if notes is None:
             return None
         table, matching = self.header_table, self.matching
-        explain = self.explain  # which keeps no channel: the channel keeps what is made here
-
-        def disagree(number: int, message: tuple[bool, int, int] | None) -> BaseException:
-            return explain(MembersDisagree("the members' calls differ", number, message))
-
         return core.Entry(
             notes,
             headers=None if table is None else table.for_core(core.Words, core.Headers),
@@ -285,7 +244,7 @@ class Channel:
             member=self.group.rank,
             fingerprints=collective_fingerprints,
             message_fingerprints=message_fingerprints,
-            disagree=disagree,
+            disagree=self.disagree,
         )
 
     def _log_last_call(self) -> None:
@@ -297,16 +256,12 @@ class Channel:
         self, header_table: HeaderTable, sequence: int, is_uneven: bool
     ) -> None:
         """Return when no member can still need what call ``sequence`` overwrites."""
-        find_behind = partial(header_table.find_behind, sequence, is_uneven)
 
         def check() -> None:
             if self.is_broken():
                 raise self.explain(WireFailure("aborted while waiting"))
 
-        limit = Deadline(self.timeout)
-        if wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=0.001):
-            return
-        member = find_behind()
+        member = header_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:
             slow = f"rank {self.group.ranks[member]} is too many calls behind"
             raise self.explain(WireTimeout(slow))
@@ -332,6 +287,21 @@ class Channel:
         fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
         if len(commons) > 1 or not fits:
             raise self.disagree(self.recorder.sequence)
+
+
+def _disagreement(
+    explain: Callable[[WireFailure], MeshdistError],
+    number: int,
+    message: tuple[bool, int, int] | None = None,
+) -> MeshdistError:
+    """The error of members whose calls differ, or whose messages do; raised on all of them.
+
+    Args:
+        explain: makes it.
+        number: of the call, or of the message among those of its kind.
+        message: whether it is a send, the peer and the tag.
+    """
+    return explain(MembersDisagree("the members' calls differ", number, message))
 
 
 def _is_not_entered(*_: Any) -> bool:

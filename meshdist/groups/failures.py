@@ -20,12 +20,29 @@ from ..wires.failures import (
     MessageMisfit,
     WireAborted,
     WireFailure,
+    WireRefused,
     WireTimeout,
 )
+from ..wires.registry import Wire
 
-__all__ = ["STORE_LOST", "Explainer", "OtherMembers"]
+__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "opening_error"]
 
 STORE_LOST = "the store is lost: the rank that served it has ended"
+
+
+def opening_error(
+    failure: WireFailure, group: str, wire: Wire, where: str, silent: str = ""
+) -> MeshdistError:
+    """The error of a group that a wire did not open; ``silent`` as ``OtherMembers.silent``."""
+    kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+    return kind(
+        f"{group} could not be opened on wire {wire.name!r}",
+        where=where,
+        found="\n".join(filter(None, (str(failure), silent))),
+        fix=f"name another backend, for example {wire.replacement or 'gloo'!r}"
+        if isinstance(failure, WireRefused)
+        else "see that all of these ranks come to this point, and that no one has ended",
+    )
 
 
 class OtherMembers:
@@ -115,12 +132,13 @@ class Explainer:
         call = self._find_call(note)
         text = str(failure)
         if isinstance(failure, MembersDisagree):
-            return self._disagreement(failure, call)
+            if failure.message is None:
+                return self._different_calls(failure.number or call.sequence)
+            return self._different_messages(failure.message, failure, call)
         is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
         if is_misfit and call.message is not None:
-            is_send, peer, tag, number = call.message
-            about = {"message": [not is_send, self._group.rank, tag, number]}
-            return self._misfit(call, peer, tag, about, text)
+            sides, number = call.message[:3], call.message[3]
+            return self._different_messages(sides, MembersDisagree("", number), call, text)
         if isinstance(failure, MemberLost):
             text = f"rank {self._group.ranks[failure.member]} {failure}"
         abort = self._others.find_abort()
@@ -147,7 +165,7 @@ class Explainer:
             "look at the rank that ended or failed first; the group is broken now",
         )
 
-    def disagree_about_call(self, sequence: int) -> MeshdistError:
+    def _different_calls(self, sequence: int) -> MeshdistError:
         """The error of members whose calls number ``sequence`` differ; raised on all of them."""
         mine = self._recorder.find_call(sequence)
         expected = "the same verb, dtype, number of elements, op and root on every member"
@@ -162,33 +180,20 @@ class Explainer:
         }
         return self._agreed_error(fields, mine, {"sequence": sequence})
 
-    def disagree_about_message(
-        self, is_send: bool, peer: int, tag: int, number: int
-    ) -> MeshdistError:
-        """The error of a sender and a receiver whose tensors differ; raised on both."""
-        mine = self._recorder.find_message(is_send, peer, tag, number)
-        about = {"message": [not is_send, self._group.rank, tag, number]}
-        return self._misfit(mine, peer, tag, about)
-
-    def _disagreement(self, failure: MembersDisagree, call: Call) -> MeshdistError:
-        """The error of a wire that compares calls itself."""
-        if failure.message is None:
-            return self.disagree_about_call(failure.number or call.sequence)
-        is_send, peer, tag = failure.message
-        if failure.other_number is None:
-            assert failure.number is not None
-            return self.disagree_about_message(is_send, peer, tag, failure.number)
-        mine = self._recorder.find_note(failure.number) if failure.number else call
-        return self._misfit(mine, peer, tag, {"note": failure.other_number})
-
-    def _misfit(
+    def _different_messages(
         self,
-        mine: Call | None,
-        peer: int | None,
-        tag: int,
-        about: dict[str, Any],
+        sides: tuple[bool, int | None, int],
+        failure: MembersDisagree,
+        call: Call,
         found: str = "",
     ) -> MeshdistError:
+        """The error of a sender and a receiver whose tensors differ; raised on both."""
+        is_send, peer, tag = sides
+        mine = self._recorder.find_note(failure.number) if failure.number else call
+        about: dict[str, Any] = {"note": failure.other_number}
+        if failure.other_number is None:
+            mine = self._recorder.find_message(is_send, peer, tag, failure.number)
+            about = {"message": [not is_send, self._group.rank, tag, failure.number]}
         fields = {
             "summary": "a message does not fit the tensor that receives it",
             "where": f"{self._group.name}, tag {tag}",

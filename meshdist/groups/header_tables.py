@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from ..bootstrap.thread_stores import store_of_thread, telling_lost_store
+from ..bootstrap.thread_stores import lost_store_explained, store_of_thread
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.shared_words import (
@@ -32,7 +32,7 @@ class HeaderTables:
     def publish(self) -> None:
         """Make this rank's shared words, and show the others where they lie."""
         self._words = make_shared_words()
-        address = None if self._words is None else self._words.address.to_json()
+        address = None if self._words is None else self._words.address
         store_of_thread(self._world).set(_address_key(self._world.rank), json.dumps(address))
 
     def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
@@ -61,12 +61,12 @@ class HeaderTables:
     def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
         """The region under ``key`` of a rank of this host; None while it is not known yet."""
         if rank not in self._views:
-            with telling_lost_store(self._world):
+            with lost_store_explained(self._world):
                 store = store_of_thread(self._world)
                 if not store.check([_address_key(rank)]):
                     return None
                 address = json.loads(store.get(_address_key(rank)))
-            self._views[rank] = address and find_view(WordsAddress.from_json(address))
+            self._views[rank] = address and find_view(WordsAddress(*address))
         return self._views[rank], key
 
 

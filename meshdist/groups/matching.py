@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,7 @@ from ..wires.communicator import Communicator
 from ..wires.failures import MemberLost, MembersDisagree, WireAborted
 from ..wires.operations import Deferred, Terms
 
-__all__ = ["Matching"]
+__all__ = ["Matching", "Receive"]
 
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
@@ -31,10 +31,20 @@ _REST_PER_LOOK = 20.0  # times what a look took, as long as that is no hold-up
 _LONGEST_REST_S = 0.02
 
 
-@dataclass(frozen=True, eq=False)
-class _Receive:
-    # A weak reference, so that a Work that is dropped takes no message.
-    deferred: weakref.ref[Deferred]
+@dataclass(eq=False)
+class Receive:
+    """A receive that waits for its sender.
+
+    Args:
+        tensor: what is written.
+        peer: the sender, where the program named it.
+        tag: of the message.
+        header: the fingerprint of the message that ``tensor`` takes.
+        note: under which the recorder noted the call, without a number.
+        timeout: how long it may take.
+        explain: notifies all members that a message does not fit, and makes the error.
+    """
+
     tensor: torch.Tensor
     peer: int | None
     tag: int
@@ -42,12 +52,16 @@ class _Receive:
     note: int
     timeout: timedelta
     explain: Callable[[MembersDisagree], Exception]
+    # A weak reference, so that a Work that is dropped takes no message.
+    deferred: Callable[[], Deferred | None] = field(default=lambda: None, init=False)
 
     def is_wanted(self) -> bool:
+        """Whether its caller still has it."""
         deferred = self.deferred()
         return deferred is not None and not deferred.is_cancelled
 
 
+@dataclass(eq=False)
 class Matching:
     """The receives of one communicator that wait for their sender, in the order of their start.
 
@@ -61,18 +75,13 @@ class Matching:
         receives: those that wait. ``takes`` is false for a named sender while there are none.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        header_table: HeaderTable,
-        recorder: Recorder,
-        is_broken: Callable[[], bool],
-    ) -> None:
-        self._communicator = communicator
-        self._header_table = header_table
-        self._recorder = recorder
-        self._is_broken = is_broken
-        self.receives: list[_Receive] = []
+    communicator: Communicator
+    header_table: HeaderTable
+    recorder: Recorder
+    is_broken: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.receives: list[Receive] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._checked = 0.0
@@ -84,36 +93,19 @@ class Matching:
         with self._lock:
             if any(one.tag == tag for one in self.receives):
                 return True
-            return peer is None and self._header_table.can_find_sender(tag)
+            return peer is None and self.header_table.can_find_sender(tag)
 
-    def add(
-        self,
-        tensor: torch.Tensor,
-        *,
-        peer: int | None,
-        tag: int,
-        header: int,
-        note: int,
-        timeout: timedelta,
-        explain: Callable[[MembersDisagree], Exception],
-        waits: bool,
-    ) -> Deferred:
-        """Receive ``tensor`` as soon as its sender is known.
+    def add(self, receive: Receive, *, waits: bool) -> Deferred:
+        """Start a receive as soon as its sender is known.
 
         Args:
-            tensor: what is written.
-            peer: the sender, where the program named it.
-            tag: of the message.
-            header: the fingerprint of the message that ``tensor`` takes.
-            note: under which the recorder noted the call, without a number.
-            timeout: how long it may take.
-            explain: notifies all members that a message does not fit, and makes the error.
+            receive: the receive.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
-        deferred = Deferred(self._look, self._communicator.wait_for)
-        receive = _Receive(weakref.ref(deferred), tensor, peer, tag, header, note, timeout, explain)
+        deferred = Deferred(self._look, self.communicator.wait_for)
+        receive.deferred = weakref.ref(deferred)
         with self._lock:
-            is_first = all(one.tag != tag for one in self.receives)
+            is_first = all(one.tag != receive.tag for one in self.receives)
             self.receives.append(receive)
             if is_first:
                 self._start_if_sent(receive)
@@ -150,7 +142,7 @@ class Matching:
         with self._lock:
             if not self.receives:
                 return
-            if self._is_broken():
+            if self.is_broken():
                 self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
                 return
             self.receives[:] = [one for one in self.receives if one.is_wanted()]
@@ -162,16 +154,16 @@ class Matching:
                 self._checked = time.monotonic()
                 self._check()
 
-    def _start_if_sent(self, receive: _Receive) -> bool:
+    def _start_if_sent(self, receive: Receive) -> bool:
         peer, tag = receive.peer, receive.tag
         try:
             if peer is None:
-                is_mine = self._communicator.has_sent_itself(tag)
-                peer = self._communicator.rank if is_mine else self._header_table.find_sender(tag)
+                is_mine = self.communicator.has_sent_itself(tag)
+                peer = self.communicator.rank if is_mine else self.header_table.find_sender(tag)
                 if peer is None:
                     return False
-            self._recorder.name_sender(receive.note, peer, tag)
-            number = self._header_table.recv(peer, tag, receive.header)
+            self.recorder.name_sender(receive.note, peer, tag)
+            number = self.header_table.recv(peer, tag, receive.header)
             if number is not None:
                 raise receive.explain(MembersDisagree("", number, (False, peer, tag)))
         except Exception as failure:  # of any kind: raised where the receive is waited for
@@ -180,10 +172,10 @@ class Matching:
         self._start(receive, peer)
         return True
 
-    def _start(self, receive: _Receive, peer: int | None) -> None:
+    def _start(self, receive: Receive, peer: int | None) -> None:
         try:
             terms = Terms(receive.timeout)
-            started = self._communicator.recv(receive.tensor, peer, receive.tag, terms)
+            started = self.communicator.recv(receive.tensor, peer, receive.tag, terms)
         except Exception as failure:
             self._end(receive, failure)
             return
@@ -194,14 +186,14 @@ class Matching:
 
     def _check(self) -> None:
         """End all where a sender may have died; ask the wire where messages may go unseen."""
-        lost = self._header_table.find_lost()
+        lost = self.header_table.find_lost()
         if lost is not None:
             self._end_all(lambda: MemberLost("has ended", lost))
             return
         tags = {one.tag for one in self.receives if one.peer is None}
-        unseen = {tag for tag in tags if not self._header_table.can_find_sender(tag)}
+        unseen = {tag for tag in tags if not self.header_table.can_find_sender(tag)}
         for tag in unseen:
-            self._header_table.recv_any(tag)
+            self.header_table.recv_any(tag)
         for receive in tuple(self.receives):  # in the order of their start
             if receive.tag in unseen:
                 self._start(receive, receive.peer)
@@ -211,7 +203,7 @@ class Matching:
             for receive in tuple(self.receives):
                 self._end(receive, failure())
 
-    def _end(self, receive: _Receive, failure: Exception) -> None:
+    def _end(self, receive: Receive, failure: Exception) -> None:
         self.receives.remove(receive)
         deferred = receive.deferred()
         if deferred is not None:

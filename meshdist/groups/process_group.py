@@ -15,7 +15,6 @@ from ..checking.calls import GroupFacts
 from ..error_text import ranks_text
 from ..errors import (
     BackendError,
-    CollectiveTimeoutError,
     GroupClosedError,
     KindError,
     MeshdistError,
@@ -23,13 +22,14 @@ from ..errors import (
 )
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.forks import num_forks
-from ..wires.failures import WireFailure, WireRefused, WireTimeout
+from ..wires.failures import WireFailure, WireRefused
 from ..wires.opening import Opening
 from ..wires.operations import Terms
 from ..wires.registry import Wire, find_wire, get_wire
 from ..wires.work import Work
 from .agreement import Agreement
 from .channel import Channel
+from .failures import opening_error
 from .other_members import MembersOfWorld, silent_ranks
 from .registry import get_registry
 
@@ -292,19 +292,10 @@ class ProcessGroup:
         )
 
     def _not_opened(self, wire: Wire, failure: WireFailure) -> MeshdistError:
-        kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
-        found = str(failure)
-        if isinstance(failure, WireRefused):
-            fix = f"name another backend, for example {wire.replacement or 'gloo'!r}"
-        else:
-            found = "\n".join(filter(None, (found, silent_ranks(self.world, self.ranks))))
-            fix = "see that all of these ranks come to this point, and that no one has ended"
-        return kind(
-            f"{self.name} could not be opened on wire {wire.name!r}",
-            where=f"rank {self.world.rank}, among {ranks_text(self.ranks)}",
-            found=found,
-            fix=fix,
-        )
+        is_refused = isinstance(failure, WireRefused)
+        silent = "" if is_refused else silent_ranks(self.world, self.ranks)
+        where = f"rank {self.world.rank}, among {ranks_text(self.ranks)}"
+        return opening_error(failure, self.name, wire, where, silent)
 
 
 def _across_hosts(backends: dict[str, str]) -> dict[str, str]:

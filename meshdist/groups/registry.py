@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from ..bootstrap.thread_stores import (
     check_store_served,
     cloned,
+    lost_store_explained,
     store_of_thread,
-    telling_lost_store,
 )
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
@@ -73,11 +73,6 @@ class OpenCommunicator:
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
     users: set[User] = field(default_factory=set)
     is_closed: bool = False
-
-    @property
-    def size(self) -> int:
-        """The number of members."""
-        return self.communicator.size
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -171,7 +166,7 @@ class Registry:
         try:
             communicator = wire.open(opening)
             if self._is_among_processes:
-                with telling_lost_store(world):
+                with lost_store_explained(world):
                     store_of_thread(world).add(f"{label}/opened", 1)
         except BaseException:
             if communicator is not None:
@@ -323,8 +318,9 @@ class Registry:
             return
         grace = Grace(_PATIENCE_S)  # for all of them together
         for entry in opened:
-            if entry.label not in self.aborts and entry.size > 1:
-                have_all_opened = partial(operator.le, entry.size)
+            size = entry.communicator.size
+            if entry.label not in self.aborts and size > 1:
+                have_all_opened = partial(operator.le, size)
                 self._await_count(f"{entry.label}/opened", have_all_opened, grace)
 
     def _await_count(self, key: str, is_enough: Callable[[int], bool], grace: Grace) -> None:

@@ -25,10 +25,10 @@ from torch.distributed import Store
 from ..bootstrap.server_watch import ServerWatch, find_readable
 from ..bootstrap.thread_stores import check_store_served, store_of_thread
 from ..bootstrap.world import World
-from ..runtime.deadlines import Grace, clock, wait_until
+from ..runtime.deadlines import Deadline, Grace, clock, wait_until
 from .paused_clocks import PausedClocks, add_pause, remove_pause
 
-__all__ = ["Answer", "SignalThread", "ask", "clocks_paused", "post", "receipts_key"]
+__all__ = ["Answer", "SignalThread", "ask", "clocks_paused", "collect", "post", "receipts_key"]
 
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
@@ -209,13 +209,24 @@ def ask(
     store = store_of_thread(world)
     number = post(store, {"kind": "ask", "about": about or {}})
     answers: dict[int, Answer] = {}
-
-    def all_have_answered() -> bool:
-        for rank in set(ranks) - answers.keys():
-            key = f"signal/{number}/answer/{rank}"
-            if store.check([key]):
-                answers[rank] = json.loads(store.get(key))
-        return len(answers) == len(ranks)
-
-    wait_until(all_have_answered, Grace(patience_s), lambda: check_store_served(world))
+    keys = {rank: f"signal/{number}/answer/{rank}" for rank in ranks}
+    collect(store, keys, answers, Grace(patience_s), lambda: check_store_served(world))
     return answers
+
+
+def collect(
+    store: Store,
+    keys: dict[int, str],
+    found: dict[int, Any],
+    deadline: Deadline,
+    check: Callable[[], object] | None = None,
+) -> None:
+    """Add to ``found`` what each rank writes in JSON under its key, until all have written."""
+
+    def is_complete() -> bool:
+        for rank in keys.keys() - found.keys():
+            if store.check([keys[rank]]):
+                found[rank] = json.loads(store.get(keys[rank]))
+        return found.keys() >= keys.keys()
+
+    wait_until(is_complete, deadline, check)

@@ -12,13 +12,11 @@ import secrets
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
-from ..checking.calls import Call, collective_fingerprints
+from ..checking.calls import Call, fingerprint_of
 from ..checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
 from ..error_text import ranks_text
-from ..runtime.deadlines import Deadline, wait_until
 from ..wires.failures import MembersDisagree, WireAborted, WireTimeout
 from ..wires.mpi.arrivals import words_of_process
 from ..wires.opening import Opening
@@ -41,7 +39,7 @@ class Comparison:
         self._is_broken = is_broken
         self._entering = threading.Lock()
         self._latest = 0
-        self._num_settled = 0
+        self._num_compared = 0
         self._words = words_of_process()
         self._key = secrets.randbits(62) | 1
         size = len(opening.ranks)
@@ -49,8 +47,8 @@ class Comparison:
         regions = Regions(self._find_region)
         self._table = HeaderTable.reserve(self._words, self._key, hosts, opening.rank, regions)
         if self._table is not None and self._words is not None:
-            place = {"key": self._key, **self._words.address.to_json()}
-            self._store.set(_key_of(opening.rank), json.dumps(place))
+            place = json.dumps([self._key, self._words.address])
+            self._store.set(_key_of(opening.rank), place)
 
     def enter(self, call: Call, timeout: timedelta) -> None:
         """Compare a collective that this member is about to start.
@@ -64,25 +62,39 @@ class Comparison:
         if table is None:
             return
         sent, taken = call.sizes or ((), ())
-        op = None if call.op is None else call.op.value
-        found = collective_fingerprints[call.verb, call.data, op, call.root, bool(sent)]
         if sent or not call.sequence % CHECK_EVERY:
-            self._wait_for_the_slowest(table, call, timeout)
+            behind = table.wait_for_the_slowest(call.sequence, bool(sent), timeout, self._check)
+            if behind is not None:
+                raise WireTimeout(f"rank {self._ranks[behind]} is too many calls behind")
         with self._entering:  # several threads may use the group
-            differing = table.enter(call.sequence, found, sent, taken)
+            differing = table.enter(call.sequence, fingerprint_of(call), sent, taken)
             self._latest = max(self._latest, call.sequence)
         if differing:
             raise self._disagreement(call.sequence, differing)
-        self._compare_open_calls(table, is_thorough=False)
+        self.compare_again(is_thorough=False)
 
-    def compare_again(self) -> None:
-        """Compare once more the calls to which not all members had come.
+    def compare_again(self, *, is_thorough: bool = True) -> None:
+        """Compare once more the calls that not all members had reached.
+
+        Args:
+            is_thorough: whether to go on after a call that a member has still not reached.
 
         Raises:
             MembersDisagree: as for ``enter``.
         """
-        if self._table is not None:
-            self._compare_open_calls(self._table, is_thorough=True)
+        table = self._table
+        if table is None:
+            return
+        is_compared = True
+        for number in range(max(self._num_compared, self._latest - WINDOW) + 1, self._latest + 1):
+            differing = table.look_again(number)
+            if differing:
+                raise self._disagreement(number, differing)
+            is_compared = is_compared and differing is not None
+            if is_compared:
+                self._num_compared = number
+            elif not is_thorough:
+                return
 
     def close(self) -> None:
         """Compare nothing any more, and give the memory back."""
@@ -91,44 +103,21 @@ class Comparison:
             table.close()
             self._words.release(self._key)
 
-    def _compare_open_calls(self, table: HeaderTable, *, is_thorough: bool) -> None:
-        """Compare calls not yet compared with all; unless thoroughly, stop where a member lacks."""
-        is_settled = True
-        for number in range(max(self._num_settled, self._latest - WINDOW) + 1, self._latest + 1):
-            differing = table.look_again(number)
-            if differing:
-                raise self._disagreement(number, differing)
-            is_settled = is_settled and differing is not None
-            if is_settled:
-                self._num_settled = number
-            elif not is_thorough:
-                return
-
     def _disagreement(self, number: int, differing: list[int]) -> MembersDisagree:
         others = ranks_text(sorted(self._ranks[member] for member in differing))
         return MembersDisagree(f"this member's call differs from that of {others}", number)
 
-    def _wait_for_the_slowest(self, table: HeaderTable, call: Call, timeout: timedelta) -> None:
-        find_behind = partial(table.find_behind, call.sequence, bool(call.sizes))
-
-        def check() -> None:
-            self.compare_again()
-            if self._is_broken():
-                raise WireAborted("aborted while waiting")
-
-        if wait_until(
-            lambda: find_behind() is None, Deadline(timeout), check, longest_pause_s=0.001
-        ):
-            return
-        member = find_behind()
-        if member is not None:
-            raise WireTimeout(f"rank {self._ranks[member]} is too many calls behind")
+    def _check(self) -> None:
+        """Raise where waiting is in vain."""
+        self.compare_again()
+        if self._is_broken():
+            raise WireAborted("aborted while waiting")
 
     def _find_region(self, member: int) -> tuple[SharedWordsView | None, int] | None:
         if not self._store.check([_key_of(member)]):
             return None
-        place = json.loads(self._store.get(_key_of(member)))
-        return find_view(WordsAddress.from_json(place)), place["key"]
+        key, address = json.loads(self._store.get(_key_of(member)))
+        return find_view(WordsAddress(*address)), key
 
 
 def _key_of(member: int) -> str:

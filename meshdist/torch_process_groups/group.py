@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -26,19 +26,13 @@ from torch.distributed import PrefixStore, Store
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
-from ..errors import (
-    AbortedError,
-    BackendError,
-    CollectiveTimeoutError,
-    GroupClosedError,
-    WorldError,
-)
-from ..groups.failures import Explainer
+from ..errors import AbortedError, GroupClosedError, WorldError
+from ..groups.failures import Explainer, opening_error
 from ..runtime.forks import num_forks
 from ..wires.communicator import Communicator
-from ..wires.failures import WireFailure, WireRefused, WireTimeout
+from ..wires.failures import WireFailure
 from ..wires.opening import Opening
-from ..wires.operations import Operation, Terms
+from ..wires.operations import Chain, Terms
 from ..wires.registry import Wire
 from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
@@ -49,11 +43,7 @@ from .other_members import MembersOfTorchGroup
 from .requests import Request, read_options
 from .works import TorchWork, begin_record
 
-__all__ = ["GroupOfWire", "Start"]
-
-
-Start = Callable[[Communicator, Terms], Operation]
-"""Starts a verb on a communicator, under the terms that it is given."""
+__all__ = ["GroupOfWire"]
 
 _open: weakref.WeakSet[GroupOfWire] = weakref.WeakSet()
 
@@ -126,9 +116,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """The name of the wire."""
         return self._wire.name
 
-    def name(self) -> str:
-        """The name of the wire."""
-        return self._wire.name
+    name = getBackendName
 
     def getGroupName(self) -> str:
         """What torch calls the group."""
@@ -253,40 +241,48 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._check_usable()
         request = Request(verb, self._facts, read_options(options, first, **given))
         if first == "root":
-            request.root = request.asked.root
-            request.check_place(request.root)
+            request.check_place(request.asked.root)
+            request.facts["root"] = request.asked.root
         return request
 
     def _run(
         self,
         request: Request,
         noted: Tensors,
-        start: Start,
         result: list[Any],
-        sizes: Sequence[Sequence[int]] = (),
+        way: str,
+        calls: Sequence[tuple[Any, ...]],
+        **facts: Any,
     ) -> TorchWork:
         """Run a call that was checked.
 
         Args:
             request: the call.
             noted: what it is noted and compared by.
-            start: starts it.
             result: the tensors that hold its result, as torch nests them.
-            sizes: how many elements go to and come from each member, where members may differ.
+            way: the verb of a ``Communicator`` that starts it.
+            calls: the arguments of that verb, without its terms; several start as one.
+            facts: more fields of its record, ``Call``, that members compare.
         """
-        request.noted, request.sizes = noted, sizes
+        request.noted = noted
+        request.facts |= facts
         is_async = request.asked.is_async
         if not profiler._is_profiler_enabled:
-            return self._handed_out(self._started(request, start, result, is_async))
+            return self._handed_out(self._started(request, result, way, calls, is_async))
         records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
-        work = self._started(request, start, result, is_async=True)
+        work = self._started(request, result, way, calls, is_async=True)
         work.end_with(records)
         if not is_async:
             work.wait()
         return self._handed_out(work)
 
     def _started(
-        self, request: Request, start: Start, result: list[Any], is_async: bool
+        self,
+        request: Request,
+        result: list[Any],
+        way: str,
+        calls: Sequence[tuple[Any, ...]],
+        is_async: bool,
     ) -> TorchWork:
         limit = request.asked.timeout or self._timeout
         tensors = request.tensors
@@ -300,21 +296,23 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     number = call.sequence
                     if self._comparison is not None:
                         self._comparison.enter(call, limit)
-                operation = start(carrier, Terms(limit, request.verb, number, not is_async))
+                terms = Terms(limit, request.verb, number, not is_async)
+                parts = [getattr(carrier, way)(*given, terms) for given in calls]
+                operation = parts[0] if len(parts) == 1 else Chain(parts)
             if is_async:
                 work = Work(
                     operation,
                     limit,
                     explain,
                     lambda: result,
-                    request.settle,
+                    request.copy_back,
                     request.verb,
                     self._facts.name,
                 )
                 works.append(work)
             else:
                 operation.finish(limit)
-                request.settle()
+                request.copy_back()
         except WireFailure as failure:
             failure.limit = limit
             raise explain(failure) from None
@@ -325,8 +323,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         recorder, noted = self._recorder, request.noted
         with self._noting:  # several threads may use the group
             if request.message is None:
-                more = request.op, request.root, request.sizes
-                recorder.note(self._facts, request.verb, noted, *more)
+                recorder.note(self._facts, request.verb, noted, **request.facts)
             else:
                 recorder.note_message(self._facts, request.verb, noted, *request.message)
             call = recorder.find_note()
@@ -342,10 +339,6 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """
         self._broken = self._broken or reason
         self._abort_carriers()
-
-    def _finished(self, result: list[Any]) -> TorchWork:
-        """The work of what is done."""
-        return self._handed_out(TorchWork([], result, self._completer))
 
     def _handed_out(self, work: TorchWork) -> TorchWork:
         if self._coalesced is not None:
@@ -399,15 +392,7 @@ def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Commu
     try:
         return wire.open(opening)
     except WireFailure as failure:
-        is_late = isinstance(failure, WireTimeout)
-        raise (CollectiveTimeoutError if is_late else BackendError)(
-            f"{group.name} could not be opened on wire {wire.name!r}",
-            where=group.here,
-            found=str(failure),
-            fix="name another backend, for example 'gloo'"
-            if isinstance(failure, WireRefused)
-            else "see that all of these ranks come to this point, and that no one has ended",
-        ) from None
+        raise opening_error(failure, group.name, wire, group.here) from None
 
 
 @atexit.register

@@ -8,7 +8,7 @@ from torch.distributed import Store
 
 from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import GroupFacts
-from ..errors import CollectiveTimeoutError, StoreError
+from ..errors import CollectiveTimeoutError
 
 __all__ = ["meet_monitored"]
 
@@ -23,30 +23,21 @@ def meet_monitored(
             with ``names_all``.
         StoreError: the store is lost.
     """
-    rank = group.ranks[group.rank]
+    rank, where = group.ranks[group.rank], f"{group.here}, {group.name}"
     if timeout <= timedelta(0):
         raise CollectiveTimeoutError(
             f"Rank {rank} timed out in monitoredBarrier: it may not wait",
-            where=f"{group.here}, {group.name}",
+            where=where,
             expected="a timeout above zero",
             found=f"{timeout}",
         )
-    barrier = MonitoredBarrier(
-        store, "meeting", group.ranks, rank, number, timeout, names_all=names_all
-    )
-    try:
-        outcome = barrier.wait()
-    except RuntimeError as error:  # as torch's stores raise it
-        raise StoreError(
-            "the store was lost during monitored_barrier",
-            where=group.here,
-            found=str(error).splitlines()[0],
-            fix="look at the rank that ended first",
-        ) from error
+    outcome = MonitoredBarrier(
+        store, "meeting", group.ranks, rank, number, timeout, names_all, where
+    ).wait()
     if outcome.failure:
         raise CollectiveTimeoutError(
             outcome.failure,
-            where=f"{group.here}, {group.name}",
+            where=where,
             expected="every member to call it",
             fix="look at what that rank did instead; the group can be used afterwards",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import Store
@@ -13,7 +14,8 @@ from ..checking.calls import Call, GroupFacts
 from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text
 from ..groups.failures import OtherMembers
-from ..runtime.deadlines import Grace, wait_until
+from ..groups.signal_thread import collect
+from ..runtime.deadlines import Grace
 from .comparing import Comparison
 
 __all__ = ["MembersOfTorchGroup"]
@@ -21,6 +23,7 @@ __all__ = ["MembersOfTorchGroup"]
 _ANSWERS_S = 1.0
 
 
+@dataclass
 class MembersOfTorchGroup(OtherMembers):
     """The other members of a group of torch's.
 
@@ -34,24 +37,17 @@ class MembersOfTorchGroup(OtherMembers):
         break_group: ends this member's part in the group, given why.
     """
 
-    def __init__(
-        self,
-        group: GroupFacts,
-        store: Store,
-        comparison: Comparison | None,
-        break_group: Callable[[str], None],
-    ) -> None:
-        self._group = group
-        self._store = store
-        self._comparison = comparison
-        self._break_group = break_group
+    group: GroupFacts
+    store: Store
+    comparison: Comparison | None
+    break_group: Callable[[str], None]
 
     def compare_again(self) -> None:
-        if self._comparison is not None:
-            self._comparison.compare_again()
+        if self.comparison is not None:
+            self.comparison.compare_again()
 
     def break_here(self, reason: str) -> None:
-        self._break_group(reason)
+        self.break_group(reason)
 
     def agree_on_error(
         self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
@@ -60,10 +56,10 @@ class MembersOfTorchGroup(OtherMembers):
         text = FORGOTTEN if mine is None else mine.text
         where, fix = disagreement["where"], disagreement["fix"]
         if "sequence" not in about:
-            found = f"{self._group.here}: {text}"
+            found = f"{self.group.here}: {text}"
         else:
             found = self._what_each_called(about["sequence"], text)
-            if self._comparison is None:
+            if self.comparison is None:
                 where += "; no data was moved"
             else:
                 where += "; this member's tensors may have been written"
@@ -74,19 +70,12 @@ class MembersOfTorchGroup(OtherMembers):
 
     def _what_each_called(self, sequence: int, text: str) -> str:
         prefix = f"disagreement/{sequence}"
-        texts = {self._group.rank: text}
-
-        def all_have_written() -> bool:
-            for member in set(range(len(self._group.ranks))) - texts.keys():
-                key = f"{prefix}/{member}"
-                if self._store.check([key]):
-                    texts[member] = json.loads(self._store.get(key))
-            return len(texts) == len(self._group.ranks)
-
+        texts = {self.group.rank: text}
+        keys = {member: f"{prefix}/{member}" for member in range(len(self.group.ranks))}
         with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
-            self._store.set(f"{prefix}/{self._group.rank}", json.dumps(text))
-            wait_until(all_have_written, Grace(_ANSWERS_S))
+            self.store.set(keys[self.group.rank], json.dumps(text))
+            collect(self.store, keys, texts, Grace(_ANSWERS_S))
         return grouped_text(
             (rank, texts.get(member, "has not reported"))
-            for member, rank in enumerate(self._group.ranks)
+            for member, rank in enumerate(self.group.ranks)
         )

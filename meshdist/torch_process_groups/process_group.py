@@ -15,9 +15,7 @@ import torch
 
 from ..arrays import apart, apart_from_all
 from ..errors import ShapeError
-from ..wires.communicator import Communicator
-from ..wires.operations import Chain, Operation, Terms
-from .group import GroupOfWire, Start
+from .group import GroupOfWire
 from .requests import Request, check_some, find_tensor, only, only_list
 from .sparse import sum_sparse
 from .works import TorchWork
@@ -73,11 +71,9 @@ class WireGroup(GroupOfWire):
         kind = request.take_op([tensor])
         if tensor.layout is not torch.strided:
             sum_sparse(self, tensor, kind)
-            return self._finished([tensor])
+            return self._handed_out(TorchWork([], [tensor], self._completer))
         buffer = request.scaled(request.write(tensor), in_place=True)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.all_reduce(buffer, kind, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "all_reduce", [(buffer, kind)])
 
     @_verb()
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
@@ -88,12 +84,7 @@ class WireGroup(GroupOfWire):
         kind = request.take_op(buffers)
         for buffer in buffers:
             request.scaled(buffer, in_place=True)
-        return self._run(
-            request,
-            buffers,
-            lambda wire, terms: wire.all_reduce_list(buffers, kind, terms),
-            list(tensors),
-        )
+        return self._run(request, buffers, list(tensors), "all_reduce_list", [(buffers, kind)])
 
     @_verb(tensor="tensors")
     def reduce(
@@ -111,9 +102,7 @@ class WireGroup(GroupOfWire):
         buffer = request.write(tensor) if request.is_root else request.read(tensor)
         kind = request.take_op([buffer])
         buffer = request.scaled(buffer, in_place=request.is_root)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.reduce(buffer, kind, to, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "reduce", [(buffer, kind, to)])
 
     @_verb()
     def reduce_scatter_single(
@@ -133,13 +122,10 @@ class WireGroup(GroupOfWire):
         pairs = []
         for output, whole in zip(outputs, inputs, strict=True):
             request.check_blocks(whole, output)
-            taken = request.write(output)
-            pairs.append((taken, apart(request.scaled(request.read(whole)), taken)))
+            pairs.append(request.written_and_read(output, whole))
+        calls = [(*pair, kind) for pair in pairs]
         return self._run(
-            request,
-            [sent for _, sent in pairs],
-            _each(lambda wire, terms, a, b: wire.reduce_scatter(a, b, kind, terms), pairs),
-            list(outputs),
+            request, [sent for _, sent in pairs], list(outputs), "reduce_scatter", calls
         )
 
     @_verb(output="output_tensors", input="input_tensors")
@@ -156,8 +142,7 @@ class WireGroup(GroupOfWire):
         request = self._request("reduce_scatter", opts, "op", op=op, timeout=timeout)
         output = only(output_tensors, "reduce_scatter")
         parts = only_list(input_tensors, "reduce_scatter")
-        request.check_list(parts)
-        request.check_alike([output, *parts])
+        request.check_list(parts, output)
         request.check_count(output, parts[self.rank()])
         taken = request.write(output)
         kind = request.take_op([taken])
@@ -165,9 +150,10 @@ class WireGroup(GroupOfWire):
         return self._run(
             request,
             sent,
-            lambda wire, terms: wire.reduce_scatter_list(taken, sent, kind, terms),
             [output],
-            (_counts(sent), [taken.numel()] * self.size()),
+            "reduce_scatter_list",
+            [(taken, sent, kind)],
+            sizes=(_counts(sent), [taken.numel()] * self.size()),
         )
 
     # -- moving ----------------------------------------------------------------------------------
@@ -185,9 +171,7 @@ class WireGroup(GroupOfWire):
         request = self._request("broadcast", opts, "root", timeout=timeout, root=root)
         tensor, source = only(tensors, "broadcast"), request.asked.root
         buffer = request.read(tensor) if request.is_root else request.write(tensor)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.broadcast(buffer, source, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "broadcast", [(buffer, source)])
 
     @_verb()
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
@@ -204,14 +188,8 @@ class WireGroup(GroupOfWire):
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             request.check_blocks(output, tensor)
-            taken = request.write(output)
-            pairs.append((taken, apart(request.read(tensor), taken)))
-        return self._run(
-            request,
-            [sent for _, sent in pairs],
-            _each(lambda wire, terms, a, b: wire.all_gather(a, b, terms), pairs),
-            list(outputs),
-        )
+            pairs.append(request.written_and_read(output, tensor))
+        return self._run(request, [sent for _, sent in pairs], list(outputs), "all_gather", pairs)
 
     @_verb(input_tensor="input_tensors", timeout="opts")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
@@ -234,8 +212,7 @@ class WireGroup(GroupOfWire):
         request = self._request("all_gather", opts, "timeout")
         pairs = []
         for into, tensor in zip(lists, inputs, strict=True):
-            request.check_list(into)
-            request.check_alike([tensor, *into])
+            request.check_list(into, tensor)
             request.check_count(into[self.rank()], tensor)
             sent = request.read(tensor)
             taken = [request.write(output) for output in into]
@@ -246,9 +223,10 @@ class WireGroup(GroupOfWire):
         return self._run(
             request,
             [sent for _, sent in pairs],
-            _each(lambda wire, terms, a, b: wire.all_gather_list(a, b, terms), pairs),
             [list(into) for into in result],
-            ([mine] * self.size(), takes),
+            "all_gather_list",
+            pairs,
+            sizes=([mine] * self.size(), takes),
         )
 
     @_verb(input_tensor="input_tensors")
@@ -269,18 +247,13 @@ class WireGroup(GroupOfWire):
         taken: list[torch.Tensor] = []
         if request.is_root:
             into = only_list(output_tensors, "gather")
-            request.check_list(into)
-            request.check_alike([tensor, *into])
+            request.check_list(into, tensor)
             for output in into:
                 request.check_count(output, tensor)
             taken = [request.write(output) for output in into]
             (sent,) = apart_from_all([sent], taken)
-        return self._run(
-            request,
-            sent,
-            lambda wire, terms: wire.gather(taken, sent, to, terms),
-            [list(into)] if taken else [],
-        )
+        result = [list(into)] if taken else []
+        return self._run(request, sent, result, "gather", [(taken, sent, to)])
 
     @_verb(output_tensor="output_tensors")
     def scatter(
@@ -299,32 +272,24 @@ class WireGroup(GroupOfWire):
         sent: list[torch.Tensor] = []
         if request.is_root:
             parts = only_list(input_tensors, "scatter")
-            request.check_list(parts)
-            request.check_alike([output, *parts])
+            request.check_list(parts, output)
             for part in parts:
                 request.check_count(output, part)
             sent = [apart(request.read(part), taken) for part in parts]
-        return self._run(
-            request, taken, lambda wire, terms: wire.scatter(taken, sent, source, terms), [output]
-        )
+        return self._run(request, taken, [output], "scatter", [(taken, sent, source)])
 
     @_verb()
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Any:
         """Send the j-th input to member j, and receive member j's into the j-th output."""
         request = self._request("all_to_all", opts, "timeout")
         request.check_list(output_tensors)
-        request.check_list(input_tensors)
-        request.check_alike([*output_tensors, *input_tensors])
+        request.check_list(input_tensors, *output_tensors)
         request.check_count(output_tensors[self.rank()], input_tensors[self.rank()])
         taken = [request.write(output) for output in output_tensors]
         sent = apart_from_all([request.read(part) for part in input_tensors], taken)
-        return self._run(
-            request,
-            sent,
-            lambda wire, terms: wire.all_to_all(taken, sent, terms),
-            list(output_tensors),
-            (_counts(sent), _counts(taken)),
-        )
+        sizes = _counts(sent), _counts(taken)
+        result = list(output_tensors)
+        return self._run(request, sent, result, "all_to_all", [(taken, sent)], sizes=sizes)
 
     @_verb(timeout="opts")
     def all_to_all_single(
@@ -346,20 +311,14 @@ class WireGroup(GroupOfWire):
                 where=self._facts.here,
                 found=f"{gives[self.rank()]} of the input for {takes[self.rank()]} of the output",
             )
-        taken = request.write(output)
-        sent = apart(request.read(input), taken)
-        return self._run(
-            request,
-            sent,
-            lambda wire, terms: wire.all_to_all_single(taken, sent, takes, gives, terms),
-            [output],
-            (gives, takes),
-        )
+        taken, sent = request.written_and_read(output, input)
+        calls, sizes = [(taken, sent, takes, gives)], (gives, takes)
+        return self._run(request, sent, [output], "all_to_all_single", calls, sizes=sizes)
 
     def barrier(self, opts: Any = None, timeout: Limit = None) -> Any:
         """Done on a member when every member has come to it."""
         request = self._request("barrier", opts, "timeout", timeout=timeout)
-        return self._run(request, None, lambda wire, terms: wire.barrier(terms), [])
+        return self._run(request, None, [], "barrier", [()])
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -368,9 +327,7 @@ class WireGroup(GroupOfWire):
         """Send the tensor to member ``dstRank``."""
         request, tensor = self._message("send", tensors, dstRank, tag)
         buffer = request.read(tensor)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.send(buffer, dstRank, tag, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "send", [(buffer, dstRank, tag)])
 
     @_verb()
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Any:
@@ -385,9 +342,7 @@ class WireGroup(GroupOfWire):
     def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> TorchWork:
         request, tensor = self._message("recv", tensors, peer, tag)
         buffer = request.write(tensor)
-        return self._run(
-            request, buffer, lambda wire, terms: wire.recv(buffer, peer, tag, terms), [tensor]
-        )
+        return self._run(request, buffer, [tensor], "recv", [(buffer, peer, tag)])
 
     def _message(
         self, verb: str, tensors: Tensors, peer: int | None, tag: int
@@ -410,13 +365,3 @@ class WireGroup(GroupOfWire):
 
 def _counts(tensors: Tensors) -> list[int]:
     return [tensor.numel() for tensor in tensors]
-
-
-def _each(
-    start: Callable[[Communicator, Terms, Any, Any], Operation], pairs: Sequence[tuple[Any, Any]]
-) -> Start:
-    """Starts the same verb on each of several pairs, as one."""
-    if len(pairs) == 1:
-        ((first, second),) = pairs
-        return lambda wire, terms: start(wire, terms, first, second)
-    return lambda wire, terms: Chain([start(wire, terms, *pair) for pair in pairs])

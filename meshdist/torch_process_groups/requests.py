@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import shape_text
+from ..arrays import apart, shape_text
 from ..checking.calls import GroupFacts
 from ..collectives.checks import (
     check_not_expanded,
@@ -76,13 +76,10 @@ class Request:
     def __init__(self, verb: str, group: GroupFacts, asked: Asked) -> None:
         self.verb = verb
         self.asked = asked
-        self.op: ReduceKind | None = None
-        """The plain reduction to do, once ``take_op`` was called."""
-        self.root: int | None = None
         self.noted: Any = None
         """The tensor, or list of tensors, by which it is noted and compared."""
-        self.sizes: Sequence[Sequence[int]] = ()
-        """How many elements go to and come from each member, where members may differ."""
+        self.facts: dict[str, Any] = {}
+        """More fields of the record, ``Call``, that members compare."""
         self.message: tuple[int | None, int] | None = None
         """The peer and the tag of a message."""
         self._factor: Factor | None = None
@@ -105,7 +102,7 @@ class Request:
     @property
     def is_root(self) -> bool:
         """Whether this member is the root."""
-        return self.root == self._group.rank
+        return self.asked.root == self._group.rank
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as a wire reads it."""
@@ -133,8 +130,8 @@ class Request:
             self._elsewhere.append((tensor, buffer))
         return buffer
 
-    def settle(self) -> None:
-        """Copy back what a wire wrote elsewhere."""
+    def copy_back(self) -> None:
+        """Copy what the wire wrote into other tensors back to those of the caller."""
         elsewhere, self._elsewhere = self._elsewhere, []
         if not elsewhere:
             return
@@ -144,10 +141,18 @@ class Request:
 
     def take_op(self, tensors: Sequence[torch.Tensor]) -> ReduceKind:
         """The plain reduction to do on ``tensors``; ``scaled`` does the rest of PREMUL_SUM."""
-        self.op, self._factor = split_premul(self.asked.op)
+        op, self._factor = split_premul(self.asked.op)
         for tensor in tensors:
-            check_reducible(self.op, tensor, self.verb, self._factor)
-        return self.op
+            check_reducible(op, tensor, self.verb, self._factor)
+        self.facts["op"] = op
+        return op
+
+    def written_and_read(
+        self, output: torch.Tensor, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``write`` and ``read``, the second scaled, and apart from the first."""
+        taken = self.write(output)
+        return taken, apart(self.scaled(self.read(tensor)), taken)
 
     def scaled(self, buffer: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """``buffer`` times the factor of PREMUL_SUM; itself where there is none."""
@@ -177,8 +182,8 @@ class Request:
                 expected="a tag from 0 on",
             )
 
-    def check_list(self, tensors: Sequence[Any]) -> None:
-        """Raise unless there is one for each member."""
+    def check_list(self, tensors: Sequence[Any], *alike: torch.Tensor) -> None:
+        """Raise unless there is one for each member, all like ``alike`` where that is given."""
         size = len(self._group.ranks)
         if len(tensors) != size:
             raise ArgumentError(
@@ -186,6 +191,8 @@ class Request:
                 where=f"{self._group.here}, {self._group.name}",
                 expected=f"{size}, one for each member",
             )
+        if alike:
+            self.check_alike((*alike, *tensors))
 
     def check_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise unless all have one dtype and one device."""

@@ -1,9 +1,9 @@
 """Torch's kind of Work over ours: torch's own code waits for it and chains futures on it.
 
-Torch's reducer waits for futures in C++, where nobody of ours is asked. So a thread of the group
-waits for the verbs one after the other: in the order in which members started them, they end. Each
-future is completed by a thread of its own, since that runs the callbacks, and a callback may wait
-for the future of another verb.
+Torch's reducer waits for futures in C++, which calls no method of ours. So a thread of the group
+waits for the verbs one after the other, in the order in which the members started them. Each future
+is completed by a thread of its own, since that runs the callbacks, and a callback may wait for the
+future of another verb.
 """
 
 from __future__ import annotations

@@ -108,20 +108,14 @@ def _close(world: World) -> None:
 
 def _count_ranks(ranks: int | tuple[int, ...]) -> int:
     shape = ranks if isinstance(ranks, tuple) else (ranks,)
+    found, fix = f"{ranks!r}", "call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
-        raise KindError(
-            "simulate needs a number of ranks or a shape",
-            expected="an int, or a tuple of ints such as (2, 2)",
-            found=f"{ranks!r}",
-            fix="call for example simulate(fn, 4) or simulate(fn, (2, 2))",
-        )
+        expected = "an int, or a tuple of ints such as (2, 2)"
+        summary = "simulate needs a number of ranks or a shape"
+        raise KindError(summary, expected=expected, found=found, fix=fix)
     if not all(n > 0 for n in shape):
-        raise ArgumentError(
-            "simulate needs at least one rank",
-            expected="positive numbers",
-            found=f"{ranks!r}",
-            fix="call for example simulate(fn, 4) or simulate(fn, (2, 2))",
-        )
+        summary, expected = "simulate needs at least one rank", "positive numbers"
+        raise ArgumentError(summary, expected=expected, found=found, fix=fix)
     return math.prod(shape)
 
 

@@ -291,13 +291,10 @@ class _Team:
         kind, value = self._answers[rank].find()
         if kind == "result":
             return value
-        text = ""
-        exception: BaseException | None = None
-        summary = f"rank {rank} ended without an answer"
-        if kind == "failure":
-            _, exception, text, _ = value
-            summary = f"rank {rank}: {text}"
-        self._raise_failure(rank, exception, summary, text)
+        if kind == "none":
+            self._raise_failure(rank, None, f"rank {rank} ended without an answer", "")
+        _, exception, text, _ = value
+        self._raise_failure(rank, exception, f"rank {rank}: {text}", text)
 
     def _raise_timeout(self, timeout: timedelta | None) -> NoReturn:
         assert timeout is not None
@@ -315,13 +312,10 @@ class _Team:
             if kind == "failure":
                 moment, exception, text, is_loading = value
                 raised.append((moment, rank, exception, text, is_loading))
-        silent = [
-            ending
-            for rank, ending in self._endings.items()
-            if ending.code != 0 and rank not in {rank for _, rank, *_ in raised}
-        ]
-        if silent:  # a process that died can be the cause of what others raise, not the reverse
-            first = silent[0]
+        have_raised = {rank for _, rank, *_ in raised}
+        silent = (one for one in self._endings.values() if one.code and one.rank not in have_raised)
+        # A process that died can be the cause of what others raise, not the reverse.
+        if first := next(silent, None):
             summary = f"rank {first.rank} (process {first.pid}) {first}"
             self._raise_failure(first.rank, None, summary, "")
         _, rank, exception, text, is_loading = min(raised, key=lambda failure: failure[:2])

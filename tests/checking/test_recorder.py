@@ -42,13 +42,16 @@ def noted(recorder: Recorder, number: int | None = None) -> Call:
 def test_the_last_call_with_its_arguments_and_place() -> None:
     recorder = Recorder()
     x = torch.ones(2, 3)
-    assert verb(recorder, "reduce", x, ReduceOp.MAX, 1) == (x.shape, x.dtype)
+    note = verb(recorder, "reduce", x, ReduceOp.MAX, 1)
     call = noted(recorder)
+    assert call == note
     assert call[:7] == (1, WORLD, "reduce", (x.shape, x.dtype), ReduceOp.MAX, 1, ())
     line = test_the_last_call_with_its_arguments_and_place.__code__.co_firstlineno + 3
     assert call.where == f"{__file__}:{line} in test_the_last_call_with_its_arguments_and_place"
-    assert verb(recorder, "barrier", None) is None
-    assert verb(recorder, "all_reduce_coalesced", [x]) == ((x.shape, x.dtype),)
+    verb(recorder, "barrier", None)
+    assert noted(recorder).data is None
+    verb(recorder, "all_reduce_coalesced", [x])
+    assert noted(recorder).data == ((x.shape, x.dtype),)
     assert noted(recorder).sequence == 3
 
 

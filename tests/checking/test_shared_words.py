@@ -30,7 +30,7 @@ import json, sys
 from meshdist.checking.shared_words import SharedWords
 words = SharedWords()
 words.reserve(77, 10)[3] = 42
-print(json.dumps(words.address.to_json()), flush=True)
+print(json.dumps(words.address), flush=True)
 input()
 """
 
@@ -52,7 +52,7 @@ def owner() -> tuple[subprocess.Popen[str], WordsAddress]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
-    return process, WordsAddress.from_json(json.loads(process.stdout.readline()))
+    return process, WordsAddress(*json.loads(process.stdout.readline()))
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -241,7 +241,7 @@ def test_nothing_stays_open() -> None:
 
 def test_an_address_goes_through_json() -> None:
     address = WordsAddress(12, 3, 2**62)
-    assert WordsAddress.from_json(json.loads(json.dumps(address.to_json()))) == address
+    assert WordsAddress(*json.loads(json.dumps(address))) == address
 
 
 def test_regions_are_found_once_they_are_known(words: SharedWords) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups.matching import Matching
+from meshdist.groups.matching import Matching, Receive
 from tests.load import is_within
 from tests.pool import Pool
 
@@ -327,16 +327,9 @@ def test_a_look_that_was_held_up_does_not_hold_up_the_next() -> None:
     header_table.find_sender.side_effect = find_sender
     header_table.find_lost.return_value = header_table.recv.return_value = None
     matching = Matching(communicator, header_table, mock.Mock(), lambda: False)
-    deferred = matching.add(
-        torch.zeros(1),
-        peer=None,
-        tag=0,
-        header=0,
-        note=1,
-        timeout=timedelta(seconds=9),
-        explain=mock.Mock(),
-        waits=False,
-    )
+    limit = timedelta(seconds=9)
+    receive = Receive(torch.zeros(1), None, 0, 0, 1, limit, explain=mock.Mock())
+    deferred = matching.add(receive, waits=False)
     time.sleep(0.7)
     sent.set()
     time.sleep(0.5)

@@ -44,7 +44,7 @@ class _Region:
             self.words = self._shared_words.reserve(self._key, Arrivals.num_words)
         except MemoryError:
             return {}
-        return {"words": {"key": self._key, **self._shared_words.address.to_json()}}
+        return {"words": {"key": self._key, "address": self._shared_words.address}}
 
     def release(self) -> None:
         """Give the region back."""
@@ -163,7 +163,7 @@ def _words_of_others(
     for member, one in enumerate(members):
         if member == opening.rank:
             continue
-        view = find_view(WordsAddress.from_json(one["words"])) if "words" in one else None
+        view = find_view(WordsAddress(*one["words"]["address"])) if "words" in one else None
         words = None if view is None else view.find(one["words"]["key"], Arrivals.num_words)
         if words is None:
             return None

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...checking.calls import Call, header, message_fingerprint
+from ...checking.calls import Call, header_of, message_fingerprint
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceOp
@@ -84,10 +84,9 @@ class Collective(Step):
     @cached_property
     def header(self) -> tuple[Any, ...]:
         """What must be equal on all members."""
-        call = self.call
-        op = None if call.op is None else call.op.value
-        is_uneven = bool(call.sizes) and call.root is None
-        return self.way, *header(call.verb, call.data, op, call.root, is_uneven)
+        # The sizes of a call with a root are the root's alone: it compares the numbers of elements.
+        call = self.call if self.call.root is None else self.call._replace(sizes=())
+        return self.way, header_of(call)
 
     def describe(self) -> str:
         """The call in words, with the members that it waits for."""

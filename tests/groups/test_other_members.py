@@ -1,0 +1,160 @@
+"""What the members of a world report of a failed call, from their answers and the store."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import meshdist as md
+from meshdist.bootstrap.world import World
+from meshdist.checking.calls import Call, GroupFacts
+from meshdist.groups import other_members
+from meshdist.groups.failures import STORE_LOST
+from meshdist.groups.other_members import MembersOfWorld, last_call_text, silent_ranks
+
+FACTS = GroupFacts("a group", (0, 1, 2), 0)
+CALL = Call(3, FACTS, "all_reduce", (torch.Size([2]), torch.float32))
+FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
+
+
+def answer(*calls: tuple[str, int], about: str | None = None) -> dict[str, Any]:
+    """That a rank has called these on communicators, as label and number."""
+    texts = [{"label": label, "sequence": n, "text": f"call {n} on {label}"} for label, n in calls]
+    return {"calls": texts, "about": about}
+
+
+class Asked:
+    """Stands for the ranks that are asked: what they answer, or the error that asking raises."""
+
+    def __init__(self, answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[Any] = []
+
+    def __call__(self, world: World, ranks: tuple[int, ...], *about: Any, **_: Any) -> Any:
+        self.calls.append((ranks, *about))
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return {rank: self.answers[rank] for rank in ranks if rank in self.answers}
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    registry = mock.Mock()
+    monkeypatch.setattr(other_members, "get_registry", lambda world: registry)
+    return registry
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    asked = Asked({})
+    monkeypatch.setattr(other_members, "ask", asked)
+    return asked
+
+
+def members(store: Any = None, rank: int = 0, origin: str = "env://") -> MembersOfWorld:
+    world = World(rank, 3, store or HashStore(), {}, origin=origin)
+    opened: Any = mock.Mock(label="label", is_closed=False)
+    return MembersOfWorld(world, GroupFacts("a group", (0, 1, 2), rank), opened)
+
+
+def test_the_last_call_of_a_rank() -> None:
+    assert last_call_text(None) == "gives no answer: it has ended or is stopped"
+    assert last_call_text(answer()) == "runs, and has called no verb"  # type: ignore[arg-type]
+    two: Any = answer(("a", 1), ("b", 2))
+    assert last_call_text(two) == "last call 2 on b"
+
+
+def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
+    asked.answers = {1: answer(("label", 3), ("other", 9))}
+    assert members().report(CALL) == (
+        "rank 1: arrived; last call 9 on other\nrank 2: gives no answer: it has ended or is stopped"
+    )
+    asked.answers = {1: answer(("label", 2)), 2: answer()}
+    assert members().report(CALL) == (
+        "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no verb"
+    )
+    message = CALL._replace(message=(True, 1, 0, 1))
+    assert members().report(message).splitlines()[1] == "rank 2: has called no verb"
+    asked.answers = RuntimeError("reset")
+    assert members().report(CALL) == STORE_LOST
+
+
+def test_silent_ranks_are_named(asked: Asked) -> None:
+    world = World(0, 3, HashStore(), {})
+    assert silent_ranks(world, (0, 1, 2)) == (
+        "ranks 1-2: give no answer: they have ended or are stopped"
+    )
+    asked.answers = {2: answer()}
+    assert members().silent() == "rank 1: gives no answer: it has ended or is stopped"
+    asked.answers = {1: answer(), 2: answer()}
+    assert silent_ranks(world, (0, 1, 2)) == ""
+    asked.answers = RuntimeError("reset")
+    assert silent_ranks(world, (0, 1, 2)) == ""
+
+
+def test_simulated_ranks_are_not_asked(asked: Asked) -> None:
+    simulated = members(origin="simulated")
+    assert simulated.report(CALL) == simulated.silent() == ""
+    assert simulated.find_first_failure(CALL, "reset") == ""
+    assert asked.calls == []
+
+
+def test_the_first_failure_is_quoted_by_later_ones() -> None:
+    store = HashStore()
+    assert members(store).find_first_failure(CALL, "reset") == ""
+    assert members(store).find_first_failure(CALL, "reset") == ""  # its own
+    later = members(store, 2).find_first_failure(CALL, "closed")
+    assert later == f"rank 0 failed first, in {CALL.title}: reset"
+    lost = mock.Mock()
+    lost.compare_set.side_effect = RuntimeError("reset")
+    assert members(lost).find_first_failure(CALL, "reset") == STORE_LOST
+
+
+def test_an_abort_is_looked_up_as_long_as_there_is_a_store(registry: mock.Mock) -> None:
+    registry.find_abort.return_value = {"rank": 2, "reason": "no data"}
+    assert members().find_abort() == {"rank": 2, "reason": "no data"}
+    registry.find_abort.side_effect = RuntimeError("reset")
+    assert members().find_abort() is None
+    members().break_here("late")
+    registry.break_here.assert_called_once_with("label", "late")
+
+
+def test_the_first_to_see_a_disagreement_ends_the_group(registry: mock.Mock, asked: Asked) -> None:
+    store = HashStore()
+    asked.answers = {1: answer(about=CALL.text), 2: answer()}
+    fields = members(store).agree_on_error(FIELDS, CALL, {"sequence": 3})
+    assert fields["found"] == f"ranks 0-1: {CALL.text}\nrank 2: has not come there yet"
+    assert fields["where"] == "a group, ranks 0-2; rank 0 saw it before it sent any data"
+    assert fields["fix"] == "mend; the group is broken now"
+    assert asked.calls == [((1, 2), {"label": "label", "sequence": 3})]
+    ((labels, message), _) = registry.abort.call_args
+    assert labels == ["label"] and message["disagreement"] == fields
+    assert json.loads(store.get("label/disagreement")) == fields
+    # Another member has seen it, too, and raises the same.
+    assert members(store, 1).agree_on_error(FIELDS, None, {"sequence": 3}) == fields
+    registry.abort.assert_called_once()
+    assert registry.break_here.call_args.kwargs == {"disagreement": fields}
+
+
+def test_the_peer_of_a_message_alone_is_asked(registry: mock.Mock, asked: Asked) -> None:
+    about = {"message": [True, 0, 5, 1], "asked": [2]}
+    fields = members().agree_on_error({**FIELDS, "found": "too long"}, None, about)
+    assert [ranks for ranks, _ in asked.calls] == [(2,)]
+    assert fields["where"] == "a group"
+    assert fields["found"] == (
+        "too long\nrank 0: its call is no longer known\n"
+        "rank 2: gives no answer: it has ended or is stopped"
+    )
+
+
+def test_without_the_store_the_others_calls_stay_unknown(registry: mock.Mock, asked: Asked) -> None:
+    asked.answers = md.StoreError("the process that serves the store has ended")
+    fields = members().agree_on_error(FIELDS, CALL, {"sequence": 3})
+    assert fields["found"] == f"rank 0: {CALL.text}\nthe others: unknown, since {STORE_LOST}"
+    assert registry.break_here.call_args.kwargs == {"disagreement": fields}
+    registry.abort.assert_not_called()

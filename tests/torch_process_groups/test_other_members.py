@@ -1,0 +1,83 @@
+"""What the members of one of torch's groups report when their calls differ."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed import HashStore
+
+from meshdist.checking.calls import Call, GroupFacts
+from meshdist.torch_process_groups import other_members
+from meshdist.torch_process_groups.other_members import MembersOfTorchGroup
+
+RANKS = (4, 6, 7)
+FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
+
+
+def facts(rank: int) -> GroupFacts:
+    return GroupFacts("a group", RANKS, rank)
+
+
+def call(rank: int, verb: str) -> Call:
+    return Call(3, facts(rank), verb, (torch.Size([2]), torch.float32))
+
+
+def agreed(store: Any, verbs: dict[int, str], **about: Any) -> list[dict[str, str]]:
+    """What the members with these places agree on, all at the same time."""
+
+    def one(rank: int, verb: str) -> dict[str, str]:
+        others = MembersOfTorchGroup(facts(rank), store, None, mock.Mock())
+        return others.agree_on_error(FIELDS, call(rank, verb), about)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(one, verbs.keys(), verbs.values()))
+
+
+def test_every_member_tells_what_all_have_called() -> None:
+    verbs = {0: "all_reduce", 1: "broadcast", 2: "all_reduce"}
+    for fields in agreed(HashStore(), verbs, sequence=3):
+        assert fields["found"] == (
+            "ranks 4, 7: all_reduce((2,) float32) at an unknown place\n"
+            "rank 6: broadcast((2,) float32) at an unknown place"
+        )
+        assert fields["where"] == "a group; no data was moved"
+        assert fields["fix"] == "mend"
+
+
+def test_a_member_that_does_not_write_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setattr(other_members, "_ANSWERS_S", 0.05)
+    (fields,) = agreed(HashStore(), {1: "barrier"}, sequence=3)
+    assert "ranks 4, 7: has not reported" in fields["found"]
+    assert "rank 6: barrier(" in fields["found"]
+
+
+def test_without_the_store_each_member_knows_of_its_own_call() -> None:
+    lost = mock.Mock()
+    lost.set.side_effect = RuntimeError("connection reset")
+    (fields,) = agreed(lost, {0: "barrier"}, sequence=3)
+    assert "rank 4: barrier(" in fields["found"]
+    assert "ranks 6-7: has not reported" in fields["found"]
+
+
+def test_a_message_tells_of_this_member_alone() -> None:
+    store = HashStore()
+    (fields,) = agreed(store, {2: "send"}, message=[True, 0, 5, 1])
+    assert fields["found"] == "rank 7: send((2,) float32) at an unknown place"
+    assert fields["where"] == "a group"
+    assert store.num_keys() == 0
+
+
+def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: Any) -> None:
+    monkeypatch.setattr(other_members, "_ANSWERS_S", 0.05)
+    comparison, broken = mock.Mock(), mock.Mock()
+    others = MembersOfTorchGroup(facts(0), HashStore(), comparison, broken)
+    others.compare_again()
+    comparison.compare_again.assert_called_once_with()
+    fields = others.agree_on_error(FIELDS, None, {"sequence": 3})
+    assert fields["where"] == "a group; this member's tensors may have been written"
+    assert fields["fix"] == "mend; the group is broken now"
+    assert "rank 4: its call is no longer known" in fields["found"]
+    broken.assert_called_once_with("they differ")
