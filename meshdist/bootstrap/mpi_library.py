@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,7 +85,7 @@ def start_mpi() -> Any:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _check_threads(MPI)
     _check_launcher(MPI, os.environ)
-    _end_job_after_an_error(MPI)
+    _end_job_after_an_error(MPI, os.getpid())
     return MPI
 
 
@@ -182,14 +183,9 @@ def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
     )
 
 
-_watched: set[int] = set()
-
-
-def _end_job_after_an_error(MPI: Any) -> None:
-    pid = os.getpid()
-    if pid not in _watched:
-        _watched.add(pid)
-        atexit.register(_abort_after_error, MPI, pid)
+@cache
+def _end_job_after_an_error(MPI: Any, pid: int) -> None:
+    atexit.register(_abort_after_error, MPI, pid)
 
 
 def _abort_after_error(MPI: Any, pid: int) -> None:

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Hashable
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -120,13 +121,8 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
         return None
     number = int(descriptor)
     try:
-        duplicate = os.dup(number)
+        inherited = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
-        return None
-    try:
-        inherited = socket.socket(fileno=duplicate)
-    except OSError:  # some other file has the number now
-        os.close(duplicate)
         return None
     try:
         is_free = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
@@ -134,7 +130,7 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
             inherited.close()
             return None
         inherited.listen(_BACKLOG)
-    except (OSError, IndexError):
+    except (OSError, IndexError):  # some other file has the number now
         inherited.close()
         return None
     os.close(number)  # the duplicate serves from now on, and no child inherits it
@@ -148,21 +144,15 @@ def serve_store(
 
     Takes the socket over. Without one the server listens on every interface, at ``port``.
     """
-    timeout = max(timeout, LEAST_STORE_TIMEOUT)
+    taken: dict[str, Any] = {}
     if listener is None:
-        store = TCPStore(address, port, None, True, timeout, wait_for_workers=False)
-        offer_server_watch(store, "::" if socket.has_dualstack_ipv6() else "0.0.0.0")
-        return store
-    bound = listener.getsockname()[0]
-    store = TCPStore(
-        address if bound in ("0.0.0.0", "::") else bound,
-        listener.getsockname()[1],
-        None,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+        bound = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    else:
+        bound, port = listener.getsockname()[:2]
+        address = address if bound in ("0.0.0.0", "::") else bound
+        taken = {"master_listen_fd": listener.detach()}
+    limit = max(timeout, LEAST_STORE_TIMEOUT)
+    store = TCPStore(address, port, None, True, limit, wait_for_workers=False, **taken)
     offer_server_watch(store, bound)
     return store
 
