@@ -15,13 +15,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Grace
 from . import guard
 from .guard import MARK, Family
 
-__all__ = ["GRACE_S", "Child", "Ending", "Guard", "Launch", "Watch", "exit_code_of", "signal_name"]
+__all__ = ["GRACE_S", "Ending", "Guard", "Launch", "exit_code_of", "signal_name"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -62,37 +62,70 @@ class Ending:
         return f"was ended by {signal_name(-self.code)}{hint}"
 
 
-class Child(Protocol):
-    """A started process: subprocess.Popen has this form."""
+class Launch:
+    """Children of one launch, and all that they start: none of them outlives this process.
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-
-    def poll(self) -> int | None:
-        """Return None while it runs, then its exit code, or minus the signal that ended it."""
-
-
-class Watch:
-    """Watches child processes: finds in which order they end, and stops them.
-
-    Where the system has process file descriptors (Linux), the order is the true one. Not safe for
-    use by several threads.
+    Finds in which order the children end, and stops them. Where the system has process file
+    descriptors (Linux), the order is the true one. Not safe for use by several threads.
 
     Attributes:
+        mark: the name of the launch, which must stand in the environment of its processes.
         running: the children that have not ended, by rank.
         failed: how the first child that failed has ended; None as long as none has.
         hurried: set it to make stop() kill without waiting.
     """
 
     def __init__(self) -> None:
-        self.running: dict[int, Child] = {}
+        self.mark = secrets.token_hex(8)
+        self.running: dict[int, subprocess.Popen[Any]] = {}
         self.failed: Ending | None = None
         self.hurried = False
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
+        self._family = Family(self.mark)
+        self._guard = Guard(self.mark)
+        self._is_stopped = False
 
-    def add(self, rank: int, child: Child) -> None:
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        listener: socket.socket | None = None,
+        inherited: Sequence[int] = (),
+        **streams: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Start a child and watch it as the given rank.
+
+        Args:
+            rank: its rank.
+            command: program and arguments.
+            environment: its environment.
+            listener: a socket that it inherits, and that this process then gives up.
+            inherited: further files that it inherits.
+            streams: its standard streams, as subprocess.Popen takes them.
+
+        Raises:
+            OSError: the program cannot be executed.
+        """
+        inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=inherited,
+            start_new_session=True,
+            bufsize=0,
+            **streams,
+        )
+        if listener is not None:
+            listener.close()
+        self._guard.adopt(child.pid)
+        self._family.add(child.pid)
+        self.add(rank, child)
+        return child
+
+    def add(self, rank: int, child: subprocess.Popen[Any]) -> None:
         """Watch child as the given rank."""
         self.running[rank] = child
         with contextlib.suppress(AttributeError, OSError):
@@ -143,15 +176,16 @@ class Watch:
     def stop(
         self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
     ) -> list[Ending]:
-        """End all children that still run.
+        """End all children that still run, and then what they have started.
 
         Args:
             signals: what to send in turn, and how many seconds to wait after each; SIGKILL follows
                 by itself. A child that leads a process group is signalled with its whole group.
 
         Returns:
-            What ended meanwhile, first one first.
+            Which children ended meanwhile, first one first.
         """
+        self._is_stopped = True
         ended = []
         for number, patience_s in signals:
             self._send(number)
@@ -162,6 +196,7 @@ class Watch:
         grace = Grace(1.0)
         while self.running and not grace.is_over:
             ended += self.step(grace.left_s)
+        self._family.kill()
         return ended
 
     def _send(self, number: int) -> None:
@@ -174,79 +209,12 @@ class Watch:
                     os.kill(child.pid, number)
 
     def close(self) -> None:
-        """Release what watching needs; the children are left as they are."""
-        for rank in list(self._handles):
-            self._forget_handle(rank)
-        self._selector.close()
-
-
-class Launch(Watch):
-    """Children of one launch, and all that they start: none of them outlives this process.
-
-    Attributes:
-        mark: the name of the launch, which must stand in the environment of its processes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mark = secrets.token_hex(8)
-        self._family = Family(self.mark)
-        self._guard = Guard(self.mark)
-        self._is_stopped = False
-
-    def start(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        listener: socket.socket | None = None,
-        inherited: Sequence[int] = (),
-        **streams: Any,
-    ) -> subprocess.Popen[bytes]:
-        """Start a child and watch it as the given rank.
-
-        Args:
-            rank: its rank.
-            command: program and arguments.
-            environment: its environment.
-            listener: a socket that it inherits, and that this process then gives up.
-            inherited: further files that it inherits.
-            streams: its standard streams, as subprocess.Popen takes them.
-
-        Raises:
-            OSError: the program cannot be executed.
-        """
-        inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            pass_fds=inherited,
-            start_new_session=True,
-            bufsize=0,
-            **streams,
-        )
-        if listener is not None:
-            listener.close()
-        self._guard.adopt(child.pid)
-        self._family.add(child.pid)
-        self.add(rank, child)
-        return child
-
-    def stop(
-        self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
-    ) -> list[Ending]:
-        """End all children that still run, as a Watch does, and then what they have started."""
-        self._is_stopped = True
-        ended = super().stop(signals)
-        self._family.kill()
-        return ended
-
-    def close(self) -> None:
         """End what has not been stopped, at once, and release what watching needs."""
         if not self._is_stopped:
             self.stop(())
-        super().close()
+        for rank in list(self._handles):
+            self._forget_handle(rank)
+        self._selector.close()
         self._guard.dismiss()
 
 

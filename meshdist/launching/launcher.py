@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TextIO
 
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
-from .child_processes import GRACE_S, Ending, Launch, Watch
+from .child_processes import GRACE_S, Ending, Launch
 from .rank_environment import LaunchError, rank_environment, reserve_port
 from .root_cause import TRACEBACK, Failure, find_cause
 
@@ -136,12 +136,12 @@ def _show(screen: TextIO, data: bytes) -> None:
 class _Signals:
     """Notes the first signal that asks the launcher to end; a second one makes it hurry."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.received: int | None = None
-        self._watch = watch
+        self._launch = launch
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        watch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
+        launch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class _Signals:
 
     def _note(self, number: int, frame: object) -> None:
         if self.received is not None:
-            self._watch.hurried = True
+            self._launch.hurried = True
         self.received = self.received or number
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"!")
