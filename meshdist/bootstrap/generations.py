@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from ..error_text import ranks_text
@@ -61,7 +62,7 @@ class Joined:
     store: Store
     handle: Store
     hosts: tuple[int, ...] | None
-    local_ranks: tuple[int, ...] | None
+    local_ranks: tuple[int, ...]
     wires: frozenset[str]
     origin: str
     leave: Callable[[], None] = lambda: None
@@ -69,7 +70,7 @@ class Joined:
     @property
     def local_rank(self) -> int:
         """This process's number among the ranks of its host."""
-        return self.rank if self.local_ranks is None else self.local_ranks[self.rank]
+        return self.local_ranks[self.rank]
 
     @property
     def local_size(self) -> int:
@@ -180,7 +181,7 @@ class Attempt:
                 "store, start with a new address, file or store",
             ),
         )
-        self._raise(self._state(keys))
+        self._raise(json.loads(keys.get("state")))
         return None
 
     def _claim_next(self, keys: Store) -> int | None:
@@ -198,10 +199,6 @@ class Attempt:
         # Store.wait would write to stderr where no time is left, and let no Ctrl-C through.
         return bool(wait_until(lambda: keys.check([key]), self._deadline))
 
-    def _state(self, keys: Store) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads(keys.get("state"))
-        return state
-
     def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
         """Close the generation with ``outcome``, unless another rank has done so."""
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
@@ -214,21 +211,20 @@ class Attempt:
     ) -> Joined | None:
         if outcome is not None:
             self._resolve(keys, outcome)
-        state = self._state(keys)
+        state = json.loads(keys.get("state"))
         if state["kind"] == "stale":
             return None
         self._raise(state)
         store = PrefixStore(f"{generation}/world", self.store)
         store.set_timeout(max(self.timeout, LEAST_STORE_TIMEOUT))
-        hosts, local_ranks = state["hosts"], state["local_ranks"]
         return Joined(
             rank,
             self.size,
             generation,
             store,
             self.store,
-            None if hosts is None else tuple(hosts),
-            None if local_ranks is None else tuple(local_ranks),
+            tuple(state["hosts"]) if any(state["hosts"]) else None,
+            tuple(state["local_ranks"]),
             frozenset(state["wires"]),
             self.origin,
         )
@@ -260,18 +256,12 @@ class Attempt:
         places = set(zip(hosts, local_ranks, strict=True))
         if None in local_ranks or len(places) < self.size:
             # Not every launcher numbers them, or several launchers of one host do, each from 0.
-            seen: Counter[int] = Counter()
-            local_ranks = []
-            for host in hosts:
-                local_ranks.append(seen[host])
-                seen[host] += 1
-        is_plain = len(numbers) == 1
+            numbering: defaultdict[int, count[int]] = defaultdict(count)
+            local_ranks = [next(numbering[host]) for host in hosts]
         return {
             "kind": "complete",
-            "hosts": None if is_plain else hosts,
-            "local_ranks": None
-            if is_plain and local_ranks == list(range(self.size))
-            else local_ranks,
+            "hosts": hosts,
+            "local_ranks": local_ranks,
             "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
         }
 

@@ -10,6 +10,7 @@ import atexit
 import ipaddress
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -328,10 +329,9 @@ def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joine
         if rank == 0 and not terms.group_name:
             return serve_store(_listener_at(address, port), address, port, terms.timeout)
         # The first process serves the others: any rank, or another job at this address.
-        try:
+        listener = None
+        with suppress(RendezvousError):
             listener = bind_listener(address, port)
-        except RendezvousError:
-            listener = None
         if listener is None:
             return connect_store(address, port, terms.timeout)
         return serve_store(listener, address, port, terms.timeout)

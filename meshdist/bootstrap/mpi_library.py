@@ -112,8 +112,10 @@ def library_version(MPI: Any) -> str:
 
 def is_cuda_aware(MPI: Any) -> bool:
     """Whether the library says of itself that it takes addresses of CUDA memory."""
-    with suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(_library_path(MPI)).MPIX_Query_cuda_support())
+    with suppress(OSError, AttributeError), open("/proc/self/maps", encoding="utf-8") as file:
+        paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
+        # Without such a file: by this process's own names.
+        return bool(ctypes.CDLL(next(paths, None)).MPIX_Query_cuda_support())
     return False
 
 
@@ -125,14 +127,6 @@ def find_functions(MPI: Any, *names: str) -> list[int]:
         if all(found):
             return [address or 0 for address in found]
     return []
-
-
-def _library_path(MPI: Any) -> str | None:
-    """The file of the library that mpi4py has loaded; None means this process's own names."""
-    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as file:
-        paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
-        return next(paths, None)
-    return None
 
 
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -13,15 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Grace
 from . import guard
 from .guard import MARK, Family
 
-__all__ = ["GRACE_S", "Ending", "Guard", "Launch", "exit_code_of", "signal_name"]
+__all__ = ["GRACE_S", "Ending", "Guard", "Launch", "signal_name"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -37,23 +38,22 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def exit_code_of(code: int) -> int:
-    """Return a shell's exit code for a subprocess return code: 128 + N for signal N."""
-    return 128 - code if code < 0 else code
-
-
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended. code is an exit code, or minus the signal that ended it."""
+    """How one process ended, and when, in seconds on the monotonic clock.
+
+    code is an exit code, or minus the signal that ended it.
+    """
 
     rank: int
     pid: int
     code: int
+    at: float = field(default=0.0, compare=False)
 
     @property
     def exit_code(self) -> int:
         """The exit code as a shell gives it: 128 + N for signal N."""
-        return exit_code_of(self.code)
+        return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -71,6 +71,7 @@ class Launch:
     Attributes:
         mark: the name of the launch, which must stand in the environment of its processes.
         running: the children that have not ended, by rank.
+        endings: how the others have ended, first one first.
         failed: how the first child that failed has ended; None as long as none has.
         hurried: set it to make stop() kill without waiting.
     """
@@ -78,6 +79,7 @@ class Launch:
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
         self.running: dict[int, subprocess.Popen[Any]] = {}
+        self.endings: list[Ending] = []
         self.failed: Ending | None = None
         self.hurried = False
         self._handles: dict[int, int] = {}
@@ -142,30 +144,31 @@ class Launch:
         is_polling = len(self._handles) < len(self.running)
         if is_polling:
             timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
-        ended = []
+        num_ended = len(self.endings)
+        due = []
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, int):
-                ended += self._look_at(key.data)
+                due.append(key.data)
             else:
                 file, read = key.data
                 if not read():
                     self._selector.unregister(file)
         if is_polling:
-            for rank in sorted(self.running.keys() - self._handles.keys()):
-                ended += self._look_at(rank)
-        return ended
+            due += sorted(self.running.keys() - self._handles.keys())
+        for rank in due:
+            self._look_at(rank)
+        return self.endings[num_ended:]
 
-    def _look_at(self, rank: int) -> list[Ending]:
+    def _look_at(self, rank: int) -> None:
         child = self.running[rank]
         code = child.poll()
         if code is None:
-            return []
+            return
         del self.running[rank]
         self._forget_handle(rank)
-        ending = Ending(rank, child.pid, code)
+        self.endings.append(Ending(rank, child.pid, code, time.monotonic()))
         if code != 0 and self.failed is None:
-            self.failed = ending
-        return [ending]
+            self.failed = self.endings[-1]
 
     def _forget_handle(self, rank: int) -> None:
         handle = self._handles.pop(rank, None)
@@ -173,31 +176,24 @@ class Launch:
             self._selector.unregister(handle)
             os.close(handle)
 
-    def stop(
-        self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
-    ) -> list[Ending]:
+    def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
         """End all children that still run, and then what they have started.
 
         Args:
             signals: what to send in turn, and how many seconds to wait after each; SIGKILL follows
                 by itself. A child that leads a process group is signalled with its whole group.
-
-        Returns:
-            Which children ended meanwhile, first one first.
         """
         self._is_stopped = True
-        ended = []
         for number, patience_s in signals:
             self._send(number)
             grace = Grace(patience_s)
             while self.running and not self.hurried and not grace.is_over:
-                ended += self.step(grace.left_s)
+                self.step(grace.left_s)
         self._send(signal.SIGKILL)
         grace = Grace(1.0)
         while self.running and not grace.is_over:
-            ended += self.step(grace.left_s)
+            self.step(grace.left_s)
         self._family.kill()
-        return ended
 
     def _send(self, number: int) -> None:
         for child in self.running.values():

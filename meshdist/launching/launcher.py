@@ -327,7 +327,6 @@ class _Job:
         self._prefix = prefix
         self._errors: dict[int, _Stream] = {}
         self._streams: list[_Stream] = []
-        self._ended: list[tuple[Ending, float]] = []
 
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
@@ -375,10 +374,10 @@ class _Job:
             grace = Grace(_ENDING_S)
             while launch.running and signals.received is None and not grace.is_over:
                 self._step(grace.left_s)
-            stopped = len(launch.running)
+            ended, stopped = tuple(launch.endings), len(launch.running)
             launch.stop(((signal.SIGTERM, _STOPPING_S),))
             self._drain()
-            return self._report(stopped)
+            return self._report(ended, stopped)
         if received == signal.SIGINT:
             launch.stop(_ON_INTERRUPT)
         else:
@@ -387,12 +386,10 @@ class _Job:
         return 0 if received is None else 128 + received
 
     def _step(self, timeout_s: float | None = None) -> None:
-        """Wait until something happens, and note what ended when."""
+        """Wait until something happens."""
         if any(stream.is_holding() for stream in self._streams):
             timeout_s = _LINE_S if timeout_s is None else min(timeout_s, _LINE_S)
-        ended = self._launch.step(timeout_s)
-        now = time.monotonic()
-        self._ended += [(ending, now) for ending in ended]
+        self._launch.step(timeout_s)
         for stream in self._streams:
             stream.show_late_part()
 
@@ -404,11 +401,10 @@ class _Job:
         for stream in self._streams:
             stream.flush()
 
-    def _report(self, stopped: int) -> int:
+    def _report(self, endings: Sequence[Ending], stopped: int) -> int:
         """Show once more what the rank that failed first wrote; return its exit code."""
-        failures = [self._failure(*ended) for ended in self._ended if ended[0].code != 0]
+        failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
-        endings = [ending for ending, _ in self._ended]
         before = sorted(e.rank for e in takewhile(lambda e: e.code == 0, endings))
         after = sorted(other.ending.rank for other in failures if other is not cause)
         ending, tail = cause.ending, cause.text
@@ -425,8 +421,8 @@ class _Job:
             _show(sys.stderr, b"\n")
         return ending.exit_code
 
-    def _failure(self, ending: Ending, at: float) -> Failure:
-        stream = self._errors[ending.rank]
+    def _failure(self, ending: Ending) -> Failure:
+        stream, at = self._errors[ending.rank], ending.at
         # What ends with a signal has raised nothing; an older traceback was caught.
         if ending.code > 0 and stream.reported_at is not None:
             at = min(at, stream.reported_at)

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .layout import Layout
-from .view import Hosts, Marks, View, tables_abreast
+from .view import Hosts, Marks, View, corner, tables_abreast
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,9 +80,8 @@ class _Drawing:
         if marks.host_names:
             cell_width += 1 + len(_letters(len(marks.host_names) - 1))
         cell_width = max(cell_width, len(str(layout.sizes[-1] - 1)))
-        probe = View(layout, (), (), ())
         rows_label = str(layout.sizes[-2] - 1) if layout.ndim > 1 else "rank"
-        label_width = max(len(probe.corner()), len(rows_label))
+        label_width = max(len(corner(layout)), len(rows_label))
         brackets = 2  # of the highlighted rank; they widen one column
         max_columns = (width - label_width - 4 - brackets) // (cell_width + 3)
         max_rows = _MAX_ROWS if layout.ndim <= 2 else _MAX_ROWS - 4
@@ -141,7 +140,7 @@ class _Drawing:
 
         view = self.view
         table = Table(box=box.ASCII2 if self.ascii_only else box.SQUARE, header_style="bold")
-        table.add_column(Text(view.corner()), justify="right", style="bold", no_wrap=True)
+        table.add_column(Text(corner(view.layout)), justify="right", style="bold", no_wrap=True)
         for column in view.columns:
             head = self.dots if column is None else str(column)
             table.add_column(Text(head), justify="right", no_wrap=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshdist.launching.child_processes import GRACE_S, Ending, Launch, exit_code_of, signal_name
+from meshdist.launching.child_processes import GRACE_S, Ending, Launch, signal_name
 from tests.load import is_within
 
 PYTHON = [sys.executable, "-S", "-c"]
@@ -33,7 +33,7 @@ DEAF = [
 )
 def test_an_ending_is_told_in_words(code: int, exit_code: int, text: str) -> None:
     assert str(Ending(0, 1, code)) == text
-    assert Ending(0, 1, code).exit_code == exit_code_of(code) == exit_code
+    assert Ending(0, 1, code).exit_code == exit_code
 
 
 def test_signals_have_names() -> None:
@@ -94,9 +94,9 @@ def test_stop_asks_first_and_kills_who_does_not_listen(launch: Launch) -> None:
         launch.add(0, willing)
         launch.add(1, deaf)
         begin = time.monotonic()
-        ended = launch.stop([(signal.SIGTERM, 0.3)])
+        launch.stop([(signal.SIGTERM, 0.3)])
         assert is_within(time.monotonic() - begin, 3)
-    assert [(e.rank, e.code) for e in ended] == [(0, -15), (1, -9)]
+    assert [(e.rank, e.code) for e in launch.endings] == [(0, -15), (1, -9)]
 
 
 def test_stop_in_a_hurry_does_not_wait(launch: Launch) -> None:
@@ -106,7 +106,8 @@ def test_stop_in_a_hurry_does_not_wait(launch: Launch) -> None:
         launch.add(0, deaf)
         launch.hurried = True
         begin = time.monotonic()
-        (ended,) = launch.stop([(signal.SIGTERM, 30.0)])
+        launch.stop([(signal.SIGTERM, 30.0)])
+        (ended,) = launch.endings
         assert ended.code == -9
         assert is_within(time.monotonic() - begin, 5)
 
@@ -115,7 +116,8 @@ def test_a_child_of_the_callers_own_process_group_is_signalled_alone(launch: Lau
     with start(SLEEP, leads=False) as child:
         assert os.getpgid(child.pid) == os.getpgid(0)
         launch.add(0, child)
-        (ended,) = launch.stop()
+        launch.stop()
+        (ended,) = launch.endings
     assert ended.code == -15
 
 
