@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import verb_table
 
-__all__ = ["DTYPES", "SIDES", "VERBS", "Side", "open_side"]
+__all__ = ["DTYPES", "SIDES", "VERBS", "Side"]
 
 VERBS = (
     "all_reduce",
@@ -56,13 +56,11 @@ class Side:
         """Return a function that does ``verb`` once; None if the library has no such verb."""
         raise NotImplementedError
 
-    def count(self, num_bytes: int, dtype: str) -> int:
-        """How many elements a buffer of ``num_bytes`` has; at least one."""
-        return max(1, num_bytes // _ITEM_BYTES[dtype])
-
-    def part(self, num_bytes: int, dtype: str) -> int:
-        """How many of them belong to each rank; at least one."""
-        return max(1, self.count(num_bytes, dtype) // self.size)
+    def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
+        """How many elements a buffer, each rank's part, and all parts have; at least one each."""
+        count = max(1, num_bytes // _ITEM_BYTES[dtype])
+        part = max(1, count // self.size)
+        return count, part, part * self.size
 
     def ping_pong(self, send: Callable[..., Any], recv: Callable[..., Any], data: Any) -> Call:
         """Return a function that sends ``data`` from rank 0 to rank 1 and back."""
@@ -94,10 +92,9 @@ class TorchSide(Side):
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once on CPU tensors."""
-        count, part = self.count(num_bytes, dtype), self.part(num_bytes, dtype)
         kind = getattr(self._torch, dtype)
         whole, one, full = (
-            partial(self._ones, number, kind) for number in (count, part, part * self.size)
+            partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
         )
 
         def parts() -> list[Any]:
@@ -157,7 +154,7 @@ class CopySide(TorchSide):
         """Return a function that copies once, in place of an all_reduce."""
         if verb != "all_reduce":
             return None
-        count, kind = self.count(num_bytes, dtype), getattr(self._torch, dtype)
+        count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
         return partial(self._ones(count, kind).copy_, self._ones(count, kind))
 
 
@@ -178,9 +175,8 @@ class MpiSide(Side):
         import numpy as np
 
         world, is_root = self._world, self.rank == 0
-        count, part = self.count(num_bytes, dtype), self.part(num_bytes, dtype)
         whole, one, full = (
-            partial(np.ones, number, dtype) for number in (count, part, part * self.size)
+            partial(np.ones, number, dtype) for number in self.counts(num_bytes, dtype)
         )
 
         def in_place() -> Any:
@@ -233,14 +229,10 @@ class JaxSide(Side):
         import numpy as np
 
         lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec
-        count = self.count(num_bytes, dtype)
-        full = self.part(num_bytes, dtype) * self.size
+        count, part, full = self.counts(num_bytes, dtype)
         bodies: dict[str, tuple[int, Callable[[Any], Any]]] = {
             "all_reduce": (count, lambda x: lax.psum(x, "ranks")),
-            "all_gather_into_tensor": (
-                full // self.size,
-                lambda x: lax.all_gather(x, "ranks", tiled=True),
-            ),
+            "all_gather_into_tensor": (part, lambda x: lax.all_gather(x, "ranks", tiled=True)),
             "reduce_scatter_tensor": (full, lambda x: lax.psum_scatter(x, "ranks", tiled=True)),
             "all_to_all_single": (full, lambda x: lax.all_to_all(x, "ranks", 0, 0, tiled=True)),
         }
@@ -278,8 +270,3 @@ SIDES: dict[str, Callable[[], Side]] = {
 ``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``copy`` is a bound, a copy on every rank;
 ``mpi`` is whichever MPI the interpreter's mpi4py finds.
 """
-
-
-def open_side(name: str) -> Side:
-    """Open the world of a side, in every one of its ranks."""
-    return SIDES[name]()

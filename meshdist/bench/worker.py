@@ -20,9 +20,9 @@ ADDRESS = "MESHDIST_BENCH_SOCKET"
 
 def main(argv: list[str]) -> int:
     """Open the side that is named, and measure on it."""
-    from .sides import open_side
+    from .sides import SIDES
 
-    serve(open_side(argv[0]), argv[1])
+    serve(SIDES[argv[0]](), argv[1])
     return 0
 
 

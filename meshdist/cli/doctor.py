@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Parser
@@ -63,7 +62,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         report["problem"] = problem
     if arguments.json:
-        _print_json(report)
+        if problem is None:
+            from ..wires.capabilities import capabilities
+
+            report["capabilities"] = capabilities()
+        print(json.dumps(report, indent=2))
     else:
         _print(report, whole_table=arguments.table)
     is_well = problem is None and not any(check["error"] for check in report["checks"])
@@ -86,18 +89,10 @@ def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
     report["variables"] = network_variables(os.environ)
     report["shared_headers"] = find_shared_words_problem() or "yes"
     report["checks"] = [
-        asdict(check_wire(wire["name"], timeout_s))
+        check_wire(wire["name"], timeout_s)
         for wire in wires
         if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
     ]
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    if "wires" in report:
-        from ..wires.capabilities import capabilities
-
-        report["capabilities"] = capabilities()
-    print(json.dumps(report, indent=2))
 
 
 def _print(report: dict[str, Any], *, whole_table: bool) -> None:

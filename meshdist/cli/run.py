@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ..launching.launcher import LaunchError
-from ..launching.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from ..launching.mpiexec import find_mpiexec, mpiexec_environment
 from .arguments import (
     Parser,
     add_launch_arguments,
@@ -97,6 +97,6 @@ def _become_mpiexec(arguments: argparse.Namespace) -> int:
             fix='pip install "meshdist[mpi]", which brings Open MPI',
         )
     options = shlex.split(arguments.mpi_args or "")
-    command = mpiexec_command(mpiexec, arguments.nproc_per_node, options, [*start, *rest])
+    command = [mpiexec, "-n", str(arguments.nproc_per_node), *options, *start, *rest]
     sys.stdout.flush()
     os.execve(mpiexec, command, mpiexec_environment(os.environ))

@@ -22,20 +22,12 @@ from ..runtime.deadlines import Grace
 from . import guard
 from .guard import MARK, Family
 
-__all__ = ["GRACE_S", "Ending", "Guard", "Launch", "signal_name"]
+__all__ = ["GRACE_S", "Ending", "Guard", "Launch"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
 
 _POLL_S = 0.02
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, as in SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,8 @@ class Ending:
         if self.code >= 0:
             return f"failed with exit code {self.code}"
         hint = " (the system does this when memory runs out)" if self.code == -9 else ""
-        return f"was ended by {signal_name(-self.code)}{hint}"
+        named = {number.value: number.name for number in signal.Signals}
+        return f"was ended by {named.get(-self.code, f'signal {-self.code}')}{hint}"
 
 
 class Launch:

@@ -52,13 +52,14 @@ class _Stream:
     Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
 
     Attributes:
+        pipe: what the rank writes into; close it at the end.
         has_ended: whether the rank, and all that inherited the pipe, have closed it.
         reported_at: when the last traceback began to come; None where none has come.
     """
 
     def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
         self._kept = bytearray()
-        self._pipe = pipe
+        self.pipe = pipe
         self._screen = screen
         self._prefix = prefix
         self._partial = b""
@@ -71,7 +72,7 @@ class _Stream:
     def read(self) -> bool:
         """Show what there is to read; return False at the end."""
         try:
-            data = os.read(self._pipe.fileno(), 1 << 16)
+            data = os.read(self.pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return True
         if not data:
@@ -106,10 +107,6 @@ class _Stream:
         if self._partial:
             _show(self._screen, self._prefix + self._partial + (b"\n" if self._prefix else b""))
             self._partial = b""
-
-    def close(self) -> None:
-        """Close the pipe."""
-        self._pipe.close()
 
     def tail(self) -> bytes:
         """Return the last lines, whole ones."""
@@ -433,4 +430,4 @@ class _Job:
         if self._launch.running:
             self._launch.stop(())
         for stream in self._streams:
-            stream.close()
+            stream.pipe.close()

@@ -56,11 +56,14 @@ def draw(
         |       1 | 4 | 5 | [6] | 7 |
         +---------+---+---+-----+---+
     """
+    from rich.console import Console
+
     marks = Marks.of(layout, highlight_rank, hosts)
     if ascii_only is None:
         ascii_only = not _can_print("┌─│…⋮", sys.stdout)
     if color is None:
-        color = _terminal_has_colors()
+        console = Console(stderr=False)
+        color = console.is_terminal and console.color_system is not None and not console.no_color
     width = _DEFAULT_WIDTH if width is None else width
     return _Drawing(layout, marks, width, color, ascii_only).text()
 
@@ -186,13 +189,6 @@ def _can_print(characters: str, stream: object) -> bool:
     except (LookupError, UnicodeEncodeError):
         return False
     return True
-
-
-def _terminal_has_colors() -> bool:
-    from rich.console import Console
-
-    console = Console(stderr=False)
-    return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def _letters(index: int) -> str:
