@@ -79,25 +79,21 @@ def bind_listener(address: str, port: int) -> socket.socket | None:
         )[0]
     except (OSError, UnicodeError) as error:
         raise unknown_address(address, error) from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    is_v6 = family == socket.AF_INET6
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(_BACKLOG)
+        return socket.create_server(target, family=family, backlog=_BACKLOG, dualstack_ipv6=is_v6)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise RendezvousError(
-                f"rank 0 cannot listen on {address}, port {port}: {error.strerror}",
+                f"rank 0 cannot listen on {address}, port {port}: {os.strerror(error.errno)}",
                 where=f"host {socket.gethostname()}",
                 expected="a port that nobody uses",
                 fix="choose another port (MASTER_PORT, or the one in the URL), end the job that "
                 "holds it, or let `meshdist run -n 4 script.py` choose one",
             ) from None
         raise
-    return listener
 
 
 def unknown_address(address: str, error: Exception) -> RendezvousError:

@@ -56,7 +56,11 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     report: dict[str, Any] = {"versions": find_versions(), "machine": find_machine()}
-    problem = _find_torch_problem()
+    problem = None
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a broken install raises anything
+        problem = f"torch does not load: {type(error).__name__}: {error}"
     if problem is None:
         _examine(report, None if arguments.no_check else arguments.timeout)
     else:
@@ -71,14 +75,6 @@ def main(argv: Sequence[str]) -> int:
         _print(report, whole_table=arguments.table)
     is_well = problem is None and not any(check["error"] for check in report["checks"])
     return 0 if is_well else 1
-
-
-def _find_torch_problem() -> str | None:
-    try:
-        import torch  # noqa: F401
-    except Exception as error:  # a broken install raises anything
-        return f"torch does not load: {type(error).__name__}: {error}"
-    return None
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:

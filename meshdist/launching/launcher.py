@@ -58,13 +58,12 @@ class _Stream:
     """
 
     def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
-        self._kept = bytearray()
+        self._kept = b""
         self.pipe = pipe
         self._screen = screen
         self._prefix = prefix
         self._partial = b""
         self._latest = 0.0
-        self._is_whole = True
         self.has_ended = False
         self.reported_at: float | None = None
         os.set_blocking(pipe.fileno(), False)
@@ -78,10 +77,7 @@ class _Stream:
         if not data:
             self.has_ended = True
             return False
-        self._kept += data
-        if len(self._kept) > _KEPT_BYTES:
-            del self._kept[: len(self._kept) - _KEPT_BYTES]
-            self._is_whole = False
+        self._kept = (self._kept + data)[-_KEPT_BYTES - 1 :]  # one more shows that some are lost
         data = self._partial + data
         lines = _LINE.findall(data)
         self._partial = data[sum(map(len, lines)) :]
@@ -110,9 +106,8 @@ class _Stream:
 
     def tail(self) -> bytes:
         """Return the last lines, whole ones."""
-        if self._is_whole:
-            return bytes(self._kept)
-        return bytes(self._kept).partition(b"\n")[2]
+        is_whole = len(self._kept) <= _KEPT_BYTES
+        return self._kept if is_whole else self._kept.partition(b"\n")[2]
 
 
 def _show(screen: TextIO, data: bytes) -> None:
@@ -181,21 +176,14 @@ def _check(
             expected="a script, or -m and a module",
             fix="meshdist run -n 4 script.py",
         )
-    if nprocs < 1:
-        raise LaunchError(
-            f"cannot start {nprocs} processes",
-            where="-n (nprocs)",
-            expected="at least 1",
-            found=str(nprocs),
-            fix="meshdist run -n 4 script.py",
-        )
-    if nnodes < 1:
-        raise LaunchError(
-            f"a job cannot run on {nnodes} hosts",
-            where="--nnodes",
-            expected="at least 1",
-            found=str(nnodes),
-        )
+    counts = (
+        (nprocs, f"cannot start {nprocs} processes", "-n (nprocs)", "meshdist run -n 4 script.py"),
+        (nnodes, f"a job cannot run on {nnodes} hosts", "--nnodes", None),
+    )
+    for count, problem, where, fix in counts:
+        if count < 1:
+            expected, found = "at least 1", str(count)
+            raise LaunchError(problem, where=where, expected=expected, found=found, fix=fix)
     if not 0 <= node_rank < nnodes:
         raise LaunchError(
             f"host number {node_rank} does not exist in a job on {nnodes} host(s)",

@@ -43,12 +43,10 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
         _start_torch_world(world)
         groups: list[Any] = []
         for axis in range(layout.ndim):
-            mine: Any = None
             for ranks in layout.groups_of_axis(axis):
                 group = torch_distributed.new_group(list(ranks), sort_ranks=False)
                 if world.rank in ranks:
-                    mine = group
-            groups.append(mine)
+                    groups.append(group)
         # A rank that ended now would close its connections while others still open theirs.
         with registry.agreed(everyone, "mesh for torch", definition, timeout):
             pass
