@@ -21,7 +21,7 @@ from typing import Any
 
 from ..error_text import ExplainedError
 from ..runtime.deadlines import Grace
-from .worker import ADDRESS
+from .worker import ADDRESS, say
 
 __all__ = ["Cell", "Entrant", "SideFailedError", "measure", "running"]
 
@@ -94,27 +94,24 @@ class _Ranks:
         """Seconds per call of the slowest rank; None where the side has no such call."""
         what = verb, num_bytes, dtype
         if what not in self._calls:
-            first = self._ask(*what, 1, 2)
+            first = self._ask(*what, 2)
             self._calls[what] = (
                 None
                 if first is None
                 else max(1, min(_MOST_CALLS, int(_SAMPLE_S / max(first, 1e-9))))
             )
         calls = self._calls[what]
-        return None if calls is None else self._ask(*what, 1, calls)
+        return None if calls is None else self._ask(*what, calls)
 
     def end(self) -> None:
         """Let all ranks end."""
         for talk in self._talks:
-            talk.write(json.dumps({"verb": "end"}) + "\n")
-            talk.flush()
+            say(talk, {"verb": "end"})
 
-    def _ask(self, verb: str, num_bytes: int, dtype: str, warm_up: int, calls: int) -> float | None:
-        order = {"verb": verb, "bytes": num_bytes, "dtype": dtype}
-        order |= {"warm_up": warm_up, "calls": calls}
+    def _ask(self, verb: str, num_bytes: int, dtype: str, calls: int) -> float | None:
+        order = {"verb": verb, "bytes": num_bytes, "dtype": dtype, "warm_up": 1, "calls": calls}
         for talk in self._talks:
-            talk.write(json.dumps(order) + "\n")
-            talk.flush()
+            say(talk, order)
         lines = [talk.readline() for talk in self._talks]
         if "" in lines:
             raise SideFailedError(

@@ -114,8 +114,7 @@ def plot(path: Path, cells: Sequence[Cell], labels: Sequence[str]) -> None:
     columns = 3
     rows = -(-len(verbs) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(13, 3.4 * rows), squeeze=False)
-    for place, verb in enumerate(verbs):
-        axis = axes[place // columns][place % columns]
+    for verb, axis in zip(verbs, axes.flat, strict=False):
         for label in labels:
             points = sorted(
                 (cell.num_bytes, median)
@@ -128,8 +127,8 @@ def plot(path: Path, cells: Sequence[Cell], labels: Sequence[str]) -> None:
         axis.set_xlabel("bytes")
         axis.set_ylabel("seconds per call")
         axis.grid(True, which="major", alpha=0.3)
-    for place in range(len(verbs), rows * columns):
-        axes[place // columns][place % columns].axis("off")
+    for axis in axes.flat[len(verbs) :]:
+        axis.axis("off")
     axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path)

@@ -7,7 +7,6 @@ reduce-scatter takes, what an all-to-all exchanges. A side returns a function th
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -15,7 +14,7 @@ from typing import Any
 
 from .. import verb_table
 
-__all__ = ["DTYPES", "SIDES", "VERBS", "Side", "open_side"]
+__all__ = ["DTYPES", "SIDES", "VERBS", "Side"]
 
 VERBS = (
     "all_reduce",
@@ -43,31 +42,25 @@ _SINGLE = {verb.alias_of: verb.name for verb in verb_table.VERBS.values() if ver
 Call = Callable[[], Any]
 
 
-class Side(ABC):
+class Side:
     """One library with its world of ranks."""
 
     rank: int
     size: int
+    barrier: Call
+    """Waits for all ranks."""
+    close: Call
+    """Ends the world."""
 
-    @abstractmethod
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once; None if the library has no such verb."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the world."""
-
-    def count(self, num_bytes: int, dtype: str) -> int:
-        """How many elements a buffer of ``num_bytes`` has; at least one."""
-        return max(1, num_bytes // _ITEM_BYTES[dtype])
-
-    def part(self, num_bytes: int, dtype: str) -> int:
-        """How many of them belong to each rank; at least one."""
-        return max(1, self.count(num_bytes, dtype) // self.size)
+    def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
+        """How many elements a buffer, each rank's part, and all parts have; at least one each."""
+        count = max(1, num_bytes // _ITEM_BYTES[dtype])
+        part = max(1, count // self.size)
+        return count, part, part * self.size
 
     def ping_pong(self, send: Callable[..., Any], recv: Callable[..., Any], data: Any) -> Call:
         """Return a function that sends ``data`` from rank 0 to rank 1 and back."""
@@ -95,28 +88,14 @@ class TorchSide(Side):
         self._torch = torch
         self.rank = library.get_rank()
         self.size = library.get_world_size()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self._library.barrier()
-
-    def close(self) -> None:
-        """End the world."""
-        self._library.destroy_process_group()
+        self.barrier, self.close = library.barrier, library.destroy_process_group
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once on CPU tensors."""
-        count, part = self.count(num_bytes, dtype), self.part(num_bytes, dtype)
         kind = getattr(self._torch, dtype)
-
-        def whole() -> Any:
-            return self._ones(count, kind)
-
-        def one() -> Any:
-            return self._ones(part, kind)
-
-        def full() -> Any:
-            return self._ones(part * self.size, kind)
+        whole, one, full = (
+            partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
+        )
 
         def parts() -> list[Any]:
             return list(full().chunk(self.size))
@@ -127,16 +106,17 @@ class TorchSide(Side):
         def places() -> list[Any]:
             return [one() for _ in range(self.size)]
 
+        root = int  # makes 0
         if verb == "send_recv":
             return self.ping_pong(self._library.send, self._library.recv, whole())
         makers: dict[str, tuple[Callable[[], Any], ...]] = {
             "all_reduce": (whole,),
-            "reduce": (whole, _zero),
-            "broadcast": (whole, _zero),
+            "reduce": (whole, root),
+            "broadcast": (whole, root),
             "all_gather_into_tensor": (full, one),
             "all_gather": (places, one),
-            "gather": (one, parts_on_root, _zero),
-            "scatter": (one, parts_on_root, _zero),
+            "gather": (one, parts_on_root, root),
+            "scatter": (one, parts_on_root, root),
             "reduce_scatter_tensor": (one, full),
             "reduce_scatter": (one, parts),
             "all_to_all_single": (full, full),
@@ -174,7 +154,7 @@ class CopySide(TorchSide):
         """Return a function that copies once, in place of an all_reduce."""
         if verb != "all_reduce":
             return None
-        count, kind = self.count(num_bytes, dtype), getattr(self._torch, dtype)
+        count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
         return partial(self._ones(count, kind).copy_, self._ones(count, kind))
 
 
@@ -188,49 +168,42 @@ class MpiSide(Side):
         self._in_place: Any = MPI.IN_PLACE
         self.rank = self._world.Get_rank()
         self.size = self._world.Get_size()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self._world.Barrier()
-
-    def close(self) -> None:
-        """Nothing: MPI ends with the process."""
+        self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once; MPI knows no bfloat16."""
         import numpy as np
 
+        world, is_root = self._world, self.rank == 0
+        whole, one, full = (
+            partial(np.ones, number, dtype) for number in self.counts(num_bytes, dtype)
+        )
+
+        def in_place() -> Any:
+            return self._in_place
+
+        def nothing() -> None:
+            return None
+
         if dtype != "float32":
             return None
-        world = self._world
-        count, part = self.count(num_bytes, dtype), self.part(num_bytes, dtype)
-
-        def ones(number: int) -> Any:
-            return np.ones(number, dtype)
-
-        def on_root() -> Any:
-            return ones(part * self.size) if self.rank == 0 else None
-
         if verb == "send_recv":
-            return self.ping_pong(world.Send, world.Recv, ones(count))
-        if verb == "all_reduce":
-            return partial(world.Allreduce, self._in_place, ones(count))
-        if verb == "reduce":
-            mine = (self._in_place, ones(count)) if self.rank == 0 else (ones(count), None)
-            return partial(world.Reduce, *mine)
-        if verb == "broadcast":
-            return partial(world.Bcast, ones(count))
-        if verb == "all_gather_into_tensor":
-            return partial(world.Allgather, ones(part), ones(part * self.size))
-        if verb == "gather":
-            return partial(world.Gather, ones(part), on_root())
-        if verb == "scatter":
-            return partial(world.Scatter, on_root(), ones(part))
-        if verb == "reduce_scatter_tensor":
-            return partial(world.Reduce_scatter_block, ones(part * self.size), ones(part))
-        if verb == "all_to_all_single":
-            return partial(world.Alltoall, ones(part * self.size), ones(part * self.size))
-        return world.Barrier if verb == "barrier" else None
+            return self.ping_pong(world.Send, world.Recv, whole())
+        functions: dict[str, tuple[Callable[..., Any], ...]] = {
+            "all_reduce": (world.Allreduce, in_place, whole),
+            "reduce": (world.Reduce, *((in_place, whole) if is_root else (whole, nothing))),
+            "broadcast": (world.Bcast, whole),
+            "all_gather_into_tensor": (world.Allgather, one, full),
+            "gather": (world.Gather, one, full if is_root else nothing),
+            "scatter": (world.Scatter, full if is_root else nothing, one),
+            "reduce_scatter_tensor": (world.Reduce_scatter_block, full, one),
+            "all_to_all_single": (world.Alltoall, full, full),
+            "barrier": (world.Barrier,),
+        }
+        if verb not in functions:
+            return None
+        function, *makers = functions[verb]
+        return partial(function, *(make() for make in makers))
 
 
 class JaxSide(Side):
@@ -247,30 +220,19 @@ class JaxSide(Side):
         jax.distributed.initialize(address, self.size, self.rank)
         self._jax = jax
         self._mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
-        self._barrier = self.call("all_reduce", 4, "float32")
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        assert self._barrier is not None
-        self._barrier()
-
-    def close(self) -> None:
-        """End the world."""
-        self._jax.distributed.shutdown()
+        barrier = self.call("all_reduce", 4, "float32")
+        assert barrier is not None
+        self.barrier, self.close = barrier, jax.distributed.shutdown
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once, out of place, as JAX does."""
         import numpy as np
 
         lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec
-        count = self.count(num_bytes, dtype)
-        full = self.part(num_bytes, dtype) * self.size
+        count, part, full = self.counts(num_bytes, dtype)
         bodies: dict[str, tuple[int, Callable[[Any], Any]]] = {
             "all_reduce": (count, lambda x: lax.psum(x, "ranks")),
-            "all_gather_into_tensor": (
-                full // self.size,
-                lambda x: lax.all_gather(x, "ranks", tiled=True),
-            ),
+            "all_gather_into_tensor": (part, lambda x: lax.all_gather(x, "ranks", tiled=True)),
             "reduce_scatter_tensor": (full, lambda x: lax.psum_scatter(x, "ranks", tiled=True)),
             "all_to_all_single": (full, lambda x: lax.all_to_all(x, "ranks", 0, 0, tiled=True)),
         }
@@ -287,10 +249,6 @@ class JaxSide(Side):
             self._jax.sharding.NamedSharding(self._mesh, ranks), mine
         )
         return lambda: function(x).block_until_ready()
-
-
-def _zero() -> int:
-    return 0
 
 
 def _side_of(kind: type[TorchSide], library: str, backend: str) -> Side:
@@ -312,8 +270,3 @@ SIDES: dict[str, Callable[[], Side]] = {
 ``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``copy`` is a bound, a copy on every rank;
 ``mpi`` is whichever MPI the interpreter's mpi4py finds.
 """
-
-
-def open_side(name: str) -> Side:
-    """Open the world of a side, in every one of its ranks."""
-    return SIDES[name]()

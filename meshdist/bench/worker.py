@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .sides import Side
 
-__all__ = ["ADDRESS", "main", "serve"]
+__all__ = ["ADDRESS", "main", "say", "serve"]
 
 ADDRESS = "MESHDIST_BENCH_SOCKET"
 """The environment variable that names the measuring process's socket."""
@@ -20,9 +20,9 @@ ADDRESS = "MESHDIST_BENCH_SOCKET"
 
 def main(argv: list[str]) -> int:
     """Open the side that is named, and measure on it."""
-    from .sides import open_side
+    from .sides import SIDES
 
-    serve(open_side(argv[0]), argv[1])
+    serve(SIDES[argv[0]](), argv[1])
     return 0
 
 
@@ -34,12 +34,12 @@ def serve(side: Side, label: str) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS])
         talk = connection.makefile("rw")
-        _say(talk, {"side": label, "rank": side.rank, "size": side.size})
+        say(talk, {"side": label, "rank": side.rank, "size": side.size})
         for line in talk:
             order = json.loads(line)
             if order["verb"] == "end":
                 break
-            _say(talk, {"seconds": _measure(side, order)})
+            say(talk, {"seconds": _measure(side, order)})
     side.close()
 
 
@@ -59,7 +59,8 @@ def _measure(side: Side, order: dict[str, Any]) -> float | None:
     return took / 2 if order["verb"] == "send_recv" else took
 
 
-def _say(talk: Any, what: dict[str, Any]) -> None:
+def say(talk: Any, what: dict[str, Any]) -> None:
+    """Send one message."""
     talk.write(json.dumps(what) + "\n")
     talk.flush()
 

@@ -141,7 +141,10 @@ def _place_of_store(
             if not nodes:
                 reader.missing.append("SLURM_JOB_NODELIST")
             else:
-                address = reader.host("SLURM_JOB_NODELIST", nodes)
+                try:
+                    address = first_host(nodes)
+                except ValueError:
+                    reader.wrong.append(f"SLURM_JOB_NODELIST={nodes!r} is no list of hosts")
         if port is None and reader.is_sound:
             job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
             port = _PORT_BASE + (7 * job + int(step if step.isdigit() else 0)) % _NUM_PORTS
@@ -206,21 +209,10 @@ def first_host(nodes: str) -> str:
         >>> first_host("gpu[007-010,12],login1")
         'gpu007'
     """
-    name, position = "", 0
-    while position < len(nodes) and nodes[position] != ",":
-        if nodes[position] == "[":
-            end = nodes.index("]", position)
-            first = re.match(r"[0-9]+", nodes[position + 1 : end])
-            if first is None:
-                raise ValueError(f"{nodes!r} is no list of hosts")
-            name += first.group()
-            position = end + 1
-        else:
-            name += nodes[position]
-            position += 1
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+    found = re.match(r"(?:[A-Za-z0-9._-]|\[[0-9][^\]]*\])+(?=,|\Z)", nodes)
+    if found is None:
         raise ValueError(f"{nodes!r} is no list of hosts")
-    return name
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found.group())
 
 
 class _Reader:
@@ -256,13 +248,6 @@ class _Reader:
         self.wrong.append(f"{name}={value!r} is no port: 1 to 65535")
         return None
 
-    def host(self, name: str, nodes: str) -> str | None:
-        try:
-            return first_host(nodes)
-        except ValueError:
-            self.wrong.append(f"{name}={nodes!r} is no list of hosts")
-            return None
-
     def error(
         self,
         *commands: str,
@@ -295,10 +280,11 @@ class _Reader:
 
 def _ways_to_start(commands: Sequence[str]) -> list[str]:
     """What to type: the launcher that was half recognised, or what works here."""
-    script = _script()
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    script = name if name.endswith(".py") else "script.py"
     if commands:
         return [f"{command} {script}" for command in commands]
-    if _is_interactive():
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # no launcher can start these
         return ["meshdist.simulate(fn, 4)", "meshdist.spawn(fn, nprocs=4)"]
     return [
         f"meshdist run -n 4 {script}",
@@ -306,13 +292,3 @@ def _ways_to_start(commands: Sequence[str]) -> list[str]:
         f"mpiexec -n 4 python {script}",
         f"srun -n 4 python {script}",
     ]
-
-
-def _is_interactive() -> bool:
-    """Whether this is a notebook or a prompt, which no launcher can start."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
-
-
-def _script() -> str:
-    name = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return name if name.endswith(".py") else "script.py"

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import RendezvousError
@@ -48,11 +49,7 @@ class Entry:
     @property
     def store_path(self) -> str:
         """The file of the generation's store."""
-        return _store_path(self.path, self.generation)
-
-
-def _store_path(path: str, generation: str) -> str:
-    return f"{path}.{generation}"
+        return f"{self.path}.{self.generation}"
 
 
 def enter(path: str, rank: int | None, size: int, job: str = "") -> Entry:
@@ -94,7 +91,7 @@ def leave(entry: Entry) -> None:
             generation["members"][entry.member]["has_left"] = True
             if all(member["has_left"] for member in generation["members"].values()):
                 record.remove(generation)
-                _remove(entry.store_path)
+                Path(entry.store_path).unlink(missing_ok=True)
             return
 
 
@@ -108,7 +105,7 @@ def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> 
         card = ProcessCard.from_json(member)
         if member["has_left"] or is_alive(card) is not False:
             continue
-        files = [path, *(_store_path(path, one["name"]) for one in record)]
+        files = [path, *(f"{path}.{one['name']}" for one in record)]
         raise RendezvousError(
             f"{path} was left behind by a job that crashed",
             where=f"file://{path}; {my_card()}",
@@ -143,7 +140,7 @@ def _locked(path: str, may_create: bool = True) -> Iterator[_Record]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text.encode(), 0)
         else:
-            _remove(path)
+            Path(path).unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
@@ -185,10 +182,3 @@ def _read(path: str, descriptor: int) -> _Record:
             f"files behind): rm {shlex.quote(path)}",
         ) from None
     return record
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import Counter
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from ..error_text import ranks_text
@@ -30,7 +31,7 @@ from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card
 from .stores import LEAST_STORE_TIMEOUT, PrefixStore, Store
 
-__all__ = ["Joined", "join"]
+__all__ = ["Attempt", "Joined"]
 
 _CARD_S = 2.0
 """How long a process that has claimed a rank may take to leave its card."""
@@ -44,13 +45,15 @@ class Joined:
         rank: this process's rank.
         size: how many ranks there are.
         generation: how many generations the store had before.
-        store: a store for this world alone, on the handle that ``join`` was given.
+        store: a store for this world alone, on the handle that the attempt was given.
         handle: that handle. Keep it as long as the store: a PrefixStore does not keep alive a
             store that is written in Python.
         hosts: for each rank the number of its host, numbered as they first appear; None if all
             ranks are on one host.
         local_ranks: for each rank its number on its host.
         wires: what all ranks said that they could use.
+        origin: how the ranks met, for messages.
+        leave: call it once, when this process has closed the world and all that used its store.
     """
 
     rank: int
@@ -59,13 +62,15 @@ class Joined:
     store: Store
     handle: Store
     hosts: tuple[int, ...] | None
-    local_ranks: tuple[int, ...] | None
-    wires: frozenset[str] = frozenset()
+    local_ranks: tuple[int, ...]
+    wires: frozenset[str]
+    origin: str
+    leave: Callable[[], None] = lambda: None
 
     @property
     def local_rank(self) -> int:
         """This process's number among the ranks of its host."""
-        return self.rank if self.local_ranks is None else self.local_ranks[self.rank]
+        return self.local_ranks[self.rank]
 
     @property
     def local_size(self) -> int:
@@ -73,18 +78,9 @@ class Joined:
         return self.size if self.hosts is None else self.hosts.count(self.hosts[self.rank])
 
 
-def join(
-    store: Store,
-    rank: int | None,
-    size: int,
-    timeout: timedelta,
-    *,
-    origin: str,
-    wires: Collection[str] = (),
-    local_rank: int | None = None,
-    is_unique: bool = False,
-) -> Joined:
-    """Return the world of ``size`` ranks that meets in ``store``, once every rank has joined.
+@dataclass
+class Attempt:
+    """One process's way into the world of ``size`` ranks that meets in a store.
 
     Args:
         store: what all ranks share, on a handle that nothing else uses as long as the world lives.
@@ -95,55 +91,52 @@ def join(
         wires: the names of what this process could use to communicate.
         local_rank: this process's number on its host, where its launcher numbers them.
         is_unique: whether a launcher sees to it that no rank runs twice at once.
-
-    Raises:
-        RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks disagree
-            about the size. Every rank that waits raises the same text.
     """
-    attempt = _Attempt(store, size, timeout, origin, wires, local_rank, is_unique)
-    try:
-        generation = store.add("resolved", 0)
-        while True:
-            joined = attempt.try_generation(generation, rank)
-            if joined is not None:
-                return joined
-            generation += 1
-    except RendezvousError:
-        raise
-    except RuntimeError as error:  # torch's store errors
-        raise RendezvousError(
-            f"the store was lost while the ranks were joining: {str(error).splitlines()[0]}",
-            where=f"{origin}; {my_card()}",
-            expected="the process that serves the store (rank 0, as a rule) to live",
-            fix="look at the output of rank 0, and start the job again",
-        ) from error
 
-
-@dataclass
-class _Attempt:
-    """One process's way into a world; the arguments of ``join``."""
-
-    handle: Store
+    store: Store
+    rank: int | None
     size: int
     timeout: timedelta
     origin: str
-    wires: Collection[str]
-    local_rank: int | None
-    is_unique: bool
+    wires: Collection[str] = ()
+    local_rank: int | None = None
+    is_unique: bool = False
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout)
         self._card = my_card()
 
-    def try_generation(self, generation: int, rank: int | None) -> Joined | None:
+    def join(self) -> Joined:
+        """Return the world, once every rank has joined.
+
+        Raises:
+            RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks
+                disagree about the size. Every rank that waits raises the same text.
+        """
+        try:
+            generation = self.store.add("resolved", 0)
+            while (joined := self.try_generation(generation)) is None:
+                generation += 1
+        except RendezvousError:
+            raise
+        except RuntimeError as error:  # torch's store errors
+            raise RendezvousError(
+                f"the store was lost while the ranks were joining: {str(error).splitlines()[0]}",
+                where=f"{self.origin}; {my_card()}",
+                expected="the process that serves the store (rank 0, as a rule) to live",
+                fix="look at the output of rank 0, and start the job again",
+            ) from error
+        return joined
+
+    def try_generation(self, generation: int) -> Joined | None:
         """Return the world of this generation; None where the next one has to be tried."""
-        keys = PrefixStore(str(generation), self.handle)
+        keys = PrefixStore(str(generation), self.store)
         if keys.check(["state"]):
             return None
         agreed = int(keys.compare_set("size", "", str(self.size)))
         if agreed != self.size:
-            return self._conclude(keys, generation, -1, self._disagreement(agreed, rank))
-        mine = self._claim_next(keys) if rank is None else self._claim(keys, rank)
+            return self._conclude(keys, generation, -1, self._disagreement(agreed))
+        mine = self._claim_next(keys) if self.rank is None else self._claim(keys, self.rank)
         if mine is None:
             return None
         try:
@@ -188,7 +181,7 @@ class _Attempt:
                 "store, start with a new address, file or store",
             ),
         )
-        self._raise(self._state(keys))
+        self._raise(json.loads(keys.get("state")))
         return None
 
     def _claim_next(self, keys: Store) -> int | None:
@@ -206,15 +199,11 @@ class _Attempt:
         # Store.wait would write to stderr where no time is left, and let no Ctrl-C through.
         return bool(wait_until(lambda: keys.check([key]), self._deadline))
 
-    def _state(self, keys: Store) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads(keys.get("state"))
-        return state
-
     def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
         """Close the generation with ``outcome``, unless another rank has done so."""
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
         if keys.compare_set("state", "", text).decode() == text:
-            self.handle.add("resolved", 1)
+            self.store.add("resolved", 1)
             keys.set("full", "1")  # ranks that wait for the others look at the state now
 
     def _conclude(
@@ -222,22 +211,22 @@ class _Attempt:
     ) -> Joined | None:
         if outcome is not None:
             self._resolve(keys, outcome)
-        state = self._state(keys)
+        state = json.loads(keys.get("state"))
         if state["kind"] == "stale":
             return None
         self._raise(state)
-        store = PrefixStore(f"{generation}/world", self.handle)
+        store = PrefixStore(f"{generation}/world", self.store)
         store.set_timeout(max(self.timeout, LEAST_STORE_TIMEOUT))
-        hosts, local_ranks = state["hosts"], state["local_ranks"]
         return Joined(
             rank,
             self.size,
             generation,
             store,
-            self.handle,
-            None if hosts is None else tuple(hosts),
-            None if local_ranks is None else tuple(local_ranks),
+            self.store,
+            tuple(state["hosts"]) if any(state["hosts"]) else None,
+            tuple(state["local_ranks"]),
             frozenset(state["wires"]),
+            self.origin,
         )
 
     def _raise(self, state: dict[str, Any]) -> None:
@@ -267,18 +256,12 @@ class _Attempt:
         places = set(zip(hosts, local_ranks, strict=True))
         if None in local_ranks or len(places) < self.size:
             # Not every launcher numbers them, or several launchers of one host do, each from 0.
-            seen: Counter[int] = Counter()
-            local_ranks = []
-            for host in hosts:
-                local_ranks.append(seen[host])
-                seen[host] += 1
-        is_plain = len(numbers) == 1
+            numbering: defaultdict[int, count[int]] = defaultdict(count)
+            local_ranks = [next(numbering[host]) for host in hosts]
         return {
             "kind": "complete",
-            "hosts": None if is_plain else hosts,
-            "local_ranks": None
-            if is_plain and local_ranks == list(range(self.size))
-            else local_ranks,
+            "hosts": hosts,
+            "local_ranks": local_ranks,
             "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
         }
 
@@ -324,8 +307,8 @@ class _Attempt:
             there[not keys.check([f"{kind}/{rank}"])].append(rank)
         return there
 
-    def _disagreement(self, agreed: int, rank: int | None) -> dict[str, Any]:
-        process = "a process" if rank is None else f"rank {rank}"
+    def _disagreement(self, agreed: int) -> dict[str, Any]:
+        process = "a process" if self.rank is None else f"rank {self.rank}"
         return _failure(
             "the ranks disagree about the size of the world",
             where=self.origin,

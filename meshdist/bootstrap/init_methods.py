@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import ipaddress
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from ..errors import ArgumentError, KindError, RendezvousError
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from . import file_records
 from .environments import Surroundings, read_surroundings
-from .generations import Joined, join
+from .generations import Attempt, Joined
 from .mpi_address import remove_directory, store_by_directory, store_by_mpi
 from .stores import (
     FileStore,
@@ -39,7 +39,7 @@ from .stores import (
 )
 from .thread_stores import cloned
 
-__all__ = ["Meeting", "meet", "register_rendezvous_handler", "rendezvous"]
+__all__ = ["meet", "register_rendezvous_handler", "rendezvous"]
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,6 @@ class _Terms:
     group_name: str
     timeout: timedelta
     wires: Collection[str] = ()
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A world whose ranks have all joined, and how this process leaves it.
-
-    Args:
-        joined: rank, size, store and hosts.
-        origin: how the ranks met, for messages.
-        leave: call it once, when this process has closed the world and all that used its store.
-    """
-
-    joined: Joined
-    origin: str
-    leave: Callable[[], None]
 
 
 def meet(
@@ -78,7 +63,7 @@ def meet(
     is_mpi_asked: bool = False,
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
-) -> Meeting:
+) -> Joined:
     """Meet the other ranks; return when all have joined.
 
     Args:
@@ -113,8 +98,7 @@ def meet(
         return _meet_by_tcp(url, rank, world_size, terms)
     if url.scheme == "file":
         return _meet_by_file(url, rank, world_size, terms)
-    more = handler_arguments or {}
-    return _meet_by_handler(url, rank, world_size, terms, more)
+    return _meet_by_handler(url, rank, world_size, terms, handler_arguments or {})
 
 
 def rendezvous(
@@ -135,18 +119,17 @@ def rendezvous(
     """
     timeout = kwargs.pop("timeout", None)
     check_timeout(timeout)
-    meeting = meet(
+    joined = meet(
         url,
         rank=rank,
         world_size=world_size,
         timeout=timeout or DEFAULT_TIMEOUT,
         handler_arguments=kwargs,
     )
-    joined = meeting.joined
     yield joined.store, joined.rank, joined.size
     raise RendezvousError(
         "a rendezvous gives one world",
-        where=meeting.origin,
+        where=joined.origin,
         fix="call rendezvous(...) again for the next one",
     )
 
@@ -248,10 +231,6 @@ def _own_handle(store: Store) -> Store:
         return store
 
 
-def _nothing() -> None:
-    return None
-
-
 def _meet_in(
     store: Store,
     rank: int,
@@ -260,24 +239,15 @@ def _meet_in(
     terms: _Terms,
     *,
     attempt: str = "",
-    local_rank: int | None = None,
-    is_unique: bool = False,
-) -> Meeting:
-    prefix = "/".join(["meshdist", *(part for part in (terms.group_name, attempt) if part)])
-    joined = join(
-        PrefixStore(prefix, store),
-        rank if rank >= 0 else None,
-        size,
-        terms.timeout,
-        origin=origin,
-        wires=terms.wires,
-        local_rank=local_rank,
-        is_unique=is_unique,
-    )
-    return Meeting(joined, origin, _nothing)
+    **known: Any,
+) -> Joined:
+    prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
+    own = PrefixStore(prefix, store)
+    given = rank if rank >= 0 else None
+    return Attempt(own, given, size, terms.timeout, origin, terms.wires, **known).join()
 
 
-def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Meeting:
+def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Joined:
     launcher = surroundings.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
     store: Store
@@ -287,7 +257,7 @@ def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Meeting:
     else:
         by = store_by_directory if surroundings.is_one_host else store_by_mpi
         store = keep_store(("mpiexec", surroundings.job), lambda: by(surroundings, terms.timeout))
-    meeting = _meet_in(
+    joined = _meet_in(
         store,
         surroundings.rank,
         surroundings.size,
@@ -299,7 +269,7 @@ def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Meeting:
     )
     if surroundings.port is None and surroundings.is_one_host and surroundings.rank == 0:
         remove_directory(surroundings)
-    return meeting
+    return joined
 
 
 def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
@@ -349,7 +319,7 @@ def _listener_at(address: str, port: int) -> Any:
     return bind_listener(address, port)
 
 
-def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeting:
+def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joined:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
@@ -359,10 +329,9 @@ def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeti
         if rank == 0 and not terms.group_name:
             return serve_store(_listener_at(address, port), address, port, terms.timeout)
         # The first process serves the others: any rank, or another job at this address.
-        try:
+        listener = None
+        with suppress(RendezvousError):
             listener = bind_listener(address, port)
-        except RendezvousError:
-            listener = None
         if listener is None:
             return connect_store(address, port, terms.timeout)
         return serve_store(listener, address, port, terms.timeout)
@@ -401,7 +370,7 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     return address, port
 
 
-def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meeting:
+def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joined:
     if url.netloc not in ("", "localhost") or not url.path:
         raise ArgumentError(
             "file:// needs an absolute path",
@@ -412,37 +381,27 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Meet
     _check_size(url, rank, size)
     origin = f"file://{url.path}"
     entry = file_records.enter(url.path, rank if rank >= 0 else None, size, terms.group_name)
-    leave = _once_in_this_process(functools.partial(file_records.leave, entry))
+    pid = os.getpid()
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        if pid == os.getpid():
+            file_records.leave(entry)
+
+    # A program that ends without closing its world has left as well.
+    atexit.register(leave)
     try:
         store = FileStore(entry.store_path, -1)
-        meeting = _meet_in(store, entry.rank, size, origin, replace(terms, group_name=""))
+        joined = _meet_in(store, entry.rank, size, origin, replace(terms, group_name=""))
     except BaseException:
         leave()
         raise
-    # A program that ends without closing its world has left as well.
-    atexit.register(leave)
-    return Meeting(meeting.joined, origin, leave)
-
-
-def _once_in_this_process(action: Callable[[], None]) -> Callable[[], None]:
-    pid = os.getpid()
-    calls = iter([action])
-
-    def run() -> None:
-        if pid == os.getpid():
-            next(calls, _nothing)()
-        atexit.unregister(run)
-
-    return run
+    return replace(joined, leave=leave)
 
 
 def _meet_by_handler(
-    url: SplitResult,
-    rank: int,
-    size: int,
-    terms: _Terms,
-    more: Mapping[str, Any],
-) -> Meeting:
+    url: SplitResult, rank: int, size: int, terms: _Terms, more: Mapping[str, Any]
+) -> Joined:
     try:
         found = torch.distributed.rendezvous(
             url.geturl(), rank, size, timeout=terms.timeout, **more
@@ -457,12 +416,6 @@ def _meet_by_handler(
             fix="register_rendezvous_handler(scheme, handler) before init_process_group",
         ) from None
     store, rank, size = next(found)
-    meeting = _meet_in(store, rank, size, f"{url.scheme}://", terms)
+    joined = _meet_in(store, rank, size, f"{url.scheme}://", terms)
     # The handler lives as long as the world: a generator may hold what its store needs.
-    return Meeting(meeting.joined, meeting.origin, functools.partial(_end, found))
-
-
-def _end(found: Iterator[tuple[Store, int, int]]) -> None:
-    close = getattr(found, "close", None)
-    if close is not None:
-        close()
+    return replace(joined, leave=getattr(found, "close", joined.leave))

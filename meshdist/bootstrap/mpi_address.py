@@ -14,7 +14,6 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -84,7 +83,8 @@ def _serve_in(folder: str, surroundings: Surroundings, timeout: timedelta) -> TC
         file.write(text)
     os.replace(draft, os.path.join(folder, _FILE))
     pid = os.getpid()
-    atexit.register(_if_process_is, pid, remove_directory, surroundings)
+    # In a forked child it does nothing.
+    atexit.register(lambda: remove_directory(surroundings) if pid == os.getpid() else None)
     return store
 
 
@@ -135,11 +135,6 @@ def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
     store = serve_store(listener, host, port, timeout)
     everyone.bcast((host, port), root=0)
     return store
-
-
-def _if_process_is(pid: int, action: Callable[[Any], None], argument: Any) -> None:
-    if pid == os.getpid():  # and not a forked child
-        action(argument)
 
 
 def _reachable_address() -> str:

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,7 +85,7 @@ def start_mpi() -> Any:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _check_threads(MPI)
     _check_launcher(MPI, os.environ)
-    _end_job_after_an_error(MPI)
+    _end_job_after_an_error(MPI, os.getpid())
     return MPI
 
 
@@ -111,8 +112,10 @@ def library_version(MPI: Any) -> str:
 
 def is_cuda_aware(MPI: Any) -> bool:
     """Whether the library says of itself that it takes addresses of CUDA memory."""
-    with suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(_library_path(MPI)).MPIX_Query_cuda_support())
+    with suppress(OSError, AttributeError), open("/proc/self/maps", encoding="utf-8") as file:
+        paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
+        # Without such a file: by this process's own names.
+        return bool(ctypes.CDLL(next(paths, None)).MPIX_Query_cuda_support())
     return False
 
 
@@ -124,14 +127,6 @@ def find_functions(MPI: Any, *names: str) -> list[int]:
         if all(found):
             return [address or 0 for address in found]
     return []
-
-
-def _library_path(MPI: Any) -> str | None:
-    """The file of the library that mpi4py has loaded; None means this process's own names."""
-    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as file:
-        paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
-        return next(paths, None)
-    return None
 
 
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -182,14 +177,9 @@ def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
     )
 
 
-_watched: set[int] = set()
-
-
-def _end_job_after_an_error(MPI: Any) -> None:
-    pid = os.getpid()
-    if pid not in _watched:
-        _watched.add(pid)
-        atexit.register(_abort_after_error, MPI, pid)
+@cache
+def _end_job_after_an_error(MPI: Any, pid: int) -> None:
+    atexit.register(_abort_after_error, MPI, pid)
 
 
 def _abort_after_error(MPI: Any, pid: int) -> None:

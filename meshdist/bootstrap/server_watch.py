@@ -128,9 +128,21 @@ class _Clients:
         self._connections: list[socket.socket] = []
         self._process_id = os.getpid()
 
-    def update(self) -> None:
-        """Accept new connections, of which the system lets few wait, and drop closed ones."""
-        self._update(0.0)
+    def update(self, seconds: float = 0.0) -> None:
+        """Accept new connections, of which the system lets few wait, and drop closed ones.
+
+        Args:
+            seconds: how long to wait for one to be closed.
+        """
+        if self._process_id != os.getpid():  # a forked child's copy
+            return
+        with suppress(OSError):
+            while True:
+                self._connections.append(self._listener.accept()[0])
+        closed = find_readable(self._connections, seconds)  # clients send nothing
+        for connection in [one for one in self._connections if one.fileno() in closed]:
+            self._connections.remove(connection)
+            connection.close()
 
     def close(self) -> None:
         """Close this side of all connections, and wait until the clients have closed theirs."""
@@ -144,17 +156,6 @@ class _Clients:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
         while self._connections and not grace.is_over:
-            self._update(grace.left_s)
+            self.update(grace.left_s)
         for connection in self._connections:
-            connection.close()
-
-    def _update(self, seconds: float) -> None:
-        if self._process_id != os.getpid():  # a forked child's copy
-            return
-        with suppress(OSError):
-            while True:
-                self._connections.append(self._listener.accept()[0])
-        closed = find_readable(self._connections, seconds)  # clients send nothing
-        for connection in [one for one in self._connections if one.fileno() in closed]:
-            self._connections.remove(connection)
             connection.close()

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Hashable
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -78,25 +79,21 @@ def bind_listener(address: str, port: int) -> socket.socket | None:
         )[0]
     except (OSError, UnicodeError) as error:
         raise unknown_address(address, error) from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    is_v6 = family == socket.AF_INET6
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(_BACKLOG)
+        return socket.create_server(target, family=family, backlog=_BACKLOG, dualstack_ipv6=is_v6)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise RendezvousError(
-                f"rank 0 cannot listen on {address}, port {port}: {error.strerror}",
+                f"rank 0 cannot listen on {address}, port {port}: {os.strerror(error.errno)}",
                 where=f"host {socket.gethostname()}",
                 expected="a port that nobody uses",
                 fix="choose another port (MASTER_PORT, or the one in the URL), end the job that "
                 "holds it, or let `meshdist run -n 4 script.py` choose one",
             ) from None
         raise
-    return listener
 
 
 def unknown_address(address: str, error: Exception) -> RendezvousError:
@@ -120,13 +117,8 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
         return None
     number = int(descriptor)
     try:
-        duplicate = os.dup(number)
+        inherited = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
-        return None
-    try:
-        inherited = socket.socket(fileno=duplicate)
-    except OSError:  # some other file has the number now
-        os.close(duplicate)
         return None
     try:
         is_free = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
@@ -134,7 +126,7 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
             inherited.close()
             return None
         inherited.listen(_BACKLOG)
-    except (OSError, IndexError):
+    except (OSError, IndexError):  # some other file has the number now
         inherited.close()
         return None
     os.close(number)  # the duplicate serves from now on, and no child inherits it
@@ -148,21 +140,15 @@ def serve_store(
 
     Takes the socket over. Without one the server listens on every interface, at ``port``.
     """
-    timeout = max(timeout, LEAST_STORE_TIMEOUT)
+    taken: dict[str, Any] = {}
     if listener is None:
-        store = TCPStore(address, port, None, True, timeout, wait_for_workers=False)
-        offer_server_watch(store, "::" if socket.has_dualstack_ipv6() else "0.0.0.0")
-        return store
-    bound = listener.getsockname()[0]
-    store = TCPStore(
-        address if bound in ("0.0.0.0", "::") else bound,
-        listener.getsockname()[1],
-        None,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+        bound = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    else:
+        bound, port = listener.getsockname()[:2]
+        address = address if bound in ("0.0.0.0", "::") else bound
+        taken = {"master_listen_fd": listener.detach()}
+    limit = max(timeout, LEAST_STORE_TIMEOUT)
+    store = TCPStore(address, port, None, True, limit, wait_for_workers=False, **taken)
     offer_server_watch(store, bound)
     return store
 

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..error_text import ExplainedError, explain
+from ..error_text import explain
 from ..launching.launcher import LaunchError, run_processes
 
 __all__ = [
     "Parser",
-    "UsageError",
     "add_launch_arguments",
     "command_of",
     "launch",
@@ -21,10 +20,6 @@ __all__ = [
 ]
 
 USAGE_EXIT_CODE = 2
-
-
-class UsageError(ExplainedError, ValueError):
-    """What was typed cannot be done; the text says what to type instead."""
 
 
 def report_usage_error(program: str, text: str) -> int:
@@ -53,46 +48,34 @@ class Parser(argparse.ArgumentParser):
         self.exit(report_usage_error(self.prog, text))
 
 
-def _both_spellings(name: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
+_PLACE = (
+    ("nproc-per-node", int, 1, "N", "processes to start on this host (default: 1)"),
+    ("nnodes", int, 1, "M", "hosts in the job, each with its own launcher (default: 1)"),
+    ("node-rank", int, 0, "K", "number of this host, from 0 (default: 0)"),
+    (
+        "master-addr",
+        str,
+        None,
+        "ADDRESS",
+        "name or address of host 0, where rank 0 serves the store; needed with several hosts",
+    ),
+    (
+        "master-port",
+        int,
+        None,
+        "PORT",
+        "port of that store (default: a free one on a single host, else 29500)",
+    ),
+)
+"""Name, type, default, placeholder and help of the arguments that place the processes."""
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
     """Add the arguments that start a program; with short, -n for the number of processes."""
-    parser.add_argument(
-        *(("-n",) if short else ()),
-        *_both_spellings("nproc-per-node"),
-        dest="nprocs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes to start on this host (default: 1)",
-    )
-    parser.add_argument(
-        *_both_spellings("nnodes"),
-        type=int,
-        default=1,
-        metavar="M",
-        help="hosts in the job, each with its own launcher (default: 1)",
-    )
-    parser.add_argument(
-        *_both_spellings("node-rank"),
-        type=int,
-        default=0,
-        metavar="K",
-        help="number of this host, from 0 (default: 0)",
-    )
-    parser.add_argument(
-        *_both_spellings("master-addr"),
-        metavar="ADDRESS",
-        help="name or address of host 0, where rank 0 serves the store; needed with several hosts",
-    )
-    parser.add_argument(
-        *_both_spellings("master-port"),
-        type=int,
-        metavar="PORT",
-        help="port of that store (default: a free one on a single host, else 29500)",
-    )
+    for name, kind, default, metavar, text in _PLACE:
+        names = ["-n"] if short and metavar == "N" else []
+        names += dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*names, type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "-m",
         "--module",
@@ -100,7 +83,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
         help="start a module, found as `python -m` finds it, instead of a script",
     )
     parser.add_argument(
-        *_both_spellings("no-python"),
+        "--no-python",
+        "--no_python",
         action="store_true",
         help="start a program that is not Python",
     )
@@ -110,16 +94,16 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """What to start, and its own arguments; raises UsageError where nothing can be."""
+    """What to start, and its own arguments; raises LaunchError where nothing can be."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
-        raise UsageError(
+        raise LaunchError(
             "there is nothing to start",
             expected="a script, or -m and a module, after the launcher's own arguments",
             fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
         )
     if arguments.module and arguments.no_python:
-        raise UsageError(
+        raise LaunchError(
             "-m and --no-python exclude each other",
             expected="a Python module (-m), or a program that is not Python (--no-python)",
             fix="leave one out",
@@ -132,7 +116,7 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
     else:
         # A directory or zip file with a __main__.py is a script to Python, too.
         if not os.path.exists(target):
-            raise UsageError(
+            raise LaunchError(
                 f"there is no script {target!r}",
                 where=f"directory {os.getcwd()}",
                 expected="the path of a Python script",
@@ -160,12 +144,12 @@ def launch(
 
         return run_processes(
             command,
-            arguments.nprocs,
+            arguments.nproc_per_node,
             nnodes=arguments.nnodes,
             node_rank=arguments.node_rank,
             master_addr=arguments.master_addr,
             master_port=arguments.master_port,
             prefix=prefix,
         )
-    except (LaunchError, UsageError) as error:
+    except LaunchError as error:
         return report_usage_error(program, str(error))

@@ -13,16 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..launching.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from ..launching.mpiexec import find_mpiexec, mpiexec_environment
 from ..runtime.hosts import num_cores
 
 __all__ = [
-    "LoopbackResult",
     "check_wire",
     "find_shared_words_problem",
     "find_device_types",
@@ -191,23 +189,6 @@ def find_shared_words_problem() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class LoopbackResult:
-    """What came of an all-reduce between two ranks on this host over one wire.
-
-    Args:
-        wire: its name.
-        latency_s: seconds per all-reduce of 8 bytes; None where it failed.
-        seconds: how long the whole check took.
-        error: what went wrong, or "".
-    """
-
-    wire: str
-    latency_s: float | None
-    seconds: float
-    error: str = ""
-
-
 def loopback(wire: str, num_calls: int) -> float:
     """On each of two ranks: all-reduce, compare; return the seconds per call of a small one."""
     import torch
@@ -239,13 +220,17 @@ def loopback(wire: str, num_calls: int) -> float:
         destroy_process_group()
 
 
-def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> LoopbackResult:
+def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
     """Start two ranks that use ``wire``; they end with this call, whatever happens.
 
     Args:
         wire: the name of a wire that serves CPU tensors.
         timeout_s: how long the ranks may take together, their start included.
         num_calls: over how many calls the latency is taken.
+
+    Returns:
+        ``wire``; ``latency_s``, seconds per all-reduce of 8 bytes, None where it failed;
+        ``seconds``, how long the whole check took; ``error``, what went wrong, or "".
     """
     from ..errors import MeshdistError
     from ..worlds.simulation import simulate
@@ -264,7 +249,8 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> LoopbackRes
         latency = max(latencies)
     except MeshdistError as failure:
         error = str(failure.__cause__ or failure)
-    return LoopbackResult(wire, latency, time.perf_counter() - begin, error)
+    took = time.perf_counter() - begin
+    return {"wire": wire, "latency_s": latency, "seconds": took, "error": error}
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
@@ -274,8 +260,8 @@ def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise BackendError("there is no mpiexec", fix='pip install "meshdist[mpi]"')
-    program = [sys.executable, "-c", _CHECK_MPI.format(num_calls=num_calls)]
-    command = mpiexec_command(mpiexec, 2, (), program)
+    program = _CHECK_MPI.format(num_calls=num_calls)
+    command = [mpiexec, "-n", "2", sys.executable, "-c", program]
     code, lines = _output_of(command, timeout_s, **_AS_ROOT)
     if code is None:
         raise BackendError(f"{mpiexec} did not end within {timeout_s:g} s")

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Parser
@@ -57,25 +56,25 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     report: dict[str, Any] = {"versions": find_versions(), "machine": find_machine()}
-    problem = _find_torch_problem()
+    problem = None
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a broken install raises anything
+        problem = f"torch does not load: {type(error).__name__}: {error}"
     if problem is None:
         _examine(report, None if arguments.no_check else arguments.timeout)
     else:
         report["problem"] = problem
     if arguments.json:
-        _print_json(report)
+        if problem is None:
+            from ..wires.capabilities import capabilities
+
+            report["capabilities"] = capabilities()
+        print(json.dumps(report, indent=2))
     else:
         _print(report, whole_table=arguments.table)
     is_well = problem is None and not any(check["error"] for check in report["checks"])
     return 0 if is_well else 1
-
-
-def _find_torch_problem() -> str | None:
-    try:
-        import torch  # noqa: F401
-    except Exception as error:  # a broken install raises anything
-        return f"torch does not load: {type(error).__name__}: {error}"
-    return None
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
@@ -86,18 +85,10 @@ def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
     report["variables"] = network_variables(os.environ)
     report["shared_headers"] = find_shared_words_problem() or "yes"
     report["checks"] = [
-        asdict(check_wire(wire["name"], timeout_s))
+        check_wire(wire["name"], timeout_s)
         for wire in wires
         if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
     ]
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    if "wires" in report:
-        from ..wires.capabilities import capabilities
-
-        report["capabilities"] = capabilities()
-    print(json.dumps(report, indent=2))
 
 
 def _print(report: dict[str, Any], *, whole_table: bool) -> None:

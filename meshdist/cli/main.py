@@ -35,17 +35,7 @@ def _version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with argv (default: the process's arguments); return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words:
-        return report_usage_error(
-            "meshdist",
-            explain(
-                "no command is given",
-                expected="one of: " + ", ".join(COMMANDS),
-                fix="meshdist run -n 4 script.py, or meshdist --help",
-            ),
-        )
-    name, *rest = words
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -53,13 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"meshdist {_version()}")
         return 0
     if name not in COMMANDS:
-        return report_usage_error(
-            "meshdist",
-            explain(
-                f"there is no command {name!r}",
-                expected="one of: " + ", ".join(COMMANDS),
-                fix="meshdist --help lists them",
-            ),
-        )
+        problem, fix = "no command is given", "meshdist run -n 4 script.py, or meshdist --help"
+        if name:
+            problem, fix = f"there is no command {name!r}", "meshdist --help lists them"
+        text = explain(problem, expected="one of: " + ", ".join(COMMANDS), fix=fix)
+        return report_usage_error("meshdist", text)
     code: int = importlib.import_module(f"meshdist.cli.{name}").main(rest)
     return code

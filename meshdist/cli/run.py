@@ -8,10 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ..launching.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from ..launching.launcher import LaunchError
+from ..launching.mpiexec import find_mpiexec, mpiexec_environment
 from .arguments import (
     Parser,
-    UsageError,
     add_launch_arguments,
     command_of,
     launch,
@@ -62,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
         if arguments.launcher == "mpi":
             return _become_mpiexec(arguments)
         if arguments.mpi_args is not None:
-            raise UsageError(
+            raise LaunchError(
                 "--mpi-args are for mpiexec, which this command does not start",
                 fix="add --launcher mpi, or leave --mpi-args out",
             )
-    except UsageError as error:
+    except LaunchError as error:
         return report_usage_error(_PROGRAM, str(error))
     return launch(_PROGRAM, arguments, prefix=arguments.prefix)
 
@@ -74,29 +74,29 @@ def main(argv: Sequence[str]) -> int:
 def _become_mpiexec(arguments: argparse.Namespace) -> int:
     """Let mpiexec take this process's place, so that signals and exit codes are its own."""
     start, rest = command_of(_PROGRAM, arguments)
-    if arguments.nprocs < 1:
-        raise UsageError(
-            f"cannot start {arguments.nprocs} processes",
+    if arguments.nproc_per_node < 1:
+        raise LaunchError(
+            f"cannot start {arguments.nproc_per_node} processes",
             where="-n",
             expected="at least 1",
             fix="meshdist run --launcher mpi -n 4 script.py",
         )
     is_placed = arguments.nnodes != 1 or arguments.node_rank or arguments.master_addr
     if is_placed or arguments.master_port or arguments.prefix:
-        raise UsageError(
+        raise LaunchError(
             "mpiexec places its ranks, finds their hosts and shows their output by itself",
             expected="of this command's options -n, -m and --no-python alone",
             fix='tell mpiexec, for example --mpi-args="--host a:4,b:4"',
         )
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise UsageError(
+        raise LaunchError(
             "there is no mpiexec",
             where=f"beside {sys.executable}, and on the PATH",
             expected="that of Open MPI or of MPICH",
             fix='pip install "meshdist[mpi]", which brings Open MPI',
         )
     options = shlex.split(arguments.mpi_args or "")
-    command = mpiexec_command(mpiexec, arguments.nprocs, options, [*start, *rest])
+    command = [mpiexec, "-n", str(arguments.nproc_per_node), *options, *start, *rest]
     sys.stdout.flush()
     os.execve(mpiexec, command, mpiexec_environment(os.environ))

@@ -13,15 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Grace
 from . import guard
 from .guard import MARK, Family
 
-__all__ = ["GRACE_S", "Child", "Ending", "Guard", "Launch", "Watch", "exit_code_of", "signal_name"]
+__all__ = ["GRACE_S", "Ending", "Guard", "Launch"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -29,167 +30,53 @@ GRACE_S = 3.0
 _POLL_S = 0.02
 
 
-def signal_name(number: int) -> str:
-    """Return the name of a signal, as in SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def exit_code_of(code: int) -> int:
-    """Return a shell's exit code for a subprocess return code: 128 + N for signal N."""
-    return 128 - code if code < 0 else code
-
-
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended. code is an exit code, or minus the signal that ended it."""
+    """How one process ended, and when, in seconds on the monotonic clock.
+
+    code is an exit code, or minus the signal that ended it.
+    """
 
     rank: int
     pid: int
     code: int
+    at: float = field(default=0.0, compare=False)
 
     @property
     def exit_code(self) -> int:
         """The exit code as a shell gives it: 128 + N for signal N."""
-        return exit_code_of(self.code)
+        return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:
         if self.code >= 0:
             return f"failed with exit code {self.code}"
         hint = " (the system does this when memory runs out)" if self.code == -9 else ""
-        return f"was ended by {signal_name(-self.code)}{hint}"
+        named = {number.value: number.name for number in signal.Signals}
+        return f"was ended by {named.get(-self.code, f'signal {-self.code}')}{hint}"
 
 
-class Child(Protocol):
-    """A started process: subprocess.Popen has this form."""
+class Launch:
+    """Children of one launch, and all that they start: none of them outlives this process.
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-
-    def poll(self) -> int | None:
-        """Return None while it runs, then its exit code, or minus the signal that ended it."""
-
-
-class Watch:
-    """Watches child processes: finds in which order they end, and stops them.
-
-    Where the system has process file descriptors (Linux), the order is the true one. Not safe for
-    use by several threads.
+    Finds in which order the children end, and stops them. Where the system has process file
+    descriptors (Linux), the order is the true one. Not safe for use by several threads.
 
     Attributes:
+        mark: the name of the launch, which must stand in the environment of its processes.
         running: the children that have not ended, by rank.
+        endings: how the others have ended, first one first.
         failed: how the first child that failed has ended; None as long as none has.
         hurried: set it to make stop() kill without waiting.
     """
 
     def __init__(self) -> None:
-        self.running: dict[int, Child] = {}
+        self.mark = secrets.token_hex(8)
+        self.running: dict[int, subprocess.Popen[Any]] = {}
+        self.endings: list[Ending] = []
         self.failed: Ending | None = None
         self.hurried = False
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-
-    def add(self, rank: int, child: Child) -> None:
-        """Watch child as the given rank."""
-        self.running[rank] = child
-        with contextlib.suppress(AttributeError, OSError):
-            handle = os.pidfd_open(child.pid)
-            self._handles[rank] = handle
-            self._selector.register(handle, selectors.EVENT_READ, rank)
-
-    def attend(self, file: BinaryIO | int, read: Callable[[], bool]) -> None:
-        """Call read() whenever file is readable, until it returns False."""
-        self._selector.register(file, selectors.EVENT_READ, (file, read))
-
-    def step(self, timeout_s: float | None = None) -> list[Ending]:
-        """Wait until something happens, at most timeout_s; return what ended, first one first."""
-        is_polling = len(self._handles) < len(self.running)
-        if is_polling:
-            timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
-        ended = []
-        for key, _ in self._selector.select(timeout_s):
-            if isinstance(key.data, int):
-                ended += self._look_at(key.data)
-            else:
-                file, read = key.data
-                if not read():
-                    self._selector.unregister(file)
-        if is_polling:
-            for rank in sorted(self.running.keys() - self._handles.keys()):
-                ended += self._look_at(rank)
-        return ended
-
-    def _look_at(self, rank: int) -> list[Ending]:
-        child = self.running[rank]
-        code = child.poll()
-        if code is None:
-            return []
-        del self.running[rank]
-        self._forget_handle(rank)
-        ending = Ending(rank, child.pid, code)
-        if code != 0 and self.failed is None:
-            self.failed = ending
-        return [ending]
-
-    def _forget_handle(self, rank: int) -> None:
-        handle = self._handles.pop(rank, None)
-        if handle is not None:
-            self._selector.unregister(handle)
-            os.close(handle)
-
-    def stop(
-        self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
-    ) -> list[Ending]:
-        """End all children that still run.
-
-        Args:
-            signals: what to send in turn, and how many seconds to wait after each; SIGKILL follows
-                by itself. A child that leads a process group is signalled with its whole group.
-
-        Returns:
-            What ended meanwhile, first one first.
-        """
-        ended = []
-        for number, patience_s in signals:
-            self._send(number)
-            grace = Grace(patience_s)
-            while self.running and not self.hurried and not grace.is_over:
-                ended += self.step(grace.left_s)
-        self._send(signal.SIGKILL)
-        grace = Grace(1.0)
-        while self.running and not grace.is_over:
-            ended += self.step(grace.left_s)
-        return ended
-
-    def _send(self, number: int) -> None:
-        for child in self.running.values():
-            # Not reaped yet, so that no other process can have this number.
-            with contextlib.suppress(OSError):
-                if os.getpgid(child.pid) == child.pid:
-                    os.killpg(child.pid, number)
-                else:
-                    os.kill(child.pid, number)
-
-    def close(self) -> None:
-        """Release what watching needs; the children are left as they are."""
-        for rank in list(self._handles):
-            self._forget_handle(rank)
-        self._selector.close()
-
-
-class Launch(Watch):
-    """Children of one launch, and all that they start: none of them outlives this process.
-
-    Attributes:
-        mark: the name of the launch, which must stand in the environment of its processes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mark = secrets.token_hex(8)
         self._family = Family(self.mark)
         self._guard = Guard(self.mark)
         self._is_stopped = False
@@ -233,20 +120,90 @@ class Launch(Watch):
         self.add(rank, child)
         return child
 
-    def stop(
-        self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)
-    ) -> list[Ending]:
-        """End all children that still run, as a Watch does, and then what they have started."""
+    def add(self, rank: int, child: subprocess.Popen[Any]) -> None:
+        """Watch child as the given rank."""
+        self.running[rank] = child
+        with contextlib.suppress(AttributeError, OSError):
+            handle = os.pidfd_open(child.pid)
+            self._handles[rank] = handle
+            self._selector.register(handle, selectors.EVENT_READ, rank)
+
+    def attend(self, file: BinaryIO | int, read: Callable[[], bool]) -> None:
+        """Call read() whenever file is readable, until it returns False."""
+        self._selector.register(file, selectors.EVENT_READ, (file, read))
+
+    def step(self, timeout_s: float | None = None) -> list[Ending]:
+        """Wait until something happens, at most timeout_s; return what ended, first one first."""
+        is_polling = len(self._handles) < len(self.running)
+        if is_polling:
+            timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
+        num_ended = len(self.endings)
+        due = []
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, int):
+                due.append(key.data)
+            else:
+                file, read = key.data
+                if not read():
+                    self._selector.unregister(file)
+        if is_polling:
+            due += sorted(self.running.keys() - self._handles.keys())
+        for rank in due:
+            self._look_at(rank)
+        return self.endings[num_ended:]
+
+    def _look_at(self, rank: int) -> None:
+        child = self.running[rank]
+        code = child.poll()
+        if code is None:
+            return
+        del self.running[rank]
+        self._forget_handle(rank)
+        self.endings.append(Ending(rank, child.pid, code, time.monotonic()))
+        if code != 0 and self.failed is None:
+            self.failed = self.endings[-1]
+
+    def _forget_handle(self, rank: int) -> None:
+        handle = self._handles.pop(rank, None)
+        if handle is not None:
+            self._selector.unregister(handle)
+            os.close(handle)
+
+    def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
+        """End all children that still run, and then what they have started.
+
+        Args:
+            signals: what to send in turn, and how many seconds to wait after each; SIGKILL follows
+                by itself. A child that leads a process group is signalled with its whole group.
+        """
         self._is_stopped = True
-        ended = super().stop(signals)
+        for number, patience_s in signals:
+            self._send(number)
+            grace = Grace(patience_s)
+            while self.running and not self.hurried and not grace.is_over:
+                self.step(grace.left_s)
+        self._send(signal.SIGKILL)
+        grace = Grace(1.0)
+        while self.running and not grace.is_over:
+            self.step(grace.left_s)
         self._family.kill()
-        return ended
+
+    def _send(self, number: int) -> None:
+        for child in self.running.values():
+            # Not reaped yet, so that no other process can have this number.
+            with contextlib.suppress(OSError):
+                if os.getpgid(child.pid) == child.pid:
+                    os.killpg(child.pid, number)
+                else:
+                    os.kill(child.pid, number)
 
     def close(self) -> None:
         """End what has not been stopped, at once, and release what watching needs."""
         if not self._is_stopped:
             self.stop(())
-        super().close()
+        for rank in list(self._handles):
+            self._forget_handle(rank)
+        self._selector.close()
         self._guard.dismiss()
 
 

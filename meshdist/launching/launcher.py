@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TextIO
 
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
-from .child_processes import GRACE_S, Ending, Launch, Watch
+from .child_processes import GRACE_S, Ending, Launch
 from .rank_environment import LaunchError, rank_environment, reserve_port
 from .root_cause import TRACEBACK, Failure, find_cause
 
@@ -52,18 +52,18 @@ class _Stream:
     Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
 
     Attributes:
+        pipe: what the rank writes into; close it at the end.
         has_ended: whether the rank, and all that inherited the pipe, have closed it.
         reported_at: when the last traceback began to come; None where none has come.
     """
 
     def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
-        self._kept = bytearray()
-        self._pipe = pipe
+        self._kept = b""
+        self.pipe = pipe
         self._screen = screen
         self._prefix = prefix
         self._partial = b""
         self._latest = 0.0
-        self._is_whole = True
         self.has_ended = False
         self.reported_at: float | None = None
         os.set_blocking(pipe.fileno(), False)
@@ -71,16 +71,13 @@ class _Stream:
     def read(self) -> bool:
         """Show what there is to read; return False at the end."""
         try:
-            data = os.read(self._pipe.fileno(), 1 << 16)
+            data = os.read(self.pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return True
         if not data:
             self.has_ended = True
             return False
-        self._kept += data
-        if len(self._kept) > _KEPT_BYTES:
-            del self._kept[: len(self._kept) - _KEPT_BYTES]
-            self._is_whole = False
+        self._kept = (self._kept + data)[-_KEPT_BYTES - 1 :]  # one more shows that some are lost
         data = self._partial + data
         lines = _LINE.findall(data)
         self._partial = data[sum(map(len, lines)) :]
@@ -107,15 +104,10 @@ class _Stream:
             _show(self._screen, self._prefix + self._partial + (b"\n" if self._prefix else b""))
             self._partial = b""
 
-    def close(self) -> None:
-        """Close the pipe."""
-        self._pipe.close()
-
     def tail(self) -> bytes:
         """Return the last lines, whole ones."""
-        if self._is_whole:
-            return bytes(self._kept)
-        return bytes(self._kept).partition(b"\n")[2]
+        is_whole = len(self._kept) <= _KEPT_BYTES
+        return self._kept if is_whole else self._kept.partition(b"\n")[2]
 
 
 def _show(screen: TextIO, data: bytes) -> None:
@@ -136,12 +128,12 @@ def _show(screen: TextIO, data: bytes) -> None:
 class _Signals:
     """Notes the first signal that asks the launcher to end; a second one makes it hurry."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.received: int | None = None
-        self._watch = watch
+        self._launch = launch
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        watch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
+        launch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -162,7 +154,7 @@ class _Signals:
 
     def _note(self, number: int, frame: object) -> None:
         if self.received is not None:
-            self._watch.hurried = True
+            self._launch.hurried = True
         self.received = self.received or number
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"!")
@@ -184,21 +176,14 @@ def _check(
             expected="a script, or -m and a module",
             fix="meshdist run -n 4 script.py",
         )
-    if nprocs < 1:
-        raise LaunchError(
-            f"cannot start {nprocs} processes",
-            where="-n (nprocs)",
-            expected="at least 1",
-            found=str(nprocs),
-            fix="meshdist run -n 4 script.py",
-        )
-    if nnodes < 1:
-        raise LaunchError(
-            f"a job cannot run on {nnodes} hosts",
-            where="--nnodes",
-            expected="at least 1",
-            found=str(nnodes),
-        )
+    counts = (
+        (nprocs, f"cannot start {nprocs} processes", "-n (nprocs)", "meshdist run -n 4 script.py"),
+        (nnodes, f"a job cannot run on {nnodes} hosts", "--nnodes", None),
+    )
+    for count, problem, where, fix in counts:
+        if count < 1:
+            expected, found = "at least 1", str(count)
+            raise LaunchError(problem, where=where, expected=expected, found=found, fix=fix)
     if not 0 <= node_rank < nnodes:
         raise LaunchError(
             f"host number {node_rank} does not exist in a job on {nnodes} host(s)",
@@ -327,7 +312,6 @@ class _Job:
         self._prefix = prefix
         self._errors: dict[int, _Stream] = {}
         self._streams: list[_Stream] = []
-        self._ended: list[tuple[Ending, float]] = []
 
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
@@ -375,10 +359,10 @@ class _Job:
             grace = Grace(_ENDING_S)
             while launch.running and signals.received is None and not grace.is_over:
                 self._step(grace.left_s)
-            stopped = len(launch.running)
+            ended, stopped = tuple(launch.endings), len(launch.running)
             launch.stop(((signal.SIGTERM, _STOPPING_S),))
             self._drain()
-            return self._report(stopped)
+            return self._report(ended, stopped)
         if received == signal.SIGINT:
             launch.stop(_ON_INTERRUPT)
         else:
@@ -387,12 +371,10 @@ class _Job:
         return 0 if received is None else 128 + received
 
     def _step(self, timeout_s: float | None = None) -> None:
-        """Wait until something happens, and note what ended when."""
+        """Wait until something happens."""
         if any(stream.is_holding() for stream in self._streams):
             timeout_s = _LINE_S if timeout_s is None else min(timeout_s, _LINE_S)
-        ended = self._launch.step(timeout_s)
-        now = time.monotonic()
-        self._ended += [(ending, now) for ending in ended]
+        self._launch.step(timeout_s)
         for stream in self._streams:
             stream.show_late_part()
 
@@ -404,11 +386,10 @@ class _Job:
         for stream in self._streams:
             stream.flush()
 
-    def _report(self, stopped: int) -> int:
+    def _report(self, endings: Sequence[Ending], stopped: int) -> int:
         """Show once more what the rank that failed first wrote; return its exit code."""
-        failures = [self._failure(*ended) for ended in self._ended if ended[0].code != 0]
+        failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
-        endings = [ending for ending, _ in self._ended]
         before = sorted(e.rank for e in takewhile(lambda e: e.code == 0, endings))
         after = sorted(other.ending.rank for other in failures if other is not cause)
         ending, tail = cause.ending, cause.text
@@ -425,8 +406,8 @@ class _Job:
             _show(sys.stderr, b"\n")
         return ending.exit_code
 
-    def _failure(self, ending: Ending, at: float) -> Failure:
-        stream = self._errors[ending.rank]
+    def _failure(self, ending: Ending) -> Failure:
+        stream, at = self._errors[ending.rank], ending.at
         # What ends with a signal has raised nothing; an older traceback was caught.
         if ending.code > 0 and stream.reported_at is not None:
             at = min(at, stream.reported_at)
@@ -437,4 +418,4 @@ class _Job:
         if self._launch.running:
             self._launch.stop(())
         for stream in self._streams:
-            stream.close()
+            stream.pipe.close()

@@ -1,4 +1,4 @@
-"""mpiexec: which one belongs to this environment, and the command by which it starts a program.
+"""mpiexec: which one belongs to this environment, and the environment in which to execute it.
 
 Imports the standard library alone, so that the command line can use it without loading torch.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["find_mpiexec", "mpiexec_command", "mpiexec_environment"]
+__all__ = ["find_mpiexec", "mpiexec_environment"]
 
 _OF_OTHER_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -29,18 +29,6 @@ def find_mpiexec() -> str | None:
     """The mpiexec that a wheel has put beside this interpreter, else the one on the PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-
-
-def mpiexec_command(
-    mpiexec: str, nprocs: int, options: Sequence[str], command: Sequence[str]
-) -> list[str]:
-    """What to execute so that ``nprocs`` processes run ``command``.
-
-    Example:
-        >>> mpiexec_command("mpiexec", 4, ["--bind-to", "core"], ["python", "train.py"])
-        ['mpiexec', '-n', '4', '--bind-to', 'core', 'python', 'train.py']
-    """
-    return [mpiexec, "-n", str(nprocs), *options, *command]
 
 
 def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -140,13 +140,11 @@ class Reservation:
     address: str
     port: int
     listener: socket.socket
-    _everywhere: socket.socket | None = None
+    _sockets: contextlib.ExitStack
 
     def close(self) -> None:
         """Give the port back."""
-        self.listener.close()
-        if self._everywhere is not None:
-            self._everywhere.close()
+        self._sockets.close()
 
 
 def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -176,21 +174,16 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-        everywhere = None
-        if port is None:
-            # A port that is free on every interface: torch's own store listens on all of them.
-            everywhere = _bound_everywhere()
-            port = int(everywhere.getsockname()[1])
-            if sys.platform != "linux":
-                # Elsewhere a second socket on every interface is refused even when none listens.
-                everywhere.close()
-                everywhere = None
-        try:
-            bound = _bound(family, (target[0], port, *target[2:]))
-        except BaseException:
-            if everywhere is not None:
-                everywhere.close()
-            raise
+        with contextlib.ExitStack() as sockets:
+            if port is None:
+                # A port that is free on every interface: torch's own store listens on all of them.
+                everywhere = sockets.enter_context(_bound_everywhere())
+                port = int(everywhere.getsockname()[1])
+                if sys.platform != "linux":
+                    # Elsewhere the second socket is refused even when none listens.
+                    everywhere.close()
+            bound = sockets.enter_context(_bound(family, (target[0], port, *target[2:])))
+            return Reservation(address, port, bound, sockets.pop_all())
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         place = address if port is None else f"{address}, port {port}"
@@ -200,4 +193,3 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
             expected="an address of this host and a port that nobody uses",
             fix="leave out --master-port and --master-addr on one host, or name others",
         ) from None
-    return Reservation(address, port, bound, everywhere)

@@ -151,13 +151,12 @@ def definition_of_groups(
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
     if not groups:
         raise MeshError("from_group has no groups", expected="one group per axis")
-    if not is_one and mesh is None:
-        raise MeshError(
-            "from_group has several groups and no mesh",
-            expected="mesh and mesh_dim_names, with as many dims as groups",
-        )
-    if not is_one and names is None:
-        raise MeshError("from_group has several groups and no mesh_dim_names")
+    for argument, value in (("mesh", mesh), ("mesh_dim_names", names)):
+        if not is_one and value is None:
+            raise MeshError(
+                f"from_group has several groups and no {argument}",
+                expected="mesh and mesh_dim_names, with as many dims as groups",
+            )
     world = groups[0].world
     ranks = groups[0].ranks if mesh is None else mesh
     layout = Layout.from_ranks(ranks, names, world_size=world.size)

@@ -213,16 +213,13 @@ class DeviceMesh:
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
         """This rank's place along one axis; the axis may be left out in a 1-D mesh."""
-        index = self._only_axis(mesh_dim, "get_local_rank")
-        self._check_member("get_local_rank")
+        index = self._own_axis(mesh_dim, "get_local_rank")
         assert self._coordinate is not None
         return self._coordinate[index]
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
         """The group along one axis through this rank; it may be left out in a 1-D mesh."""
-        index = self._only_axis(mesh_dim, "get_group")
-        self._check_member("get_group")
-        return self._groups[index]
+        return self._groups[self._own_axis(mesh_dim, "get_group")]
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """The group of each axis through this rank, in axis order."""
@@ -466,16 +463,16 @@ class DeviceMesh:
 
     # ------------------------------------------------------------------ checks
 
-    def _only_axis(self, axis: Axis | None, call: str) -> int:
-        if axis is not None:
-            return self.layout.axis_index(axis)
-        if self.ndim != 1:
+    def _own_axis(self, axis: Axis | None, call: str) -> int:
+        if axis is None and self.ndim != 1:
             raise MeshError(
                 f"{call} needs an axis on a mesh of {self.ndim} axes",
                 where=self._definition.text,
                 fix=f"name one, for example {call}({next(iter(self.axis_names), 0)!r})",
             )
-        return 0
+        index = 0 if axis is None else self.layout.axis_index(axis)
+        self._check_member(call)
+        return index
 
     def _check_member(self, call: str) -> None:
         if self._coordinate is None:

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .layout import Layout
-from .view import Hosts, Marks, View, tables_abreast
+from .view import Hosts, Marks, View, corner, tables_abreast
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,11 +56,14 @@ def draw(
         |       1 | 4 | 5 | [6] | 7 |
         +---------+---+---+-----+---+
     """
+    from rich.console import Console
+
     marks = Marks.of(layout, highlight_rank, hosts)
     if ascii_only is None:
         ascii_only = not _can_print("┌─│…⋮", sys.stdout)
     if color is None:
-        color = _terminal_has_colors()
+        console = Console(stderr=False)
+        color = console.is_terminal and console.color_system is not None and not console.no_color
     width = _DEFAULT_WIDTH if width is None else width
     return _Drawing(layout, marks, width, color, ascii_only).text()
 
@@ -80,9 +83,8 @@ class _Drawing:
         if marks.host_names:
             cell_width += 1 + len(_letters(len(marks.host_names) - 1))
         cell_width = max(cell_width, len(str(layout.sizes[-1] - 1)))
-        probe = View(layout, (), (), ())
         rows_label = str(layout.sizes[-2] - 1) if layout.ndim > 1 else "rank"
-        label_width = max(len(probe.corner()), len(rows_label))
+        label_width = max(len(corner(layout)), len(rows_label))
         brackets = 2  # of the highlighted rank; they widen one column
         max_columns = (width - label_width - 4 - brackets) // (cell_width + 3)
         max_rows = _MAX_ROWS if layout.ndim <= 2 else _MAX_ROWS - 4
@@ -141,7 +143,7 @@ class _Drawing:
 
         view = self.view
         table = Table(box=box.ASCII2 if self.ascii_only else box.SQUARE, header_style="bold")
-        table.add_column(Text(view.corner()), justify="right", style="bold", no_wrap=True)
+        table.add_column(Text(corner(view.layout)), justify="right", style="bold", no_wrap=True)
         for column in view.columns:
             head = self.dots if column is None else str(column)
             table.add_column(Text(head), justify="right", no_wrap=True)
@@ -187,13 +189,6 @@ def _can_print(characters: str, stream: object) -> bool:
     except (LookupError, UnicodeEncodeError):
         return False
     return True
-
-
-def _terminal_has_colors() -> bool:
-    from rich.console import Console
-
-    console = Console(stderr=False)
-    return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def _letters(index: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.sax.saxutils import escape
 
 from .layout import Layout
-from .view import Hosts, Marks, View, indices_shown, tables_abreast
+from .view import Hosts, Marks, View, corner, indices_shown, tables_abreast
 
 __all__ = ["draw_svg"]
 
@@ -50,8 +50,7 @@ class _Svg:
         self.marks = marks
         digits = max(len(str(layout.largest_rank)), len(str(layout.sizes[-1] - 1)), 3)
         self.cell_width = 16 + digits * self.character_width
-        probe = View(layout, (), (), ())
-        self.label_width = 12 + self.character_width * max(len(probe.corner()), 4)
+        self.label_width = 12 + self.character_width * max(len(corner(layout)), 4)
         room = width - 2 * self.margin
         max_columns = (room - self.label_width) // self.cell_width
         max_rows = 16 if layout.ndim <= 2 else 8
@@ -94,7 +93,9 @@ class _Svg:
     def _table(self, block: tuple[int, ...], x: int, y: int) -> None:
         view = self.view
         middle = self.cell_height // 2
-        self._write(view.corner(), x + self.label_width - 8, y + middle, anchor="end", bold=True)
+        self._write(
+            corner(view.layout), x + self.label_width - 8, y + middle, anchor="end", bold=True
+        )
         for across, column in enumerate(view.columns):
             at = x + self.label_width + across * self.cell_width + self.cell_width // 2
             self._write("…" if column is None else str(column), at, y + middle)

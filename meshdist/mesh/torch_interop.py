@@ -19,7 +19,6 @@ from ..errors import BackendError, KindError, MeshError
 from ..groups.registry import get_registry
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from .definition import MeshDefinition
-from .layout import Layout
 
 __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
 
@@ -44,12 +43,10 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
         _start_torch_world(world)
         groups: list[Any] = []
         for axis in range(layout.ndim):
-            mine: Any = None
             for ranks in layout.groups_of_axis(axis):
                 group = torch_distributed.new_group(list(ranks), sort_ranks=False)
                 if world.rank in ranks:
-                    mine = group
-            groups.append(mine)
+                    groups.append(group)
         # A rank that ended now would close its connections while others still open theirs.
         with registry.agreed(everyone, "mesh for torch", definition, timeout):
             pass
@@ -60,9 +57,8 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
         )
     if layout.ndim == 1:
         return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=layout.names)
-    return TorchMesh.from_group(
-        groups, device_type, mesh=ranks_tensor, mesh_dim_names=_names_of(layout)
-    )
+    names = layout.names or tuple(f"axis_{index}" for index in range(layout.ndim))
+    return TorchMesh.from_group(groups, device_type, mesh=ranks_tensor, mesh_dim_names=names)
 
 
 def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] | None]:
@@ -79,10 +75,6 @@ def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] |
         )
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     return mesh.device_type, mesh.mesh.tolist(), names
-
-
-def _names_of(layout: Layout) -> tuple[str, ...]:
-    return layout.names or tuple(f"axis_{index}" for index in range(layout.ndim))
 
 
 def _check_torch_can(world: World) -> None:

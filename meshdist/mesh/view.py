@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import MeshError, NotInGroupError
 from .layout import Layout
 
-__all__ = ["Hosts", "Marks", "View", "indices_shown", "tables_abreast"]
+__all__ = ["Hosts", "Marks", "View", "corner", "indices_shown", "tables_abreast"]
 
 Hosts = Mapping[int, object] | Sequence[object]
 
@@ -89,17 +89,6 @@ class View:
         )
         return View(layout, blocks, rows, columns)
 
-    def corner(self) -> str:
-        """The text above the rows' labels and before the columns' labels."""
-        if self.layout.ndim == 1:
-            return self.axis_label(0)
-        return f"{self.axis_label(-2)} \\ {self.axis_label(-1)}"
-
-    def axis_label(self, index: int) -> str:
-        """An axis's name, or its number."""
-        names = self.layout.names
-        return f"axis {index % self.layout.ndim}" if names is None else names[index]
-
     def block_label(self, block: tuple[int, ...]) -> str:
         """Return ``"pp=1"`` or, without names, ``"[1, :, :]"``; nothing where there is one."""
         if self.layout.names is None:
@@ -113,6 +102,12 @@ class View:
     def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:
         """The rank in a cell."""
         return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
+
+
+def corner(layout: Layout) -> str:
+    """The text above the rows' labels and before the columns' labels: names or numbers of axes."""
+    names = layout.names or tuple(f"axis {index}" for index in range(layout.ndim))
+    return " \\ ".join(names[-2:])
 
 
 def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, ...]:

@@ -40,7 +40,10 @@ class Timer:
 
     def cancel(self) -> bool:
         """Make no call; returns False, once the call is over, where it was made already."""
-        return self._thread.remove(self) or self._thread.wait_for_call()
+        if self._thread.remove(self):
+            return True
+        with self._thread.calling:
+            return False
 
 
 class _TimerThread:
@@ -49,7 +52,7 @@ class _TimerThread:
     def __init__(self) -> None:
         self._timers: set[Timer] = set()
         self._starting = threading.Lock()
-        self._calling = threading.Lock()
+        self.calling = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_needed = threading.Event()
         self._is_asleep = True
@@ -67,11 +70,6 @@ class _TimerThread:
         except KeyError:
             return False
         return True
-
-    def wait_for_call(self) -> bool:
-        """Return False, when no call is being made."""
-        with self._calling:
-            return False
 
     def _wake(self) -> None:
         with self._starting:
@@ -104,7 +102,7 @@ class _TimerThread:
                     self._fire(timer)
 
     def _fire(self, timer: Timer) -> None:
-        with self._calling:
+        with self.calling:
             if self.remove(timer):
                 try:
                     timer.call()

@@ -10,7 +10,8 @@ import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore, Store
 
 from ..bootstrap.environments import find_local_size
-from ..bootstrap.init_methods import Meeting, meet
+from ..bootstrap.generations import Joined
+from ..bootstrap.init_methods import meet
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.opening import Opening
@@ -54,7 +55,7 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
         BackendError: no MPI on this machine, or it could not be opened.
     """
     wire = get_wire("mpi")
-    joined = _meeting_under_mpi().joined
+    joined = _joined_under_mpi()
     members = tuple(ranks) or tuple(range(joined.size))
     text = ",".join(map(str, members))
     # The members of a group ask for it equally often, the others not at all.
@@ -79,7 +80,7 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
 
 
 @cache
-def _meeting_under_mpi() -> Meeting:
+def _joined_under_mpi() -> Joined:
     """The ranks that one mpiexec has started, met once in a process."""
     return meet(is_mpi_asked=True, group_name="torch's mpi")
 
@@ -95,7 +96,7 @@ def _given_store(options: Any) -> Store:
         root = root.underlying_store
     if type(root) is not Store:
         return options.store  # type: ignore[no-any-return]
-    return PrefixStore(f"torch's group {options.group_id}", _meeting_under_mpi().joined.store)
+    return PrefixStore(f"torch's group {options.group_id}", _joined_under_mpi().store)
 
 
 def _fresh(store: Store, place: int) -> Store:

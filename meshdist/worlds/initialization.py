@@ -15,7 +15,8 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
-from ..bootstrap.init_methods import Meeting, meet
+from ..bootstrap.generations import Joined
+from ..bootstrap.init_methods import meet
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
     World,
@@ -119,12 +120,12 @@ def init_process_group(
         get_wire(name)
     device = _checked_device(device_id)
     if store is None and torch_distributed.is_initialized():
-        meeting = _meet_in_torch_world(rank, world_size, group_name, timeout)
+        joined = _meet_in_torch_world(rank, world_size, group_name, timeout)
         if backend is None:
             named = parse_backends(torch_distributed.get_backend_config())
             backends = _available(named) or backends
     else:
-        meeting = meet(
+        joined = meet(
             init_method,
             rank=rank,
             world_size=world_size,
@@ -135,8 +136,8 @@ def init_process_group(
             is_mpi_asked=is_mpi,
         )
         if backend is None:
-            backends = _available(default_wires(meeting.joined.wires))
-    world = _make_world(meeting, store, backends, timeout, pg_options, device)
+            backends = _available(default_wires(joined.wires))
+    world = _make_world(joined, store, backends, timeout, pg_options, device)
     world.chooses_wires = backend is None
     install_world(world)
     try:
@@ -387,7 +388,7 @@ def _adopt_simulated(world: World, rank: int, world_size: int) -> None:
 
 def _meet_in_torch_world(
     rank: int, world_size: int, group_name: str, timeout: timedelta | None
-) -> Meeting:
+) -> Joined:
     real = torch_distributed.get_rank(), torch_distributed.get_world_size()
     for name, given, there in zip(("rank", "world_size"), (rank, world_size), real, strict=True):
         if given not in (-1, there):
@@ -407,14 +408,13 @@ def _meet_in_torch_world(
 
 
 def _make_world(
-    meeting: Meeting,
+    joined: Joined,
     given_store: Store | None,
     backends: dict[str, str],
     timeout: timedelta | None,
     options: Any,
     device: torch.device | None,
 ) -> World:
-    joined = meeting.joined
     world = World(
         rank=joined.rank,
         size=joined.size,
@@ -424,12 +424,12 @@ def _make_world(
         local_rank=joined.local_rank,
         local_size=joined.local_size,
         hosts=joined.hosts or (),
-        origin=meeting.origin,
+        origin=joined.origin,
         options=options,
         device=device,
     )
     world.kept += [given_store, joined.handle]
-    world.closers.append(functools.partial(_leave, world, meeting.leave))
+    world.closers.append(functools.partial(_leave, world, joined.leave))
     return world
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap import generations as joining
-from meshdist.bootstrap.generations import Joined, join
+from meshdist.bootstrap.generations import Attempt, Joined
 from meshdist.runtime.hosts import my_card
 
 LONG = timedelta(seconds=30)
@@ -45,7 +44,7 @@ def join_all(
 def as_rank(
     rank: int | None, size: int, timeout: timedelta = LONG, **settings: Any
 ) -> Callable[[md.Store], Joined]:
-    return lambda store: join(store, rank, size, timeout, origin="a test", **settings)
+    return lambda store: Attempt(store, rank, size, timeout, "a test", **settings).join()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -150,7 +149,7 @@ def test_a_lost_store_is_told_as_such() -> None:
             raise md.DistNetworkError("connection reset by peer")
 
     with pytest.raises(md.RendezvousError, match="the store was lost while the ranks were joining"):
-        join(Lost(), 0, 2, LONG, origin="a test")
+        Attempt(Lost(), 0, 2, LONG, "a test").join()
 
 
 # -- what a process that crashed has left -------------------------------------------------------
@@ -214,9 +213,9 @@ def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -
 
     def interrupted(store: md.Store) -> Joined:
         with monkeypatch.context() as patch:
-            patch.setattr(joining._Attempt, "_wait_for", raise_interrupt)
+            patch.setattr(Attempt, "_wait_for", raise_interrupt)
             try:
-                return join(store, 0, 2, LONG, origin="a test")
+                return Attempt(store, 0, 2, LONG, "a test").join()
             except KeyboardInterrupt:
                 raise md.WorldError("interrupted") from None
 
@@ -239,9 +238,9 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Joined]:
         def call(
             store: md.Store, rank: int = rank, host: str = host, local: int | None = local
         ) -> Joined:
-            attempt = joining._Attempt(store, len(hosts), LONG, "a test", (), local, False)
+            attempt = Attempt(store, rank, len(hosts), LONG, "a test", (), local)
             attempt._card = dataclasses.replace(my_card(), host=host, hostname=host)
-            joined = attempt.try_generation(0, rank)
+            joined = attempt.try_generation(0)
             assert joined is not None
             return joined
 

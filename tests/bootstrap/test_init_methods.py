@@ -180,8 +180,8 @@ def test_a_given_store(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_world_of_one_in_a_hash_store() -> None:
-    meeting = meet(store=md.HashStore(), rank=0, world_size=1)
-    assert (meeting.joined.rank, meeting.joined.size, meeting.origin) == (0, 1, "a given store")
+    joined = meet(store=md.HashStore(), rank=0, world_size=1)
+    assert (joined.rank, joined.size, joined.origin) == (0, 1, "a given store")
 
 
 def test_an_own_scheme(pool: Pool, tmp_path: Path) -> None:

@@ -142,19 +142,19 @@ def test_headers_are_shared_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_simulated_ranks_get_along() -> None:
     result = check_wire("simulated", 10.0, num_calls=20)
-    assert (result.wire, result.error) == ("simulated", "")
-    assert result.latency_s is not None and 0 < result.latency_s < result.seconds
+    assert (result["wire"], result["error"]) == ("simulated", "")
+    assert result["latency_s"] is not None and 0 < result["latency_s"] < result["seconds"]
 
 
 def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "all_reduce", lambda tensor: None)
     result = check_wire("simulated", 10.0)
-    assert result.latency_s is None
-    assert result.error.startswith("an all-reduce over 'simulated' gave wrong numbers")
+    assert result["latency_s"] is None
+    assert result["error"].startswith("an all-reduce over 'simulated' gave wrong numbers")
 
 
 def test_ranks_that_take_too_long() -> None:
     begin = time.monotonic()
     result = check_wire("gloo", 0.05)
-    assert result.latency_s is None and "0.05 s" in result.error
+    assert result["latency_s"] is None and "0.05 s" in result["error"]
     assert is_within(time.monotonic() - begin, 15)

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshdist.cli import doctor
-from meshdist.cli.checkup import LoopbackResult, find_device_types, find_wires
+from meshdist.cli.checkup import find_device_types, find_wires
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ranks are started in these tests."""
 
-    def start_nothing(wire: str, timeout_s: float) -> LoopbackResult:
+    def start_nothing(wire: str, timeout_s: float) -> dict[str, Any]:
         raise AssertionError(f"started ranks over {wire}")
 
     monkeypatch.setattr(doctor, "check_wire", start_nothing)
@@ -67,9 +68,10 @@ def test_a_wire_that_fails_its_check(
 def test_a_failed_check_in_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(wire: str, timeout_s: float) -> LoopbackResult:
+    def fail(wire: str, timeout_s: float) -> dict[str, Any]:
         assert timeout_s == 7.5
-        return LoopbackResult(wire, None, 1.25, "nobody answers\n  fix:      call again")
+        error = "nobody answers\n  fix:      call again"
+        return {"wire": wire, "latency_s": None, "seconds": 1.25, "error": error}
 
     monkeypatch.setattr(doctor, "check_wire", fail)
     assert doctor.main(["--timeout", "7.5"]) == 1

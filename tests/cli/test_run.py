@@ -468,6 +468,15 @@ def test_what_mpiexec_does_by_itself_is_refused(
     assert done.stderr.startswith(f"meshdist run: {summary}")
 
 
+def test_options_of_mpiexec_stand_before_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(run_command, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(os, "execve", lambda path, words, environment: started.append(words))
+    run_command.main(["--launcher", "mpi", "-n", "2", "--mpi-args=--host a,b", __file__, "-n", "5"])
+    program = [sys.executable, "-u", __file__, "-n", "5"]
+    assert started == [["mpiexec", "-n", "2", "--host", "a,b", *program]]
+
+
 def test_arguments_for_mpiexec_without_it(tmp_path: Path) -> None:
     done = run("--mpi-args=--bind-to core", "script.py")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Children are watched: the order of their ends, and how the others are stopped."""
+"""Children are launched: the order of their ends, and how the others are stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshdist.launching.child_processes import GRACE_S, Ending, Watch, exit_code_of, signal_name
+from meshdist.launching.child_processes import GRACE_S, Ending, Launch
 from tests.load import is_within
 
 PYTHON = [sys.executable, "-S", "-c"]
@@ -27,95 +27,94 @@ DEAF = [
     [
         (1, 1, "failed with exit code 1"),
         (-11, 139, "was ended by SIGSEGV"),
+        (-15, 143, "was ended by SIGTERM"),
         (-9, 137, "was ended by SIGKILL (the system does this when memory runs out)"),
         (-40, 168, "was ended by signal 40"),
     ],
 )
 def test_an_ending_is_told_in_words(code: int, exit_code: int, text: str) -> None:
     assert str(Ending(0, 1, code)) == text
-    assert Ending(0, 1, code).exit_code == exit_code_of(code) == exit_code
-
-
-def test_signals_have_names() -> None:
-    assert signal_name(15) == "SIGTERM"
+    assert Ending(0, 1, code).exit_code == exit_code
 
 
 @pytest.fixture(params=["told by the system", "polled"])
-def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     if request.param == "polled":
 
         def refuse(pid: int) -> int:
             raise OSError
 
         monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
-    watch = Watch()
-    yield watch
-    watch.stop(())
-    watch.close()
+    launch = Launch()
+    yield launch
+    launch.stop(())
+    launch.close()
 
 
 def start(command: list[str], *, leads: bool = True) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=leads, stdout=subprocess.PIPE)
 
 
-def end_of(watch: Watch) -> list[Ending]:
+def end_of(launch: Launch) -> list[Ending]:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if ended := watch.step(0.5):
+        if ended := launch.step(0.5):
             return ended
     raise AssertionError("nobody ended")
 
 
-def test_endings_are_told_in_order_and_the_first_failure_is_kept(watch: Watch) -> None:
+def test_endings_are_told_in_order_and_the_first_failure_is_kept(launch: Launch) -> None:
     gate = [*PYTHON, "import sys; sys.exit(int(sys.stdin.readline()))"]
     children = [subprocess.Popen(gate, stdin=subprocess.PIPE, text=True) for _ in range(3)]
     for rank, child in enumerate(children):
-        watch.add(rank, child)
+        launch.add(rank, child)
     for rank, code in [(2, 0), (1, 7), (0, 3)]:
         children[rank].communicate(f"{code}\n")
-        assert end_of(watch) == [Ending(rank, children[rank].pid, code)]
-    assert watch.failed == Ending(1, children[1].pid, 7)
-    assert watch.running == {}
+        assert end_of(launch) == [Ending(rank, children[rank].pid, code)]
+    assert launch.failed == Ending(1, children[1].pid, 7)
+    assert launch.running == {}
 
 
-def test_a_step_without_news_ends_at_its_time(watch: Watch) -> None:
+def test_a_step_without_news_ends_at_its_time(launch: Launch) -> None:
     with start(SLEEP) as child:
-        watch.add(0, child)
+        launch.add(0, child)
         begin = time.monotonic()
-        assert watch.step(0.05) == []
+        assert launch.step(0.05) == []
         assert is_within(time.monotonic() - begin, 2)
-        watch.stop()
+        launch.stop()
 
 
-def test_stop_asks_first_and_kills_who_does_not_listen(watch: Watch) -> None:
+def test_stop_asks_first_and_kills_who_does_not_listen(launch: Launch) -> None:
     with start(SLEEP) as willing, start(DEAF) as deaf:
         assert deaf.stdout is not None
         deaf.stdout.readline()
-        watch.add(0, willing)
-        watch.add(1, deaf)
+        launch.add(0, willing)
+        launch.add(1, deaf)
         begin = time.monotonic()
-        ended = watch.stop([(signal.SIGTERM, 0.3)])
+        launch.stop([(signal.SIGTERM, 0.3)])
         assert is_within(time.monotonic() - begin, 3)
-    assert [(e.rank, e.code) for e in ended] == [(0, -15), (1, -9)]
+    assert [(e.rank, e.code) for e in launch.endings] == [(0, -15), (1, -9)]
 
 
-def test_stop_in_a_hurry_does_not_wait(watch: Watch) -> None:
+def test_stop_in_a_hurry_does_not_wait(launch: Launch) -> None:
     with start(DEAF) as deaf:
         assert deaf.stdout is not None
         deaf.stdout.readline()
-        watch.add(0, deaf)
-        watch.hurried = True
+        launch.add(0, deaf)
+        launch.hurried = True
         begin = time.monotonic()
-        (ended,) = watch.stop([(signal.SIGTERM, 30.0)])
+        launch.stop([(signal.SIGTERM, 30.0)])
+        (ended,) = launch.endings
         assert ended.code == -9
         assert is_within(time.monotonic() - begin, 5)
 
 
-def test_a_child_of_the_callers_own_process_group_is_signalled_alone(watch: Watch) -> None:
+def test_a_child_of_the_callers_own_process_group_is_signalled_alone(launch: Launch) -> None:
     with start(SLEEP, leads=False) as child:
         assert os.getpgid(child.pid) == os.getpgid(0)
-        watch.add(0, child)
-        (ended,) = watch.stop()
+        launch.add(0, child)
+        launch.stop()
+        (ended,) = launch.endings
     assert ended.code == -15
 
 

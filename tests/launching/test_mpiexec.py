@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshdist.launching.mpiexec import find_mpiexec, mpiexec_command, mpiexec_environment
+from meshdist.launching.mpiexec import find_mpiexec, mpiexec_environment
 
 
 def test_the_mpiexec_beside_the_interpreter_is_taken_first(
@@ -25,11 +25,6 @@ def test_the_mpiexec_beside_the_interpreter_is_taken_first(
     assert find_mpiexec() == str(other / "mpiexec")
     (other / "mpiexec").unlink()
     assert find_mpiexec() is None
-
-
-def test_options_stand_before_the_program() -> None:
-    found = mpiexec_command("mpiexec", 2, ["--host", "a,b"], ["python", "x.py", "-n", "5"])
-    assert found == ["mpiexec", "-n", "2", "--host", "a,b", "python", "x.py", "-n", "5"]
 
 
 def test_more_ranks_than_cores_are_allowed_unless_somebody_has_said_otherwise() -> None:
