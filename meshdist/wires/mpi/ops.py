@@ -147,17 +147,12 @@ def plain_reductions(
     for op in PLAIN_OPS:
         kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]
         plans = {dtype: plan_of(op, dtype, size) for dtype in kinds}
-        found.append(
-            (
-                op,
-                op.value,
-                {
-                    dtype: (mpi_type(MPI, dtype).handle, op_of(MPI, plan).handle)
-                    for dtype, plan in plans.items()
-                    if plan.is_plain
-                },
-            )
-        )
+        plain = {dtype: plan for dtype, plan in plans.items() if plan.is_plain}
+        handles = {
+            dtype: (mpi_type(MPI, dtype).handle, op_of(MPI, plan).handle)
+            for dtype, plan in plain.items()
+        }
+        found.append((op, op.value, handles))
     return found
 
 
