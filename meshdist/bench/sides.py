@@ -79,9 +79,11 @@ class Side:
 class TorchSide(Side):
     """torch.distributed, or anything with its names: meshdist is called by the same code."""
 
-    def __init__(self, library: Any, backend: str) -> None:
+    def __init__(self, name: str, backend: str) -> None:
         import torch
 
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        library = import_module(name)
         torch.set_num_threads(1)
         library.init_process_group(backend)
         self._library = library
@@ -133,8 +135,8 @@ class TorchSide(Side):
 class SharedSide(TorchSide):
     """meshdist's all_reduce on a tensor that lies in memory which all ranks map."""
 
-    def __init__(self, library: Any, backend: str) -> None:
-        super().__init__(library, backend)
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name, backend)
         self._made: dict[tuple[int, Any], Any] = {}
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
@@ -251,17 +253,12 @@ class JaxSide(Side):
         return lambda: function(x).block_until_ready()
 
 
-def _side_of(kind: type[TorchSide], library: str, backend: str) -> Side:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return kind(import_module(library), backend)
-
-
 SIDES: dict[str, Callable[[], Side]] = {
-    "meshdist/shm": partial(_side_of, TorchSide, "meshdist", "shm"),
-    "meshdist/shm/shared": partial(_side_of, SharedSide, "meshdist", "shm"),
-    "meshdist/gloo": partial(_side_of, TorchSide, "meshdist", "gloo"),
-    "torch/gloo": partial(_side_of, TorchSide, "torch.distributed", "gloo"),
-    "copy": partial(_side_of, CopySide, "torch.distributed", "gloo"),
+    "meshdist/shm": partial(TorchSide, "meshdist", "shm"),
+    "meshdist/shm/shared": partial(SharedSide, "meshdist", "shm"),
+    "meshdist/gloo": partial(TorchSide, "meshdist", "gloo"),
+    "torch/gloo": partial(TorchSide, "torch.distributed", "gloo"),
+    "copy": partial(CopySide, "torch.distributed", "gloo"),
     "mpi": MpiSide,
     "jax": JaxSide,
 }

@@ -50,7 +50,7 @@ class Joined:
             store that is written in Python.
         hosts: for each rank the number of its host, numbered as they first appear; None if all
             ranks are on one host.
-        local_ranks: for each rank its number on its host.
+        local_rank: this process's number among the ranks of its host.
         wires: what all ranks said that they could use.
         origin: how the ranks met, for messages.
         leave: call it once, when this process has closed the world and all that used its store.
@@ -62,15 +62,10 @@ class Joined:
     store: Store
     handle: Store
     hosts: tuple[int, ...] | None
-    local_ranks: tuple[int, ...]
+    local_rank: int
     wires: frozenset[str]
     origin: str
     leave: Callable[[], None] = lambda: None
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number among the ranks of its host."""
-        return self.local_ranks[self.rank]
 
     @property
     def local_size(self) -> int:
@@ -224,7 +219,7 @@ class Attempt:
             store,
             self.store,
             tuple(state["hosts"]) if any(state["hosts"]) else None,
-            tuple(state["local_ranks"]),
+            state["local_ranks"][rank],
             frozenset(state["wires"]),
             self.origin,
         )

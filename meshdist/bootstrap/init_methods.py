@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +30,7 @@ from .stores import (
     Store,
     bind_listener,
     connect_store,
+    find_number,
     inherited_listener,
     is_loopback,
     keep_store,
@@ -311,12 +311,8 @@ def _listener_at(address: str, port: int) -> Any:
 
     A host's name may mean loopback to itself and another interface to other hosts.
     """
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        if not is_loopback(address):
-            return None
-    return bind_listener(address, port)
+    is_safe = is_loopback(address) or find_number(address) is not None
+    return bind_listener(address, port) if is_safe else None
 
 
 def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joined:
@@ -355,11 +351,8 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
             expected="tcp://host:port, the address of rank 0",
             fix="tcp://127.0.0.1:29500",
         )
-    try:
-        is_multicast = ipaddress.ip_address(address).is_multicast
-    except ValueError:
-        is_multicast = False
-    if is_multicast:
+    number = find_number(address)
+    if number is not None and number.is_multicast:
         raise ArgumentError(
             f"{address} is a multicast address, which the old torch.distributed used to find ranks",
             where=url.geturl(),

@@ -31,6 +31,7 @@ __all__ = [
     "TCPStore",
     "bind_listener",
     "connect_store",
+    "find_number",
     "inherited_listener",
     "is_loopback",
     "keep_store",
@@ -50,14 +51,18 @@ _ANSWER_S = 30.0
 """How long a server that has accepted a connection may take to answer as a store does."""
 
 
+def find_number(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that ``address`` writes as a number; None for a name."""
+    try:
+        return ipaddress.ip_address(address)
+    except ValueError:
+        return None
+
+
 def is_loopback(address: str) -> bool:
     """Return whether ``address``, a name or a number, means this host by its loopback interface."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    number = find_number(numeric_loopback(address))
+    return number is not None and number.is_loopback
 
 
 def numeric_loopback(address: str) -> str:

@@ -363,10 +363,8 @@ class _Job:
             launch.stop(((signal.SIGTERM, _STOPPING_S),))
             self._drain()
             return self._report(ended, stopped)
-        if received == signal.SIGINT:
-            launch.stop(_ON_INTERRUPT)
-        else:
-            launch.stop(((received or signal.SIGTERM, GRACE_S),))
+        by_signal = ((received or signal.SIGTERM, GRACE_S),)
+        launch.stop(_ON_INTERRUPT if received == signal.SIGINT else by_signal)
         self._drain()
         return 0 if received is None else 128 + received
 
