@@ -179,11 +179,10 @@ def reduce(
     call = Collective("reduce", group, root)
     buffer = (call.write if call.is_root else call.read)(tensor, "tensor")
     kind = call.take_op(op, buffer)
+    scaled = call.scaled(buffer)
+    call.written = [(one, data, scaled) for one, data, _ in call.written]
     return call.run(
-        lambda wire, terms: wire.reduce(call.scaled(buffer), kind, root, terms),
-        buffer,
-        async_op,
-        [tensor],
+        lambda wire, terms: wire.reduce(scaled, kind, root, terms), scaled, async_op, [tensor]
     )
 
 
