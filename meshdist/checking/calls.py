@@ -189,7 +189,7 @@ def is_list(data: Data) -> bool:
 
 def _compared(call: Call | tuple[Any, ...]) -> tuple[Any, ...]:
     """What of a call must be equal on all members: the arguments of ``header``."""
-    _, _, verb, data, op, root, sizes, *_ = call
+    verb, data, op, root, sizes = call[2:7]
     number = SUM_NUMBER if op is _SUM else None if op is None else op.value
     return verb, data, number, root, bool(sizes)
 
