@@ -64,6 +64,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "operations",
             "packing",
             "scratch",
+            "native",
             "core",
             "reductions",
             "futures",
@@ -394,7 +395,8 @@ def find_faults(sources: Mapping[str, str], plan: Mapping[str, Place]) -> list[s
 def package_sources() -> dict[str, str]:
     """Return the text of every module of the package, by its dotted name."""
     sources = {}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+    folder = ROOT / PACKAGE
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("[!_]*.pyi")]):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         sources[name] = path.read_text(encoding="utf-8")
