@@ -1,4 +1,4 @@
-"""Which host is this, and which process: answers that other processes can compare with theirs.
+"""Which host is this, which process, and what is installed: answers for other processes and people.
 
 Imports the standard library only.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 __all__ = [
     "ProcessCard",
+    "find_version",
     "free_bytes",
     "host_identity",
     "is_alive",
@@ -112,6 +113,16 @@ def free_bytes() -> float:
             limit, usage = (Path(path).read_text(encoding="ascii") for path in (most, used))
             found.append(float(int(limit) - int(usage)))
     return max(0.0, min(found))
+
+
+def find_version(distribution: str) -> str | None:
+    """The version of a package, by the name under which it is installed; None where it is not."""
+    from importlib import metadata  # slow to import, and seldom needed
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)
