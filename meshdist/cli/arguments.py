@@ -19,13 +19,11 @@ __all__ = [
     "report_usage_error",
 ]
 
-USAGE_EXIT_CODE = 2
-
 
 def report_usage_error(program: str, text: str) -> int:
-    """Print text as the error of program; return the exit code for it."""
+    """Print text as the error of program; return the exit code for it, argparse's."""
     print(f"{program}: {text}", file=sys.stderr)
-    return USAGE_EXIT_CODE
+    return 2
 
 
 class Parser(argparse.ArgumentParser):
