@@ -158,6 +158,7 @@ def irecv(
     return message.work()
 
 
+@dataclass(eq=False, repr=False)
 class P2POp:
     """One send or receive of a list for ``batch_isend_irecv``; it starts nothing.
 
@@ -187,28 +188,25 @@ class P2POp:
         P2POp(isend, (2,) float32, group_src=0, group_dst=1, group=the world, tag=0)
     """
 
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        tensor: Any,
-        peer: int | None = None,
-        group: Any = None,
-        tag: int = 0,
-        group_peer: int | None = None,
-    ) -> None:
+    op: Callable[..., Any]
+    tensor: Any
+    peer: int | None = None
+    group: Any = None
+    tag: int = 0
+    group_peer: int | None = None
+
+    def __post_init__(self) -> None:
+        op = self.op
         if op is not isend and op is not irecv:
             raise ArgumentError(
                 "P2POp takes isend or irecv alone",
                 expected="meshdist.isend or meshdist.irecv",
                 found=f"{getattr(op, '__module__', '?')}.{getattr(op, '__qualname__', repr(op))}",
             )
-        as_tensor(tensor, argument="tensor", verb="P2POp", writable=op is irecv)
-        self.op = op
-        self.tensor = tensor
-        self.group: ProcessGroup = resolve_group(group)
-        self.group_peer = get_peer(self.group, peer, group_peer, "P2POp", "peer")
+        as_tensor(self.tensor, argument="tensor", verb="P2POp", writable=op is irecv)
+        self.group = resolve_group(self.group)
+        self.group_peer = get_peer(self.group, self.peer, self.group_peer, "P2POp", "peer")
         self.peer = self.group.ranks[self.group_peer]
-        self.tag = tag
 
     def __repr__(self) -> str:
         ends = (self.group.rank(), self.group_peer)

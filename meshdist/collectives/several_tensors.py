@@ -27,7 +27,7 @@ from ..wires.operations import Chain, Operation, Terms
 from ..wires.reductions import reduced
 from ..wires.work import Work
 from .checks import get_peer
-from .collective import Collective
+from .collective import Collective, Start
 from .instruments import verb
 
 __all__ = [
@@ -161,10 +161,9 @@ def broadcast_multigpu(
         del call.written[place]
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, buffers, wire, terms)
         return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
 
-    return call.run(start, buffers, async_op)
+    return _run(call, start, buffers, async_op)
 
 
 @verb()
@@ -198,11 +197,10 @@ def all_reduce_multigpu(
     kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, buffers, wire, terms)
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
 
-    return call.run(start, buffers, async_op)
+    return _run(call, start, buffers, async_op)
 
 
 @verb()
@@ -244,11 +242,10 @@ def reduce_multigpu(
     kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, buffers, wire, terms)
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
 
-    return call.run(start, buffers, async_op)
+    return _run(call, start, buffers, async_op)
 
 
 @verb()
@@ -287,11 +284,9 @@ def all_gather_multigpu(
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
     _check_same(call, outputs, inputs[0], "output_tensor_lists")
 
-    def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, inputs, wire, terms)
-        return _gather_packed(wire, outputs, inputs, terms)
-
-    return call.run(start, inputs, async_op)
+    return _run(
+        call, lambda wire, terms: _gather_packed(wire, outputs, inputs, terms), inputs, async_op
+    )
 
 
 def _take(
@@ -337,28 +332,34 @@ def _place(call: Collective, place: object, argument: str, tensors: Sequence[tor
     return place
 
 
-def _check_lengths(
-    call: Collective, tensors: Sequence[torch.Tensor], wire: Communicator, terms: Terms
-) -> None:
-    """Compare the lengths of the members' lists in a round of their own, where no headers do.
+def _run(
+    call: Collective, start: Start, tensors: list[torch.Tensor], async_op: bool
+) -> Work | None:
+    """Run a collective on one of each member's tensors; their lists are equally long.
 
-    One tensor of each member travels, so nothing else shows a difference.
+    Where no headers compare the lengths, a round of their own does, since nothing else shows a
+    difference.
     """
     group, device = call.group, tensors[0].device
-    if not (group.world.is_simulated or group.open_channel(device.type).spans_hosts):
-        return
-    mine = torch.tensor([len(tensors)], device=device)
-    gathered = mine.new_empty(group.size())
-    wire.all_gather(gathered, mine, terms._replace(waits=True)).finish(terms.timeout)
-    lengths = gathered.tolist()
-    if len(set(lengths)) > 1:
-        found = [(rank, f"{n} tensors") for rank, n in zip(group.ranks, lengths, strict=True)]
-        raise AgreementError(
-            f"{call.name}: the members' lists have different lengths",
-            where=f"{group.name}; no data was moved",
-            expected="as many tensors on every member",
-            found=grouped_text(found),
-        )
+
+    def compare_and_start(wire: Communicator, terms: Terms) -> Operation:
+        if not (group.world.is_simulated or group.open_channel(device.type).spans_hosts):
+            return start(wire, terms)
+        mine = torch.tensor([len(tensors)], device=device)
+        gathered = mine.new_empty(group.size())
+        wire.all_gather(gathered, mine, terms._replace(waits=True)).finish(terms.timeout)
+        lengths = gathered.tolist()
+        if len(set(lengths)) > 1:
+            found = [(rank, f"{n} tensors") for rank, n in zip(group.ranks, lengths, strict=True)]
+            raise AgreementError(
+                f"{call.name}: the members' lists have different lengths",
+                where=f"{group.name}; no data was moved",
+                expected="as many tensors on every member",
+                found=grouped_text(found),
+            )
+        return start(wire, terms)
+
+    return call.run(compare_and_start, tensors, async_op)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

@@ -15,8 +15,9 @@ __all__ = ["find_mpiexec", "mpiexec_environment"]
 
 _OF_OTHER_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
-_OPEN_MPI = {
-    # of release 5
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    # of Open MPI, release 5
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     # of release 4, which Debian and Ubuntu have
@@ -38,7 +39,4 @@ def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
     say otherwise: they do here, where the user has not set them.
     """
     mine = {name: value for name, value in environment.items() if name not in _OF_OTHER_LAUNCHERS}
-    mine.setdefault("OMP_NUM_THREADS", "1")
-    for name, value in _OPEN_MPI.items():
-        mine.setdefault(name, value)
-    return mine
+    return {**_DEFAULTS, **mine}
