@@ -27,9 +27,8 @@ PACKAGE = "meshdist"
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
     {
-        "runtime": ("timeouts", "forks", "deadlines", "timers", "hosts", "buffer_pool"),
+        "runtime": ("timeouts", "hosts", "deadlines", "timers", "buffer_pool"),
         "launching": (
-            "mpiexec",
             "guard",
             "rank_environment",
             "child_processes",

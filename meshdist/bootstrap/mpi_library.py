@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from ..launching.mpiexec import find_mpiexec
+from ..launching.rank_environment import find_mpiexec
 
 __all__ = [
     "describe_mpi",

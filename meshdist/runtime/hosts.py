@@ -24,6 +24,7 @@ __all__ = [
     "is_alive",
     "my_card",
     "num_cores",
+    "num_forks",
     "process_start",
     "read_process",
 ]
@@ -167,3 +168,23 @@ def is_alive(card: ProcessCard) -> bool | None:
     if card.host == host_identity():
         return process_start(card.pid) == card.start
     return None
+
+
+_num_forks = 0
+
+
+def num_forks() -> int:
+    """How many forks lie between this process and the one that imported the package.
+
+    It differs between a process and its forked child, as its number does, which costs a call of
+    the system to ask.
+    """
+    return _num_forks
+
+
+def _count() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count)

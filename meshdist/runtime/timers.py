@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import cache
 
 from .deadlines import Deadline, Grace
-from .forks import num_forks
+from .hosts import num_forks
 
 __all__ = ["Timer"]
 
