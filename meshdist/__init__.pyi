@@ -19,11 +19,6 @@ from .checking.debug_levels import (
     set_debug_level as set_debug_level,
     set_debug_level_from_env as set_debug_level_from_env,
 )
-from .collectives.batches import P2POp as P2POp, batch_isend_irecv as batch_isend_irecv
-from .collectives.coalesced import (
-    all_gather_coalesced as all_gather_coalesced,
-    all_reduce_coalesced as all_reduce_coalesced,
-)
 from .collectives.list_verbs import (
     all_gather as all_gather,
     all_to_all as all_to_all,
@@ -33,23 +28,30 @@ from .collectives.list_verbs import (
     scatter as scatter,
 )
 from .collectives.monitored import monitored_barrier as monitored_barrier
-from .collectives.multi_device import (
-    all_gather_multigpu as all_gather_multigpu,
-    all_reduce_multigpu as all_reduce_multigpu,
-    broadcast_multigpu as broadcast_multigpu,
-    reduce_multigpu as reduce_multigpu,
-)
-from .collectives.object_messages import (
-    recv_object_list as recv_object_list,
-    send_object_list as send_object_list,
-)
 from .collectives.objects import (
     all_gather_object as all_gather_object,
     broadcast_object_list as broadcast_object_list,
     gather_object as gather_object,
+    recv_object_list as recv_object_list,
     scatter_object_list as scatter_object_list,
+    send_object_list as send_object_list,
 )
-from .collectives.point_to_point import irecv as irecv, isend as isend, recv as recv, send as send
+from .collectives.point_to_point import (
+    P2POp as P2POp,
+    batch_isend_irecv as batch_isend_irecv,
+    irecv as irecv,
+    isend as isend,
+    recv as recv,
+    send as send,
+)
+from .collectives.several_tensors import (
+    all_gather_coalesced as all_gather_coalesced,
+    all_gather_multigpu as all_gather_multigpu,
+    all_reduce_coalesced as all_reduce_coalesced,
+    all_reduce_multigpu as all_reduce_multigpu,
+    broadcast_multigpu as broadcast_multigpu,
+    reduce_multigpu as reduce_multigpu,
+)
 from .collectives.shared_buffers import shared_empty as shared_empty
 from .collectives.verbs import (
     all_gather_into_tensor as all_gather_into_tensor,
@@ -105,11 +107,11 @@ from .groups.process_group import (
     ProcessGroup as ProcessGroup,
     group as group,
 )
-from .mesh.axis_options import AxisOptions as AxisOptions
 from .mesh.current_mesh import (
     find_current_mesh as find_current_mesh,
     get_current_mesh as get_current_mesh,
 )
+from .mesh.definition import AxisOptions as AxisOptions
 from .mesh.device_mesh import DeviceMesh as DeviceMesh
 from .mesh.layout import Layout as Layout
 from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make_mesh

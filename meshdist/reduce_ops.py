@@ -23,7 +23,6 @@ __all__ = [
     "find_factor_refusal",
     "find_refusal",
     "multiply",
-    "op_name",
     "reduce_op",
     "split_premul",
 ]
@@ -137,11 +136,6 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
     )
 
 
-def op_name(op: ReduceKind) -> str:
-    """The short name of a plain kind, for example ``SUM``."""
-    return str(op.name)
-
-
 @cache
 def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
     """Return what ``op`` serves, for messages, where it cannot reduce ``dtype``; else None.
@@ -154,12 +148,12 @@ def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
     if op == ReduceOp.AVG:
         return "AVG on floating and complex dtypes" if is_whole else None
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        return None if is_whole else f"{op_name(op)} on integers and bool"
+        return None if is_whole else f"{op.name} on integers and bool"
     if op == _PREMUL_SUM:
         return "PREMUL_SUM on numbers, which bool are not" if dtype is torch.bool else None
     if op == ReduceOp.SUM or not dtype.is_complex:
         return None
-    return f"{op_name(op)} on dtypes that are not complex"
+    return f"{op.name} on dtypes that are not complex"
 
 
 def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:

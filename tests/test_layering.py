@@ -27,9 +27,8 @@ PACKAGE = "meshdist"
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
     {
-        "runtime": ("timeouts", "forks", "deadlines", "timers", "hosts", "buffer_pool"),
+        "runtime": ("timeouts", "hosts", "deadlines", "timers", "buffer_pool"),
         "launching": (
-            "mpiexec",
             "guard",
             "rank_environment",
             "child_processes",
@@ -129,7 +128,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "view",
             "drawing",
             "svg",
-            "axis_options",
             "devices",
             "definition",
             "torch_interop",
@@ -145,13 +143,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "collective",
             "verbs",
             "list_verbs",
-            "coalesced",
-            "multi_device",
+            "several_tensors",
             "point_to_point",
-            "batches",
             "parcels",
             "objects",
-            "object_messages",
             "monitored",
             "functional",
             "shared_buffers",
@@ -172,7 +167,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "opening",
             "offering",
         ),
-        "debug": ("consoles", "pausing"),
+        "debug": ("pausing",),
     },
     {
         "ddp": (

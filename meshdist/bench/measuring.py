@@ -82,13 +82,13 @@ class Cell:
         return statistics.median(a / b for a, b in zip(both[0], both[1], strict=True))
 
 
+@dataclass
 class _Ranks:
     """The running ranks of one entrant."""
 
-    def __init__(self, label: str, talks: list[Any]) -> None:
-        self._label = label
-        self._talks = talks
-        self._calls: dict[tuple[str, int, str], int | None] = {}
+    _label: str
+    _talks: list[Any]
+    _calls: dict[tuple[str, int, str], int | None] = field(default_factory=dict)
 
     def sample(self, verb: str, num_bytes: int, dtype: str) -> float | None:
         """Seconds per call of the slowest rank; None where the side has no such call."""

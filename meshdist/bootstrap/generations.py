@@ -164,14 +164,13 @@ class Attempt:
             # Left by a process that has ended: this generation can never be complete.
             self._resolve(keys, {"kind": "stale"})
             return None
-        claimants = f"{other or 'a process that left no card'}; {self._card}"
         self._resolve(
             keys,
             _failure(
                 f"rank {rank} was claimed by two processes",
                 where=self.origin,
                 expected=f"every rank from 0 to {self.size - 1} once",
-                found=claimants,
+                found=f"{other or 'a process that left no card'}; {self._card}",
                 fix="give each process its own rank; or, if a job that has crashed used this "
                 "store, start with a new address, file or store",
             ),

@@ -77,10 +77,9 @@ def _serve_in(folder: str, surroundings: Surroundings, timeout: timedelta) -> TC
     assert listener is not None  # loopback is an address of every host
     port = listener.getsockname()[1]
     store = serve_store(listener, "127.0.0.1", port, timeout)
-    text = json.dumps({"port": port, **my_card().to_json()})
     draft = os.path.join(folder, f".{_FILE}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8") as file:
-        file.write(text)
+        json.dump({"port": port, **my_card().to_json()}, file)
     os.replace(draft, os.path.join(folder, _FILE))
     pid = os.getpid()
     # In a forked child it does nothing.

@@ -14,11 +14,10 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from ..launching.mpiexec import find_mpiexec
+from ..launching.rank_environment import find_mpiexec
 
 __all__ = [
     "describe_mpi",
@@ -85,7 +84,8 @@ def start_mpi() -> Any:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _check_threads(MPI)
     _check_launcher(MPI, os.environ)
-    _end_job_after_an_error(MPI, os.getpid())
+    atexit.unregister(_abort_after_error)
+    atexit.register(_abort_after_error, MPI, os.getpid())
     return MPI
 
 
@@ -175,11 +175,6 @@ def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
         "belongs to it; or `meshdist run --launcher mpi`; or install mpi4py for the MPI of your "
         "mpiexec",
     )
-
-
-@cache
-def _end_job_after_an_error(MPI: Any, pid: int) -> None:
-    atexit.register(_abort_after_error, MPI, pid)
 
 
 def _abort_after_error(MPI: Any, pid: int) -> None:

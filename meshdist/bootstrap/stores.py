@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -125,17 +126,14 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
         inherited = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return None
-    try:
+    with suppress(OSError, IndexError):  # some other file may have the number now
         is_free = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
-        if inherited.getsockname()[1] != port or not is_free:
-            inherited.close()
-            return None
-        inherited.listen(_BACKLOG)
-    except (OSError, IndexError):  # some other file has the number now
-        inherited.close()
-        return None
-    os.close(number)  # the duplicate serves from now on, and no child inherits it
-    return inherited
+        if inherited.getsockname()[1] == port and is_free:
+            inherited.listen(_BACKLOG)
+            os.close(number)  # the duplicate serves from now on, and no child inherits it
+            return inherited
+    inherited.close()
+    return None
 
 
 def serve_store(

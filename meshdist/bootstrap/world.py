@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
-from ..runtime.forks import num_forks
+from ..runtime.hosts import num_forks
 
 __all__ = [
     "World",

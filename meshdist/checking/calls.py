@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 
 from ..dtypes import dtype_name
-from ..reduce_ops import ReduceKind, ReduceOp, op_name
+from ..reduce_ops import ReduceKind, ReduceOp
 from ..verb_table import OBJECT_VERBS
 from .call_sites import place_text
 
@@ -120,7 +120,7 @@ class Call(NamedTuple):
         """``(2,) float32, SUM``."""
         parts = [] if self.data is None else [_data_text(self.data)]
         if self.op is not None:
-            parts.append(op_name(self.op))
+            parts.append(self.op.name)
         if self.root is not None:
             parts.append(f"root rank {self.group.ranks[self.root]}")
         if self.sizes:

@@ -19,27 +19,19 @@ __all__ = [
     "report_usage_error",
 ]
 
-USAGE_EXIT_CODE = 2
-
 
 def report_usage_error(program: str, text: str) -> int:
-    """Print text as the error of program; return the exit code for it."""
+    """Print text as the error of program; return the exit code for it, argparse's."""
     print(f"{program}: {text}", file=sys.stderr)
-    return USAGE_EXIT_CODE
+    return 2
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, which accepts no abbreviations and explains a wrong argument."""
 
-    def __init__(self, prog: str, usage: str, description: str, epilog: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            usage=usage,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where help is; exit."""

@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..launching.mpiexec import find_mpiexec, mpiexec_environment
-from ..runtime.hosts import num_cores
+from ..launching.rank_environment import find_mpiexec, mpiexec_environment
+from ..runtime.hosts import find_version, num_cores
 
 __all__ = [
     "check_wire",
@@ -65,12 +65,8 @@ def find_versions() -> dict[str, str | None]:
     names = metadata.packages_distributions()
     for package in _PACKAGES:
         (distribution, *_) = names.get(package, [package])
-        try:
-            found[package] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    if found["meshdist"] is None:
-        found["meshdist"] = "a checkout that is not installed"
+        found[package] = find_version(distribution)
+    found["meshdist"] = found["meshdist"] or "a checkout that is not installed"
     return found
 
 

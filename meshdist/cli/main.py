@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..error_text import explain
+from ..runtime.hosts import find_version
 from .arguments import report_usage_error
 
 __all__ = ["COMMANDS", "main"]
@@ -24,15 +25,6 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("meshdist")
-    except metadata.PackageNotFoundError:
-        return "of a checkout that is not installed"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with argv (default: the process's arguments); return the exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
@@ -40,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help())
         return 0
     if name == "--version":
-        print(f"meshdist {_version()}")
+        print(f"meshdist {find_version('meshdist') or 'of a checkout that is not installed'}")
         return 0
     if name not in COMMANDS:
         problem, fix = "no command is given", "meshdist run -n 4 script.py, or meshdist --help"

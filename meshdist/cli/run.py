@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ..launching.launcher import LaunchError
-from ..launching.mpiexec import find_mpiexec, mpiexec_environment
+from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from .arguments import (
     Parser,
     add_launch_arguments,

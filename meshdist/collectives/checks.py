@@ -21,7 +21,6 @@ from ..reduce_ops import (
     find_factor_refusal,
     find_refusal,
     multiply,
-    op_name,
 )
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "forbid_gradient",
     "get_peer",
     "get_root",
-    "is_overwriting_history",
     "note_write",
     "premultiplied",
 ]
@@ -61,7 +59,7 @@ def check_reducible(
     dtype = tensor.dtype
     refusal = find_refusal(op, dtype) if factor is None else find_factor_refusal(factor, dtype)
     if refusal is not None:
-        name = op_name(op if factor is None else ReduceOp.PREMUL_SUM)
+        name = (op if factor is None else ReduceOp.PREMUL_SUM).name
         raise DtypeError(
             f"{verb} cannot reduce {dtype_name(dtype)} with {name}",
             where=f"argument of shape {shape_text(tensor.shape)}",
@@ -232,11 +230,6 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
     return torch.device("cuda", device_ids[0]) if device_ids else None
 
 
-def is_overwriting_history(tensor: torch.Tensor) -> bool:
-    """Whether writing into ``tensor`` destroys a value that autograd counts on."""
-    return torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None
-
-
 class _Overwritten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, verb: str) -> torch.Tensor:
@@ -254,5 +247,6 @@ class _Overwritten(torch.autograd.Function):
 
 
 def forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
-    """Note in autograd's graph that ``verb`` wrote into ``tensor``: its backward raises."""
-    _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]
+    """Where ``verb`` destroys a value that autograd counts on, let the tensor's backward raise."""
+    if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
+        _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]

@@ -23,7 +23,6 @@ from .checks import (
     as_wire_tensor,
     check_reducible,
     forbid_gradient,
-    is_overwriting_history,
     note_write,
     premultiplied,
 )
@@ -294,8 +293,7 @@ def find_copy_back(written: Sequence[Written], verb: str) -> Callable[[], None] 
     """What copies that which a verb wrote back to the caller's arrays; None where it lies there."""
     elsewhere = [one for one in written if one[0] is not one[2]]
     for _, data, _ in elsewhere:
-        if is_overwriting_history(data):
-            forbid_gradient(data, verb)
+        forbid_gradient(data, verb)
 
     def copy_back() -> None:
         for original, data, buffer in elsewhere:

@@ -21,7 +21,7 @@ from ..errors import (
     NotInGroupError,
 )
 from ..reduce_ops import ReduceOp, multiply, split_premul
-from ..runtime.forks import num_forks
+from ..runtime.hosts import num_forks
 from ..wires.failures import WireFailure, WireRefused
 from ..wires.opening import Opening
 from ..wires.operations import Terms

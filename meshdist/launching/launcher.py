@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, BinaryIO, TextIO
 
@@ -296,22 +297,16 @@ def run_processes(
         return job.finish()
 
 
+@dataclass
 class _Job:
     """The ranks of one launch on this host."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        signals: _Signals,
-        command: Sequence[str] | Callable[[int], Sequence[str]],
-        prefix: bool,
-    ) -> None:
-        self._launch = launch
-        self._signals = signals
-        self._command = command
-        self._prefix = prefix
-        self._errors: dict[int, _Stream] = {}
-        self._streams: list[_Stream] = []
+    _launch: Launch
+    _signals: _Signals
+    _command: Sequence[str] | Callable[[int], Sequence[str]]
+    _prefix: bool
+    _errors: dict[int, _Stream] = field(default_factory=dict)
+    _streams: list[_Stream] = field(default_factory=list)
 
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None

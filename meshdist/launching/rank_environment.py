@@ -10,16 +10,21 @@ What a started process finds in its environment:
     MESHDIST_LISTEN_FD             rank 0 of a job on one host: an inherited TCP socket, bound to
                                    MASTER_ADDR and MASTER_PORT, on which it is to listen
     MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
+
+And mpiexec, which says all this in its own way: the one of this interpreter, and its environment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..error_text import ExplainedError
@@ -28,7 +33,9 @@ from .guard import MARK, mark_value
 __all__ = [
     "LaunchError",
     "Reservation",
+    "find_mpiexec",
     "foreign_rank_variables",
+    "mpiexec_environment",
     "rank_environment",
     "reserve_port",
 ]
@@ -117,6 +124,35 @@ def rank_environment(
     if nprocs > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
+
+
+# -- mpiexec -----------------------------------------------------------------------------------
+
+_UNDER_MPIEXEC = {
+    "OMP_NUM_THREADS": "1",
+    # of Open MPI, release 5
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    # of release 4, which Debian and Ubuntu have
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+
+
+def find_mpiexec() -> str | None:
+    """The mpiexec that a wheel has put beside this interpreter, else the one on the PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+
+
+def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which to execute it.
+
+    Open MPI refuses more ranks than cores, and binds each rank to one core, unless variables
+    say otherwise: they do here, where the user has not set them.
+    """
+    mine = {name: value for name, value in environment.items() if name not in _AGREED}
+    return {**_UNDER_MPIEXEC, **mine}
 
 
 # -- the port -----------------------------------------------------------------------------------

@@ -15,8 +15,13 @@ from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..groups.registry import get_registry
-from .axis_options import AxisOptions
-from .definition import MeshDefinition, define_mesh, definition_of_groups, layout_of_ranks
+from .definition import (
+    AxisOptions,
+    MeshDefinition,
+    define_mesh,
+    definition_of_groups,
+    layout_of_ranks,
+)
 from .devices import check_device, select_device
 from .drawing import draw
 from .layout import Axis, Layout

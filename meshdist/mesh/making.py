@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from .axis_options import AxisOptions
-from .definition import define_mesh
+from .definition import AxisOptions, define_mesh
 from .device_mesh import DeviceMesh
 from .layout import Layout
 

@@ -1,4 +1,4 @@
-"""Which host is this, and which process: answers that other processes can compare with theirs.
+"""Which host is this, which process, and what is installed: answers for other processes and people.
 
 Imports the standard library only.
 """
@@ -18,11 +18,13 @@ from typing import Any
 
 __all__ = [
     "ProcessCard",
+    "find_version",
     "free_bytes",
     "host_identity",
     "is_alive",
     "my_card",
     "num_cores",
+    "num_forks",
     "process_start",
     "read_process",
 ]
@@ -114,6 +116,16 @@ def free_bytes() -> float:
     return max(0.0, min(found))
 
 
+def find_version(distribution: str) -> str | None:
+    """The version of a package, by the name under which it is installed; None where it is not."""
+    from importlib import metadata  # slow to import, and seldom needed
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 @dataclass(frozen=True)
 class ProcessCard:
     """One process, named so that other processes can see whether it still lives.
@@ -156,3 +168,23 @@ def is_alive(card: ProcessCard) -> bool | None:
     if card.host == host_identity():
         return process_start(card.pid) == card.start
     return None
+
+
+_num_forks = 0
+
+
+def num_forks() -> int:
+    """How many forks lie between this process and the one that imported the package.
+
+    It differs between a process and its forked child, as its number does, which costs a call of
+    the system to ask.
+    """
+    return _num_forks
+
+
+def _count() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import cache
 
 from .deadlines import Deadline, Grace
-from .forks import num_forks
+from .hosts import num_forks
 
 __all__ = ["Timer"]
 
@@ -46,22 +46,22 @@ class Timer:
             return False
 
 
-class _TimerThread:
+class _TimerThread(threading.Thread):
     """The timers that are set, and the thread that makes their calls while there are any."""
 
     def __init__(self) -> None:
+        super().__init__(name="meshdist-timers", daemon=True)
         self._timers: set[Timer] = set()
-        self._starting = threading.Lock()
         self.calling = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._is_needed = threading.Event()
         self._is_asleep = True
+        self.start()
 
     def add(self, timer: Timer) -> None:
         self._timers.add(timer)
         # The thread sets this flag before it looks for timers a last time: so none is missed.
         if self._is_asleep:
-            self._wake()
+            self._is_needed.set()
 
     def remove(self, timer: Timer) -> bool:
         """Remove a timer; returns False where it is removed already."""
@@ -71,16 +71,7 @@ class _TimerThread:
             return False
         return True
 
-    def _wake(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="meshdist-timers", daemon=True
-                )
-                self._thread.start()
-        self._is_needed.set()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while True:
             self._is_asleep = True
             if not self._timers:

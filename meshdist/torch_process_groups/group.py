@@ -28,7 +28,7 @@ from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import AbortedError, GroupClosedError, WorldError
 from ..groups.failures import Explainer, opening_error
-from ..runtime.forks import num_forks
+from ..runtime.hosts import num_forks
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
 from ..wires.opening import Opening

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, DtypeError
-from ..reduce_ops import ReduceKind, ReduceOp, op_name
+from ..reduce_ops import ReduceKind, ReduceOp
 
 __all__ = ["sum_sparse"]
 
@@ -29,7 +29,7 @@ def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
         )
     if op != ReduceOp.SUM:
         raise DtypeError(
-            f"all_reduce cannot reduce a sparse tensor with {op_name(op)}",
+            f"all_reduce cannot reduce a sparse tensor with {op.name}",
             expected="SUM",
             fix="pass tensor.to_dense()",
         )

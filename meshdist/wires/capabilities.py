@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..dtypes import DTYPES, dtype_name
-from ..reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, find_refusal, op_name
+from ..reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ..verb_table import VERBS
 
 # The wires, each of which registers itself.
@@ -47,7 +47,7 @@ DTYPE_GROUPS: dict[str, tuple[torch.dtype, ...]] = {
 
 OPS = (*PLAIN_OPS, ReduceOp.PREMUL_SUM)
 """The reductions of the table."""
-_PREMUL_SUM = op_name(ReduceOp.PREMUL_SUM)
+_PREMUL_SUM = ReduceOp.PREMUL_SUM.name
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value", bound=Hashable)
@@ -208,7 +208,7 @@ def _markdown(grid: Sequence[Sequence[str]]) -> str:
 
 def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[str, _Profile]]:
     """For each op ("" where there is none) the state of every dtype, in the order of ``DTYPES``."""
-    named = {op_name(op): op for op in OPS} if VERBS[verb].reduces else {"": None}
+    named = {op.name: op for op in OPS} if VERBS[verb].reduces else {"": None}
     return [
         (name, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
         for name, op in named.items()

@@ -9,7 +9,7 @@ import torch
 
 from ..dtypes import DTYPES, SIGNED, dtype_name
 from ..errors import DtypeError
-from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal, op_name
+from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
 from .packing import Tensors
 
 __all__ = ["check_reducible", "find_lack", "reduce_into", "reduced"]
@@ -43,7 +43,7 @@ def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
     lack = find_lack(op, dtype)
     if lack is not None:
         raise DtypeError(
-            f"the wire {wire!r} cannot reduce {dtype_name(dtype)} with {op_name(op)}",
+            f"the wire {wire!r} cannot reduce {dtype_name(dtype)} with {op.name}",
             expected=lack,
             fix="use another reduction, or convert the tensor",
         )

@@ -306,19 +306,15 @@ class _Team:
         )
 
     def _raise_first_failure(self) -> NoReturn:
-        raised: list[tuple[float, int, BaseException | None, str, bool]] = []
-        for rank, answer in self._answers.items():
-            kind, value = answer.find()
-            if kind == "failure":
-                moment, exception, text, is_loading = value
-                raised.append((moment, rank, exception, text, is_loading))
-        have_raised = {rank for _, rank, *_ in raised}
-        silent = (one for one in self._endings.values() if one.code and one.rank not in have_raised)
+        found = {rank: answer.find() for rank, answer in self._answers.items()}
+        raised = {rank: value for rank, (kind, value) in found.items() if kind == "failure"}
+        silent = (one for one in self._endings.values() if one.code and one.rank not in raised)
         # A process that died can be the cause of what others raise, not the reverse.
         if first := next(silent, None):
             summary = f"rank {first.rank} (process {first.pid}) {first}"
             self._raise_failure(first.rank, None, summary, "")
-        _, rank, exception, text, is_loading = min(raised, key=lambda failure: failure[:2])
+        rank = min(raised, key=lambda rank: (raised[rank][0], rank))
+        _, exception, text, is_loading = raised[rank]
         if is_loading and isinstance(exception, WorldError):
             raise exception  # the main module is not guarded: that is all there is to say
         lines = text.strip().splitlines()

@@ -295,7 +295,7 @@ def test_without_a_terminal(pool: Pool) -> None:
     def program() -> str:
         # Whoever runs these tests may sit at a terminal.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshdist.debug.consoles._terminals_above", list)
+            patch.setattr("meshdist.debug.pausing._terminals_above", list)
             with pytest.raises((md.WorldError, md.AbortedError)) as failure:
                 md.breakpoint()
         return str(failure.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshdist.launching.mpiexec import find_mpiexec, mpiexec_environment
+from meshdist.launching.rank_environment import find_mpiexec, mpiexec_environment
 
 
 def test_the_mpiexec_beside_the_interpreter_is_taken_first(

@@ -8,7 +8,7 @@ import pytest
 
 import meshdist as md
 import meshdist.wires.c10d.communicator
-from meshdist.mesh.axis_options import options_of_axes
+from meshdist.mesh.definition import options_of_axes
 
 LAYOUT = md.Layout.from_shape((2, 4), ("dp", "tp"))
 MINUTE = timedelta(minutes=1)

@@ -15,7 +15,6 @@ import torch
 
 import meshdist as md
 from meshdist.dtypes import DTYPES
-from meshdist.reduce_ops import op_name
 from meshdist.verb_table import VERBS
 from meshdist.wires import fallbacks
 from meshdist.wires.capabilities import (
@@ -137,7 +136,7 @@ def found() -> dict[tuple[str, str, str], str]:
                         state = "built" if called or is_above else "native"
                     except md.DtypeError:
                         state = "" if not called else f"refused after {called}"
-                    answers[verb, "" if op is None else op_name(op), str(dtype)] = state
+                    answers[verb, "" if op is None else op.name, str(dtype)] = state
     return answers
 
 
@@ -147,7 +146,7 @@ def expected(wire: str) -> dict[tuple[str, str, str], str]:
         for op in OPS if VERBS[verb].reduces else (None,):
             for dtype in DTYPES:
                 told = public_support(find_wire(wire), verb, "cpu", dtype, op)
-                answers[verb, "" if op is None else op_name(op), str(dtype)] = told
+                answers[verb, "" if op is None else op.name, str(dtype)] = told
     return answers
 
 
@@ -177,7 +176,7 @@ def test_every_verb_of_the_front_door_is_in_the_table() -> None:
 def test_what_the_table_is_made_of() -> None:
     assert len(set(DTYPES)) == len(DTYPES)
     assert {torch.float32, torch.bool, torch.uint64, torch.complex32} <= set(DTYPES)
-    assert {op_name(op) for op in OPS} == set(md.ReduceOp.RedOpType.__members__) - {"UNUSED"}
+    assert {op.name for op in OPS} == set(md.ReduceOp.RedOpType.__members__) - {"UNUSED"}
 
 
 def test_premul_sum_is_built_on_every_wire_and_knows_no_bool() -> None:
@@ -245,7 +244,7 @@ def test_the_whole_table_holds_every_cell() -> None:
         for verb in VERBS:
             for op in OPS if VERBS[verb].reduces else (None,):
                 for dtype in DTYPES:
-                    name = "" if op is None else op_name(op)
+                    name = "" if op is None else op.name
                     state = public_support(wire, verb, device_type, dtype, op)
                     wanted[device_type, verb, name, str(dtype)] = state
     assert told == wanted

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...dtypes import DTYPES, dtype_name
-from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal, op_name
+from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ..core import core
 from ..reductions import check_reducible
 from ..scratch import Scratch
@@ -179,4 +179,4 @@ def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
 @cache
 def _mpi_op(MPI: Any, op: ReduceKind) -> Any:
     """MPI's reduction for that of a plan."""
-    return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op_name(op))
+    return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op.name)

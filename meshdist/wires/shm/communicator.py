@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from ...dtypes import DTYPES
-from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, op_name
+from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
 from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS
@@ -401,7 +401,7 @@ _CODES = {dtype: _known[one.name] for dtype, one in DTYPES.items() if one.name i
 @cache
 def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
     """The core's numbers for a dtype and a reduction; None where it cannot reduce them."""
-    code, number = _CODES.get(dtype), _core.OPS.get(op_name(op))
+    code, number = _CODES.get(dtype), _core.OPS.get(op.name)
     if code is None or number is None or not _core.can_reduce(code, number):
         return None
     return code, number

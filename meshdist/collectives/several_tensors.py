@@ -1,12 +1,16 @@
-"""Collectives of torch's old package on several tensors per process, one on each of its devices.
+"""torch's collectives on several tensors at once: ``coalesced``, or one on each device.
 
-Each process first reduces its own tensors, then communicates once, then spreads the result over its
+Those of torch's old package are on tensors that lie on the several devices of a process: each
+process first reduces its own tensors, then communicates once, then spreads the result over its
 list. The tensors of a list are alike in dtype and number of elements; the lists of all members are
 equally long. CPU tensors will do as well as several CUDA devices, and NumPy and CuPy arrays.
+
+Arguments, errors and results of both follow the rules of ``verbs``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,22 +20,106 @@ from ..arrays import shape_text
 from ..dtypes import dtype_name
 from ..error_text import grouped_text
 from ..errors import AgreementError, ArgumentError, DtypeError, KindError, ShapeError
-from ..reduce_ops import ReduceOp
+from ..reduce_ops import ReduceOp, multiply
+from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
 from ..wires.operations import Chain, Operation, Terms
 from ..wires.reductions import reduced
 from ..wires.work import Work
 from .checks import get_peer
-from .coalesced import gather_packed
-from .collective import Collective
+from .collective import Collective, Start
 from .instruments import verb
 
 __all__ = [
+    "all_gather_coalesced",
     "all_gather_multigpu",
+    "all_reduce_coalesced",
     "all_reduce_multigpu",
     "broadcast_multigpu",
     "reduce_multigpu",
 ]
+
+
+@verb()
+def all_reduce_coalesced(
+    tensors: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Each of every member's tensors becomes the reduction of all members' in its place.
+
+    Args:
+        tensors: arrays of any shapes, equal in number, sizes and dtypes on all members; written
+            in place. They must not overlap in memory, nor may one be listed twice.
+        op, group, async_op: as in ``all_reduce``.
+
+    Cost: that of one ``all_reduce`` of all of them together, where the wire can join them.
+
+    Raises:
+        ArgumentError: no list, or an empty one. DtypeError: a reduction that a dtype lacks.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     x, y = torch.ones(1), torch.full((2,), md.get_rank())
+        ...     md.all_reduce_coalesced([x, y])
+        ...     return x.tolist(), y.tolist()
+        >>> md.simulate(program, 2)
+        [([2.0], [1, 1]), ([2.0], [1, 1])]
+    """
+    call = Collective("all_reduce_coalesced", group)
+    buffers = [call.write(one, "tensors") for one in call.check_list(tensors, "tensors")]
+    kind = call.take_op(op, *buffers)
+    _check_devices(call, buffers, "tensors")
+
+    def start(wire: Communicator, terms: Terms) -> Operation:
+        if call.factor is not None:
+            for buffer in buffers:
+                multiply(buffer, call.factor)
+        return wire.all_reduce_list(buffers, kind, terms)
+
+    return call.run(start, buffers, async_op)
+
+
+@verb()
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Any]],
+    input_tensor_list: list[Any],
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Every member's j-th list holds copies of member j's tensors.
+
+    Args:
+        output_tensor_lists: for each member a list of arrays like ``input_tensor_list``, written
+            in place.
+        input_tensor_list: arrays of any shapes, equal in number, sizes and dtypes on all members.
+        group, async_op: as in ``all_reduce``.
+
+    Cost: n (p - 1) bytes sent per rank for n bytes in all over p ranks.
+
+    Raises:
+        ArgumentError: not one list per member, or of another length. ShapeError: other sizes.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     mine = [torch.full((1,), md.get_rank()), torch.full((2,), md.get_rank())]
+        ...     lists = [[torch.empty_like(one) for one in mine] for _ in range(2)]
+        ...     md.all_gather_coalesced(lists, mine)
+        ...     return [[one.tolist() for one in each] for each in lists]
+        >>> md.simulate(program, 2)
+        [[[[0], [0, 0]], [[1], [1, 1]]], [[[0], [0, 0]], [[1], [1, 1]]]]
+    """
+    call = Collective("all_gather_coalesced", group)
+    names = ("output_tensor_lists", "input_tensor_list")
+    inputs = [call.read(one, names[1]) for one in call.check_list(input_tensor_list, names[1])]
+    buffers = call.write_lists(output_tensor_lists, names[0], call.group.size(), len(inputs))
+    for buffer, source in zip(buffers, itertools.cycle(inputs)):
+        call.check_alike(buffer, source, names)
+        call.check_same_size(buffer, source, names)
+    _check_devices(call, inputs, names[1])
+    return call.run(
+        lambda wire, terms: _gather_packed(wire, buffers, inputs, terms), inputs, async_op
+    )
 
 
 @verb()
@@ -73,10 +161,9 @@ def broadcast_multigpu(
         del call.written[place]
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, buffers, wire, terms)
         return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
 
-    return call.run(start, buffers, async_op)
+    return _run(call, start, buffers, async_op)
 
 
 @verb()
@@ -110,11 +197,10 @@ def all_reduce_multigpu(
     kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, buffers, wire, terms)
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
 
-    return call.run(start, buffers, async_op)
+    return _run(call, start, buffers, async_op)
 
 
 @verb()
@@ -156,11 +242,10 @@ def reduce_multigpu(
     kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, buffers, wire, terms)
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
 
-    return call.run(start, buffers, async_op)
+    return _run(call, start, buffers, async_op)
 
 
 @verb()
@@ -199,11 +284,9 @@ def all_gather_multigpu(
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
     _check_same(call, outputs, inputs[0], "output_tensor_lists")
 
-    def start(wire: Communicator, terms: Terms) -> Operation:
-        _check_lengths(call, inputs, wire, terms)
-        return gather_packed(wire, outputs, inputs, terms)
-
-    return call.run(start, inputs, async_op)
+    return _run(
+        call, lambda wire, terms: _gather_packed(wire, outputs, inputs, terms), inputs, async_op
+    )
 
 
 def _take(
@@ -249,28 +332,34 @@ def _place(call: Collective, place: object, argument: str, tensors: Sequence[tor
     return place
 
 
-def _check_lengths(
-    call: Collective, tensors: Sequence[torch.Tensor], wire: Communicator, terms: Terms
-) -> None:
-    """Compare the lengths of the members' lists in a round of their own, where no headers do.
+def _run(
+    call: Collective, start: Start, tensors: list[torch.Tensor], async_op: bool
+) -> Work | None:
+    """Run a collective on one of each member's tensors; their lists are equally long.
 
-    One tensor of each member travels, so nothing else shows a difference.
+    Where no headers compare the lengths, a round of their own does, since nothing else shows a
+    difference.
     """
     group, device = call.group, tensors[0].device
-    if not (group.world.is_simulated or group.open_channel(device.type).spans_hosts):
-        return
-    mine = torch.tensor([len(tensors)], device=device)
-    gathered = mine.new_empty(group.size())
-    wire.all_gather(gathered, mine, terms._replace(waits=True)).finish(terms.timeout)
-    lengths = gathered.tolist()
-    if len(set(lengths)) > 1:
-        found = [(rank, f"{n} tensors") for rank, n in zip(group.ranks, lengths, strict=True)]
-        raise AgreementError(
-            f"{call.name}: the members' lists have different lengths",
-            where=f"{group.name}; no data was moved",
-            expected="as many tensors on every member",
-            found=grouped_text(found),
-        )
+
+    def compare_and_start(wire: Communicator, terms: Terms) -> Operation:
+        if not (group.world.is_simulated or group.open_channel(device.type).spans_hosts):
+            return start(wire, terms)
+        mine = torch.tensor([len(tensors)], device=device)
+        gathered = mine.new_empty(group.size())
+        wire.all_gather(gathered, mine, terms._replace(waits=True)).finish(terms.timeout)
+        lengths = gathered.tolist()
+        if len(set(lengths)) > 1:
+            found = [(rank, f"{n} tensors") for rank, n in zip(group.ranks, lengths, strict=True)]
+            raise AgreementError(
+                f"{call.name}: the members' lists have different lengths",
+                where=f"{group.name}; no data was moved",
+                expected="as many tensors on every member",
+                found=grouped_text(found),
+            )
+        return start(wire, terms)
+
+    return call.run(compare_and_start, tensors, async_op)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
@@ -279,3 +368,36 @@ def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         for target in targets:
             if target is not source:
                 target.view(-1).copy_(source.view(-1))
+
+
+def _gather_packed(
+    wire: Communicator, outputs: list[torch.Tensor], inputs: list[torch.Tensor], terms: Terms
+) -> Operation:
+    """Gather all inputs, as bytes one after the other, in one operation.
+
+    Args:
+        wire: the communicator that gathers.
+        outputs: for each input of each member a tensor like it, on any device; or several such
+            lists, one after the other, which all get the same.
+        inputs: this rank's tensors; they travel from the first one's device.
+        terms: of the call.
+    """
+    packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
+    whole = packed.new_empty(wire.size * packed.numel())
+    parts = whole.split([part.nbytes for part in inputs] * wire.size)
+
+    def unpack() -> None:
+        with torch.inference_mode():  # they may be parameters, or inference tensors
+            for output, part in zip(outputs, itertools.cycle(parts)):
+                read_as(output, torch.uint8).copy_(part)
+
+    return Chain([wire.all_gather(whole, packed, terms)], unpack)
+
+
+def _check_devices(call: Collective, tensors: list[torch.Tensor], argument: str) -> None:
+    for tensor in tensors:
+        if tensor.device != tensors[0].device:
+            raise ArgumentError(
+                f"{call.name} has tensors on different devices in {argument}",
+                found=f"{tensors[0].device} and {tensor.device}",
+            )
