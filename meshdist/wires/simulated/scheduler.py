@@ -124,25 +124,28 @@ class Rank:
             self.scheduler.switch_from(self)
             self.complete_watched()
 
-    def watch(self, completion: Completion) -> None:
-        """Complete it after one of this rank's waits, as soon as that takes no waiting."""
-        self._watched.append(completion)
+    def watch(self, poll: Callable[[], bool], complete: Callable[[], None]) -> None:
+        """Call ``complete`` after one of this rank's waits, as soon as ``poll()``."""
+        self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
         """Complete what can be, here and now; no other rank runs while this one polls."""
         if not self._watched or self._is_polling:
             return
-        due: list[Completion] = []
+        due: list[Callable[[], None]] = []
         later: list[Completion] = []
         self._is_polling = True
         try:
-            for completion in self._watched:
-                (due if completion.poll() else later).append(completion)
+            for poll, complete in self._watched:
+                if poll():
+                    due.append(complete)
+                else:
+                    later.append((poll, complete))
         finally:
             self._is_polling = False
         self._watched = later
-        for completion in due:
-            completion.complete()
+        for complete in due:
+            complete()
 
     def take_interruption(self) -> None:
         """Raise what the scheduler left for this rank, once."""
