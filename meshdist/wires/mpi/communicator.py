@@ -19,7 +19,7 @@ from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
-from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator
+from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, Explain
 from ..failures import WireAborted, WireFailure
 from ..mailbox import Mailbox
 from ..opening import Opening
@@ -259,12 +259,7 @@ class MpiCommunicator(Communicator):
 
     # -- the fast path ------------------------------------------------------------------------
 
-    def fast_path(
-        self,
-        entry: Any,
-        explain: Callable[[WireFailure, int | None], BaseException],
-        timeout: timedelta,
-    ) -> FastPath | None:
+    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
         if self._arrivals is None or self._is_cuda:
             return None
         return make_fast_path(
