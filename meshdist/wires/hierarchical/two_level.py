@@ -262,7 +262,7 @@ def barrier(stages: Stages) -> None:
 
 
 def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """``tensor``, flat; a wider copy where a mean's sum may leave the range that the mean does not."""
+    """``tensor``, flat; a wider copy where the sum for a mean may leave the dtype's range."""
     overflows = op == ReduceOp.AVG and tensor.dtype is torch.float16
     return tensor.view(-1).float() if overflows else tensor.view(-1)
 

@@ -136,10 +136,9 @@ class Link:
         """Whether this is a forked child's copy."""
         return self._process_id != os.getpid()
 
-    def find_dead(self) -> dict[int, ProcessCard]:
-        """The global ranks of the members whose processes have ended, as far as can be seen."""
-        pairs = zip(self.opening.ranks, self.cards, strict=True)
-        return {rank: card for rank, card in pairs if is_alive(card) is False}
+    def find_dead(self) -> list[int]:
+        """The members whose processes have ended, as far as can be seen."""
+        return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
 
     def start(self, operation: MpiOperation) -> MpiOperation:
         """Keep an operation as long as it is in flight, also where its Work is dropped."""
@@ -268,8 +267,7 @@ class Link:
     def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
         if self.opening.look is not None:
             self.opening.look()
-        lost = [k for k, card in enumerate(self.cards) if is_alive(card) is False]
-        text = "has ended"
+        lost, text = self.find_dead(), "has ended"
         if not lost and queries:
             lost, text = self._find_left(), "has closed this group, or ends"
         # What it sent before may be on its way still.
@@ -310,14 +308,14 @@ def report_dead_ranks_at_the_end() -> None:
 
 def _report(number: int, frame: object) -> None:
     for link in _open_links():
-        dead = {} if link.is_forked or link.is_closed else link.find_dead()
+        dead = [] if link.is_forked or link.is_closed else link.find_dead()
         if dead:
-            them = ", ".join(f"rank {rank} ({card})" for rank, card in dead.items())
+            ranks = link.opening.ranks
+            them = ", ".join(f"rank {ranks[member]} ({link.cards[member]})" for member in dead)
             verb = "has" if len(dead) == 1 else "have"
-            rank = link.opening.ranks[link.opening.rank]
             print(
-                f"meshdist: rank {rank} is ended by mpiexec: {them} {verb} ended "
-                "before, and under MPI all ranks end with one",
+                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {verb} "
+                "ended before, and under MPI all ranks end with one",
                 file=sys.stderr,
                 flush=True,
             )

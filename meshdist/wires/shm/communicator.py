@@ -25,7 +25,7 @@ from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
-from ..communicator import LARGEST_TAG, Communicator, Explain
+from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
 from ..core import core as _core
 from ..failures import WireRefused
 from ..opening import Opening
@@ -221,14 +221,9 @@ class ShmCommunicator(Communicator):
         runner = _core.ShmRunner(core, fail, LARGEST_TAG, timeout.total_seconds())
         return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
 
-    def abort(self) -> None:
-        self._core.abort()
-
-    def leave(self) -> None:
-        self._core.announce_end()
-
-    def close(self) -> None:
-        self._core.close()
+    abort = handed_to("_core", "abort")
+    leave = handed_to("_core", "announce_end")
+    close = handed_to("_core", "close")
 
     def _start(
         self,

@@ -241,7 +241,9 @@ class Scheduler(Generic[T]):
         with self._switching:
             self._release_all()
             if self._has_begun:
-                _raise_in_thread(self._running.thread_id, RankReleased)
+                thread_id = ctypes.c_ulong(self._running.thread_id or 0)
+                released = ctypes.py_object(RankReleased)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, released)
             else:
                 self._resume(self.ranks[0])
         while not self._all_over.wait(0.05):
@@ -346,14 +348,6 @@ class Scheduler(Generic[T]):
 
 def _let_pending_exceptions_out() -> None:
     """An exception sent to this thread is raised in this call, before anything changes."""
-
-
-def _raise_in_thread(thread_id: int | None, kind: type[BaseException]) -> None:
-    """Raise ``kind`` in another thread at its next line of Python."""
-    if thread_id is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread_id), ctypes.py_object(kind)
-        )
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
