@@ -210,14 +210,13 @@ class Watcher:
         return True
 
 
+@cache
 def get_watcher() -> Watcher:
     """The watcher of this process."""
-    return _watcher_of(os.getpid())  # threads do not follow into a forked child
-
-
-@cache
-def _watcher_of(process_id: int) -> Watcher:
     return Watcher()
+
+
+os.register_at_fork(after_in_child=get_watcher.cache_clear)  # its thread does not follow
 
 
 _collecting = threading.Lock()

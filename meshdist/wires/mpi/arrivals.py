@@ -184,11 +184,10 @@ class Arrivals:
             self.link.wait(look_for_all, timeout)
 
 
+@cache
 def words_of_process() -> SharedWords | None:
     """The shared words of this process for all its groups over MPI; None where it can have none."""
-    return _words_of(os.getpid())
-
-
-@cache
-def _words_of(process_id: int) -> SharedWords | None:
     return make_shared_words()
+
+
+os.register_at_fork(after_in_child=words_of_process.cache_clear)
