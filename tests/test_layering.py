@@ -94,7 +94,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mpi.buffers",
             "mpi.link",
             "mpi.arrivals",
-            "mpi.dead_ranks",
             "mpi.opening",
             "mpi.fast_path",
             "mpi.staging",

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -29,13 +29,17 @@ from .scratch import Scratch
 if TYPE_CHECKING:
     from .native import FastPath
 
-__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "handed_to"]
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "Explain", "handed_to"]
 
 LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
 
 EXCHANGE_TAG = (1 << 30) - 1
 """The tag of messages that belong to an all-to-all; no program's message bears it."""
+
+
+Explain: TypeAlias = Callable[[WireFailure, int | None], BaseException]
+"""Makes the error to raise of a failure, given the number of the call's note."""
 
 
 class Communicator(ABC):
@@ -126,17 +130,12 @@ class Communicator(ABC):
         if not wait_until(condition, Deadline(timeout)):
             raise WireTimeout.after(timeout)
 
-    def fast_path(
-        self,
-        entry: Any,
-        explain: Callable[[WireFailure, int | None], BaseException],
-        timeout: timedelta,
-    ) -> FastPath | None:
+    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
         """The fast path of a group on this wire; None where there is none.
 
         Args:
             entry: the native core's, which looks at tensors, and notes and compares calls.
-            explain: makes the error to raise of a failure, given the number of the call's note.
+            explain: makes the error to raise.
             timeout: how long a call may take.
         """
         return None

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,6 +37,9 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             into the future.
         poll: completes it if that takes no waiting.
         devices: the CUDA devices of the tensors in its value.
+
+    Attributes:
+        completing: taken, for good, by the thread that completes it, where several may come to.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._pull = pull
         self._poll = poll
         self._devices = tuple(devices)
+        self.completing = threading.Lock()
         self._guard = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
 
@@ -79,9 +83,9 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
                 child._fill_error(error)
             except BaseException as error:
                 child._fill_error(BackendError(f"{type(error).__name__} ended a future's callback"))
-                child._run_callbacks()
                 raise
-            child._run_callbacks()
+            finally:
+                child._run_callbacks()
 
         self._when_done(run)
         return child
@@ -138,15 +142,8 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             raise ended
 
 
-class Completion(Protocol):
-    """Something to be completed as soon as that takes no waiting."""
-
-    def poll(self) -> bool:
-        """Let it go on, without waiting; whether it can be completed now."""
-
-    def complete(self) -> None:
-        """Complete it."""
-
+Completion: TypeAlias = tuple[Callable[[], bool], Callable[[], None]]
+"""``poll``, which never waits, says whether it is time for ``complete``."""
 
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
@@ -164,10 +161,10 @@ class Watcher:
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
-    def watch(self, completion: Completion) -> None:
-        """Complete it in the watcher's thread, as soon as that takes no waiting."""
+    def watch(self, poll: Callable[[], bool], complete: Callable[[], None]) -> None:
+        """Call ``complete`` in the watcher's thread, as soon as ``poll()``, which never waits."""
         with self._changed:
-            self._new.append(completion)
+            self._new.append((poll, complete))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._watch, name="meshdist futures", daemon=True
@@ -197,30 +194,29 @@ class Watcher:
                     pause = _SHORTEST_S
                     watched += self._new
                     self._new = []
-            still = [one for one in watched if not self._try_to_complete(one)]
+            still = [one for one in watched if not self._try_to_complete(*one)]
             pause = _SHORTEST_S if len(still) < len(watched) else min(2 * pause, _LONGEST_S)
             watched = still
             del still
 
-    def _try_to_complete(self, completion: Completion) -> bool:
+    def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
         """Whether it needs to be watched no more."""
         try:
-            if not completion.poll():
+            if not poll():
                 return False
-            completion.complete()
+            complete()
         except Exception:
             _log.exception("a future could not be completed")
         return True
 
 
+@cache
 def get_watcher() -> Watcher:
     """The watcher of this process."""
-    return _watcher_of(os.getpid())  # threads do not follow into a forked child
-
-
-@cache
-def _watcher_of(process_id: int) -> Watcher:
     return Watcher()
+
+
+os.register_at_fork(after_in_child=get_watcher.cache_clear)  # its thread does not follow
 
 
 _collecting = threading.Lock()
@@ -280,12 +276,8 @@ class _Collection(WorkFuture):
 
     def _pull_all(self) -> None:
         for future in self.futures:
-            if isinstance(future, WorkFuture):
-                if not future.done():
-                    future._pull()
-            else:
-                with suppress(Exception):  # raised where it is read
-                    future.wait()
+            with suppress(Exception):  # raised where it is read
+                future.wait()
 
     def _poll_all(self) -> None:
         for future in self.futures:

@@ -53,7 +53,7 @@ class Work:
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
     _error: Exception | None = field(default=None, init=False)
-    _future: _WorksFuture | None = field(default=None, init=False)
+    _future: WorkFuture | None = field(default=None, init=False)
     _ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = field(
         default_factory=list, init=False
     )
@@ -81,7 +81,7 @@ class Work:
             with self._guard:
                 self._finish(timeout or self._timeout)
         if self._future is not None:
-            self._future.complete()
+            self._complete()
         if self._error is not None:
             raise self._error
         for stream, event in self._ordered:
@@ -97,7 +97,7 @@ class Work:
         was first asked has failed, and so is done too.
         """
         if self._poll() and self._future is not None:
-            self._future.complete()
+            self._complete()
         return self._done
 
     def is_success(self) -> bool:
@@ -162,13 +162,15 @@ class Work:
             )
         with self._guard:
             is_new = self._future is None
-            future = self._future = self._future or _WorksFuture(self)
+            future = self._future = self._future or WorkFuture(
+                self._wait_quietly, self.is_completed, _cuda_devices(self._result())
+            )
         if is_new:
             self._start_deadline()
             if self._done:
-                future.complete()
+                self._complete()
             else:
-                (find_rank_here() or get_watcher()).watch(future)
+                (find_rank_here() or get_watcher()).watch(self._poll, self._complete)
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
@@ -206,19 +208,34 @@ class Work:
             fix="open a box of torch's with torch.distributed.Work.unbox",
         )
 
-    def _fail(self, error: Exception) -> None:
-        """End the verb with ``error``, unless it has ended."""
-        with self._guard:
-            if not self._done:
-                self._end(error)
+    def _complete(self) -> None:
+        """Complete the future, once, with what the verb, which is done, gave."""
+        future = self._future
+        assert future is not None
+        if future.completing.acquire(blocking=False):
+            if self._error is None:
+                future.set_result(self._result())
+            else:
+                future.set_exception(self._error)
 
-    def _finish(self, timeout: timedelta) -> None:
-        """End the verb, unless another thread has; called with the guard."""
+    def _wait_quietly(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # the future has it, whatever it is
+            with self._guard:
+                if not self._done:
+                    self._end(error)
+            self._complete()
+
+    def _finish(self, timeout: timedelta, *, is_late: bool = False) -> None:
+        """End the verb, unless another thread has, or at once if ``is_late``; with the guard."""
         if self._done:
             return
         try:
-            self._operation.finish(timeout)
+            self._operation.finish(_AT_ONCE if is_late else timeout)
         except WireFailure as failure:
+            if is_late and isinstance(failure, WireTimeout):
+                failure = WireTimeout.after(timeout)
             failure.limit = timeout
             self._end(self._explain(failure))
         except MeshdistError as error:
@@ -256,7 +273,7 @@ class Work:
                 if self._operation.poll():
                     self._finish(self._timeout)
                 elif find_rank_here() is None and self._start_deadline().is_over:
-                    self._end_late()  # simulated ranks have no clock
+                    self._finish(self._timeout, is_late=True)  # simulated ranks have no clock
         except WireFailure as failure:
             self._end(self._explain(failure))
         except Exception as error:  # no caller waits for it: wait() and exception() raise it
@@ -271,49 +288,11 @@ class Work:
             self._deadline = Deadline(self._timeout)
         return self._deadline
 
-    def _end_late(self) -> None:
-        """End the verb, whose deadline is over; called with the guard."""
-        try:
-            self._operation.finish(_AT_ONCE)
-        except WireTimeout:
-            failure = WireTimeout.after(self._timeout)
-            failure.limit = self._timeout
-            raise failure from None
-        self._end_well()
-
     def _ending(self) -> WorkResult:
         if self._error is None:
             return WorkResult.SUCCESS
         is_late = isinstance(self._error, CollectiveTimeoutError)
         return WorkResult.TIMEOUT if is_late else WorkResult.COMM_ERROR
-
-
-class _WorksFuture(WorkFuture):
-    """The future of a Work's result, which completes itself when the verb is done."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(self._wait_quietly, work.is_completed, _cuda_devices(work._result()))
-        self._work = work
-        self._completing = threading.Lock()
-
-    def poll(self) -> bool:
-        return self._work._poll()
-
-    def complete(self) -> None:
-        """Complete the future, once, with what the verb, which is done, gave."""
-        if not self._completing.acquire(blocking=False):
-            return
-        if self._work._error is None:
-            self.set_result(self._work._result())
-        else:
-            self.set_exception(self._work._error)
-
-    def _wait_quietly(self) -> None:
-        try:
-            self._work.wait()
-        except Exception as error:  # the future has it, whatever it is
-            self._work._fail(error)
-            self.complete()
 
 
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:

@@ -136,8 +136,8 @@ class Completion:
 
 def test_the_watcher_completes_each_once_when_it_is_due() -> None:
     watcher, first, second = Watcher(), Completion(), Completion()
-    watcher.watch(first)
-    watcher.watch(second)
+    watcher.watch(first.poll, first.complete)
+    watcher.watch(second.poll, second.complete)
     second.is_due = True
     assert second.is_complete.wait(10) and not first.is_complete.is_set()
     time.sleep(0.02)
@@ -151,8 +151,8 @@ def test_the_watcher_outlives_one_that_fails(caplog: pytest.LogCaptureFixture) -
     watcher, bad, good = Watcher(), Completion(ValueError("a bad one")), Completion()
     bad.is_due = good.is_due = True
     with caplog.at_level(logging.ERROR, "meshdist.futures"):
-        watcher.watch(bad)
-        watcher.watch(good)
+        watcher.watch(bad.poll, bad.complete)
+        watcher.watch(good.poll, good.complete)
         assert good.is_complete.wait(10)
     watcher.end()
     assert "a future could not be completed" in caplog.text and "a bad one" in caplog.text

@@ -58,12 +58,11 @@ class C10dWire(Wire):
         return f"torch {torch.__version__} was built without {self.name.upper()}", self.build
 
     def open(self, opening: Opening) -> Communicator:
-        kind: Any = self.communicator_kind
         try:
             group = self._make_group(opening)
         except RuntimeError as error:
             raise WireFailure(plain_text(error)) from None
-        return kind(self.name, opening.rank, len(opening.ranks), group)  # type: ignore[no-any-return]
+        return self.communicator_kind(self.name, opening.rank, len(opening.ranks), group)
 
     def _make_group(self, opening: Opening) -> Any:
         kind = getattr(torch_distributed, self.class_name)

@@ -39,8 +39,8 @@ from ..failures import (
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Tensors, parts
-from ..registry import Wire, find_wire, get_wire, register_wire
-from ..shm.communicator import ShmCommunicator
+from ..registry import Wire, get_wire, register_wire
+from ..shm.communicator import ShmCommunicator, ShmWire
 from ..worker_queue import WorkerQueue
 from . import two_level
 from .host_places import HostPlaces
@@ -202,13 +202,11 @@ class HierarchicalWire(Wire):
 
     def is_available(self) -> bool:
         """Whether shared memory is available."""
-        wire = find_wire("shm")
-        return wire is not None and wire.is_available()
+        return ShmWire().is_available()
 
     def why_unavailable(self) -> tuple[str, str]:
         """Why shared memory is not available, and the fix."""
-        shm = find_wire("shm")
-        return super().why_unavailable() if shm is None else shm.why_unavailable()
+        return ShmWire().why_unavailable()
 
     def open(self, opening: Opening) -> Communicator:
         """Open all levels; a group on one host gets shared memory's communicator.

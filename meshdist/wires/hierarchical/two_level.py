@@ -19,7 +19,7 @@ from ...runtime.deadlines import Deadline
 from .. import fallbacks
 from ..communicator import Communicator
 from ..operations import Terms
-from ..packing import Tensors, packed, parts_like, write_all
+from ..packing import Tensors, packed, parts_like, write, write_all
 from .host_places import HostPlaces, cuts
 
 __all__ = [
@@ -114,12 +114,7 @@ class Stages:
 
 def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     """Reduce inside to the owners, then across, and spread."""
-    if _overflows(tensor.dtype, op):
-        wide = tensor.float()
-        all_reduce(stages, wide, op)
-        tensor.copy_(wide)
-        return
-    whole, local = tensor.view(-1), stages.places.local
+    whole, local = _summable(tensor, op), stages.places.local
     num_parts = stages.num_parts(whole)
     parts = stages.parts(whole, num_parts)
     if num_parts == 1:
@@ -130,6 +125,7 @@ def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
         stages.across("all_reduce", parts[local], _step(op))
         stages.average(parts[local], op)
     stages.spread(whole, num_parts)
+    _round_into(tensor, whole)
 
 
 def all_reduce_together(stages: Stages, tensors: Tensors, op: ReduceKind) -> None:
@@ -144,13 +140,7 @@ def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> N
     places = stages.places
     root_host, root_local = places.find(root)
     is_root = places.host == root_host and places.local == root_local
-    if _overflows(tensor.dtype, op):
-        wide = tensor.float()
-        reduce(stages, wide, op, root)
-        if is_root:
-            tensor.copy_(wide)
-        return
-    whole = tensor.view(-1)
+    whole = _summable(tensor, op)
     num_parts = stages.num_parts(whole)
     parts = stages.parts(whole, num_parts)
     is_at_root = False
@@ -167,15 +157,14 @@ def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> N
         stages.across("reduce", mine, _step(op), root_host)
         if places.host == root_host:
             stages.average(mine, op)
-    if places.host != root_host or is_at_root:
-        return
-    gives = [whole.new_empty(0)] * len(places.here)
-    takes = list(gives)
-    if is_owner:
-        gives[root_local] = mine
+    if places.host == root_host and not is_at_root:
+        gives = [whole.new_empty(0)] * len(places.here)
+        takes = parts if is_root else list(gives)
+        if is_owner:
+            gives[root_local] = mine
+        stages.inside("all_to_all", takes, gives)
     if is_root:
-        takes = parts
-    stages.inside("all_to_all", takes, gives)
+        _round_into(tensor, whole)
 
 
 def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
@@ -228,14 +217,10 @@ def all_gather(
 
 def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: ReduceKind) -> None:
     """Reduce inside, to each owner what passes through it; exchange across; hand out inside."""
-    if _overflows(output.dtype, op):
-        wide = output.float()
-        reduce_scatter(stages, wide, [part.float() for part in inputs], op)
-        output.copy_(wide)
-        return
     places = stages.places
     num_owners, here, local = places.num_owners, places.here, places.local
-    nothing = output.new_empty(0)
+    whole, inputs = _summable(output, op), [_summable(part, op) for part in inputs]
+    nothing = whole.new_empty(0)
     piles = [places.pile(owner) for owner in range(num_owners)]
     packs = [packed([inputs[k] for members in pile for k in members]) for pile in piles]
     packs += [nothing] * (len(here) - num_owners)
@@ -246,7 +231,7 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
     if local < num_owners:
         pile = piles[local]
         sizes = [_numel([inputs[k] for k in members]) for members in pile]
-        got = output.view(-1) if all_own else output.new_empty(sizes[places.host])
+        got = whole if all_own else whole.new_empty(sizes[places.host])
         stages.exchange_reducing(got, mine, sizes, _step(op))
         stages.average(got, op)
         members = pile[places.host]
@@ -255,8 +240,9 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
         ):
             gives[here.index(member)] = part
     if not all_own:
-        takes[local % num_owners] = output.view(-1)
+        takes[local % num_owners] = whole
         stages.inside("all_to_all", takes, gives)
+    _round_into(output, whole)
 
 
 def all_to_all_here(stages: Stages, outputs: Tensors, inputs: Tensors) -> None:
@@ -275,9 +261,16 @@ def barrier(stages: Stages) -> None:
     stages.inside("barrier")
 
 
-def _overflows(dtype: torch.dtype, op: ReduceKind) -> bool:
-    """Whether the sum that becomes a mean may leave the dtype's range where the mean does not."""
-    return op == ReduceOp.AVG and dtype is torch.float16
+def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:
+    """``tensor``, flat; a wider copy where the sum for a mean may leave the dtype's range."""
+    overflows = op == ReduceOp.AVG and tensor.dtype is torch.float16
+    return tensor.view(-1).float() if overflows else tensor.view(-1)
+
+
+def _round_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write the result back where it lies in a wider copy of ``tensor``."""
+    if whole.dtype is not tensor.dtype:
+        write(tensor, whole)
 
 
 def _step(op: ReduceKind) -> ReduceKind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -17,6 +17,7 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 from ...checking.shared_words import SharedWords, make_shared_words
+from ..core import core
 from ..failures import WireAborted, WireFailure
 from .link import Link
 
@@ -66,16 +67,11 @@ class Arrivals:
     others: Sequence[memoryview]
     _interruption: BaseException | None = field(default=None, init=False)
 
-    def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """What the native core needs to do what ``enter`` does while the others come soon.
-
-        Args:
-            words: the core's class of words of 64 bits.
-            make: its class of what is returned.
-        """
-        return make(
-            words(self.mine),
-            [words(theirs) for theirs in self.others],
+    def for_core(self) -> Any:
+        """What the native core needs to do what ``enter`` does while the others come soon."""
+        return core.ArrivalWords(
+            core.Words(self.mine),
+            [core.Words(theirs) for theirs in self.others],
             window=_WINDOW,
             check_every=_CHECK_EVERY,
             waits=_WAITS,
@@ -188,11 +184,10 @@ class Arrivals:
             self.link.wait(look_for_all, timeout)
 
 
+@cache
 def words_of_process() -> SharedWords | None:
     """The shared words of this process for all its groups over MPI; None where it can have none."""
-    return _words_of(os.getpid())
-
-
-@cache
-def _words_of(process_id: int) -> SharedWords | None:
     return make_shared_words()
+
+
+os.register_at_fork(after_in_child=words_of_process.cache_clear)

@@ -19,7 +19,7 @@ from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
-from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator
+from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, Explain, handed_to
 from ..failures import WireAborted, WireFailure
 from ..mailbox import Mailbox
 from ..opening import Opening
@@ -236,35 +236,21 @@ class MpiCommunicator(Communicator):
     def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
-        if self._is_cuda:
-            _synchronize(tensor)
-        buffer = self._buffers.moved(tensor)
-        request = self._post(self._comm.Isend, buffer, peer, self._tag(tag))
-        return self._link.start(MpiOperation(self._link, request, tensor))
+        return self._message(self._comm.Isend, tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
         if peer == self.rank or (peer is None and (self.size == 1 or self.has_sent_itself(tag))):
             return self._mailbox.recv(tensor, tag)
-        if self._is_cuda:
-            _synchronize(tensor)
-        MPI = self._MPI
-        source = MPI.ANY_SOURCE if peer is None else peer
-        buffer = self._buffers.moved(tensor)
-        request = self._post(self._comm.Irecv, buffer, source, self._tag(tag))
-        taken = (MPI.Status(), tensor.numel() * tensor.itemsize)
-        return self._link.start(MpiOperation(self._link, request, tensor, None, *taken))
+        source = self._MPI.ANY_SOURCE if peer is None else peer
+        taken = (self._MPI.Status(), tensor.numel() * tensor.itemsize)
+        return self._message(self._comm.Irecv, tensor, source, tag, *taken)
 
     def has_sent_itself(self, tag: int) -> bool:
         return self._mailbox.has_sent(tag)
 
     # -- the fast path ------------------------------------------------------------------------
 
-    def fast_path(
-        self,
-        entry: Any,
-        explain: Callable[[WireFailure, int | None], BaseException],
-        timeout: timedelta,
-    ) -> FastPath | None:
+    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
         if self._arrivals is None or self._is_cuda:
             return None
         return make_fast_path(
@@ -290,11 +276,8 @@ class MpiCommunicator(Communicator):
         self._link.is_aborted = True
         self._mailbox.abort()
 
-    def leave(self) -> None:
-        self._link.leave()
-
-    def close(self) -> None:
-        self._link.close()
+    leave = handed_to("_link", "leave")
+    close = handed_to("_link", "close")
 
     # -- how it is done -----------------------------------------------------------------------
 
@@ -369,14 +352,21 @@ class MpiCommunicator(Communicator):
         request = getattr(self._comm, "I" + name.lower())(*buffers)
         return self._link.start(MpiOperation(self._link, request, kept, then))
 
-    def _post(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Start a message."""
-        if self._link.is_aborted:
+    def _message(
+        self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, *taken: Any
+    ) -> Operation:
+        """Start a message; ``taken`` is what a receive's operation needs besides."""
+        link = self._link
+        if self._is_cuda:
+            _synchronize(tensor)
+        number = self._tag(tag)
+        if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
-            return call(*arguments)
+            request = call(self._buffers.moved(tensor), peer, number)
         except self._failing as error:
-            raise self._link.failure(error) from None
+            raise link.failure(error) from None
+        return link.start(MpiOperation(link, request, tensor, None, *taken))
 
     def _tag(self, tag: int) -> int:
         """MPI's tag for a program's: the same, but for those that this MPI has not."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...bootstrap.mpi_library import find_functions
+from ..communicator import Explain
 from ..core import core
 from ..failures import WireFailure
 from .arrivals import Arrivals
@@ -24,7 +24,7 @@ def make_fast_path(
     link: Link,
     arrivals: Arrivals,
     entry: Any,
-    explain: Callable[[WireFailure, int | None], BaseException],
+    explain: Explain,
     timeout: timedelta,
     *,
     largest_tag: int,
@@ -49,7 +49,7 @@ def make_fast_path(
 
     runner = core.MpiRunner(
         functions,
-        arrivals.for_core(core.Words, core.ArrivalWords),
+        arrivals.for_core(),
         arrivals=arrivals,
         timeout=timeout,
         link=link,

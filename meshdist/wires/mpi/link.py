@@ -1,12 +1,15 @@
 """What is in flight in a group over MPI, and how its members wait.
 
 MPI's own waits cannot be ended: not by an abort, nor at a timeout. So operations are started and
-tested until they are done.
+tested until they are done. Where mpiexec ends this rank since another has died MPI raises nothing:
+a signal's handler gives a last report.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -23,7 +26,7 @@ from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, Wire
 from ..opening import Opening
 from ..operations import Operation
 
-__all__ = ["Link", "MpiOperation", "left_key", "open_links"]
+__all__ = ["Link", "MpiOperation", "left_key", "report_dead_ranks_at_the_end"]
 
 # As long as every rank of the host has a core of its own, spinning takes no core from a rank that
 # could work; to yield would leave the core to other programs for whole time slices.
@@ -133,15 +136,9 @@ class Link:
         """Whether this is a forked child's copy."""
         return self._process_id != os.getpid()
 
-    @property
-    def rank_of_world(self) -> int:
-        """This member's global rank."""
-        return self.opening.ranks[self.opening.rank]
-
-    def find_dead(self) -> dict[int, ProcessCard]:
-        """The global ranks of the members whose processes have ended, as far as can be seen."""
-        pairs = zip(self.opening.ranks, self.cards, strict=True)
-        return {rank: card for rank, card in pairs if is_alive(card) is False}
+    def find_dead(self) -> list[int]:
+        """The members whose processes have ended, as far as can be seen."""
+        return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
 
     def start(self, operation: MpiOperation) -> MpiOperation:
         """Keep an operation as long as it is in flight, also where its Work is dropped."""
@@ -168,7 +165,7 @@ class Link:
             return
         # A probe that finds a message makes no progress. To test an operation that is not done
         # makes progress on all of them.
-        for link in open_links():
+        for link in _open_links():
             with link.keeping:
                 operation = next((one for one in link.in_flight if not one.is_done), None)
             if operation is not None:
@@ -270,8 +267,7 @@ class Link:
     def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
         if self.opening.look is not None:
             self.opening.look()
-        lost = [k for k, card in enumerate(self.cards) if is_alive(card) is False]
-        text = "has ended"
+        lost, text = self.find_dead(), "has ended"
         if not lost and queries:
             lost, text = self._find_left(), "has closed this group, or ends"
         # What it sent before may be on its way still.
@@ -290,7 +286,7 @@ _abandoned: list[Any] = []
 """What was in flight in groups that were closed, until the process ends."""
 
 
-def open_links() -> tuple[Link, ...]:
+def _open_links() -> tuple[Link, ...]:
     """Those of this process, closed ones too; none where another thread opens one just now."""
     try:
         return tuple(_links)
@@ -301,3 +297,28 @@ def open_links() -> tuple[Link, ...]:
 def left_key(member: int) -> str:
     """What a member writes into the store when it takes no further part."""
     return f"left/{member}"
+
+
+def report_dead_ranks_at_the_end() -> None:
+    """Make this rank print which ranks have died when mpiexec ends it for that."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _report)
+
+
+def _report(number: int, frame: object) -> None:
+    for link in _open_links():
+        dead = [] if link.is_forked or link.is_closed else link.find_dead()
+        if dead:
+            ranks = link.opening.ranks
+            them = ", ".join(f"rank {ranks[member]} ({link.cards[member]})" for member in dead)
+            verb = "has" if len(dead) == 1 else "have"
+            print(
+                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {verb} "
+                "ended before, and under MPI all ranks end with one",
+                file=sys.stderr,
+                flush=True,
+            )
+            break
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -16,8 +16,7 @@ from ...runtime.hosts import ProcessCard, my_card
 from ..failures import WireTimeout
 from ..opening import Opening
 from .arrivals import Arrivals, words_of_process
-from .dead_ranks import report_dead_ranks_at_the_end
-from .link import Link, left_key
+from .link import Link, left_key, report_dead_ranks_at_the_end
 
 __all__ = ["open_link"]
 
@@ -112,22 +111,14 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     cards = [ProcessCard.from_json(one["card"]) for one in members]
     link = Link(MPI, comm, opening, cards, region.release_after_all)
     report_dead_ranks_at_the_end()
-    words = region.words
-    others = _words_of_others(opening, members)
-    arrivals = None
-    if words is not None and others is not None:
-        arrivals = Arrivals(link, words, others)
-    if not _is_so_everywhere(MPI, comm, arrivals is not None):
-        arrivals = None
-    return link, arrivals
-
-
-def _is_so_everywhere(MPI: Any, comm: Any, answer: bool) -> bool:
+    words, others = region.words, _words_of_others(opening, members)
     # On a buffer: mpi4py's calls for objects can hold the GIL while they wait for other ranks, and
     # another thread of this process, which opens a group with them, waits for the GIL.
-    answers = bytearray([answer])
-    comm.Allreduce(MPI.IN_PLACE, [answers, MPI.BYTE], op=MPI.BAND)
-    return bool(answers[0])
+    are_seen = bytearray([words is not None and others is not None])
+    comm.Allreduce(MPI.IN_PLACE, [are_seen, MPI.BYTE], op=MPI.BAND)
+    if words is None or others is None or not are_seen[0]:
+        return link, None
+    return link, Arrivals(link, words, others)
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:

@@ -25,9 +25,9 @@ from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
-from ..communicator import LARGEST_TAG, Communicator
+from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
 from ..core import core as _core
-from ..failures import WireFailure, WireRefused
+from ..failures import WireRefused
 from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
 from ..packing import Sizes, Tensors
@@ -143,7 +143,8 @@ class ShmCommunicator(Communicator):
 
     def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         outs, ins = _places(outputs), _places([tensor])
-        return self._start_parts("all_gather_v", (outputs, tensor), terms, tensor, outs, ins)
+        code, kept = _amount(tensor)[1], (outputs, tensor)
+        return self._start("all_gather_v", kept, terms, 0, code, outs=outs, ins=ins)
 
     def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         place, outs = tensor.data_ptr(), _places(outputs)
@@ -179,14 +180,14 @@ class ShmCommunicator(Communicator):
         )
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
-        places = _places(outputs), _places(inputs)
-        return self._start_parts("all_to_all", (outputs, inputs), terms, inputs[0], *places)
+        outs, ins, code = _places(outputs), _places(inputs), _amount(inputs[0])[1]
+        return self._start("all_to_all", (outputs, inputs), terms, 0, code, outs=outs, ins=ins)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
-        places = _cuts(output, takes), _cuts(tensor, gives)
-        return self._start_parts("all_to_all", (output, tensor), terms, tensor, *places)
+        outs, ins, code = _cuts(output, takes), _cuts(tensor, gives), _amount(tensor)[1]
+        return self._start("all_to_all", (output, tensor), terms, 0, code, outs=outs, ins=ins)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         return self._start("barrier", None, terms)
@@ -208,12 +209,7 @@ class ShmCommunicator(Communicator):
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
         return self._start_message(tensor, terms, (False, -1 if peer is None else peer, tag))
 
-    def fast_path(
-        self,
-        entry: Any,
-        explain: Callable[[WireFailure, int | None], BaseException],
-        timeout: timedelta,
-    ) -> FastPath:
+    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath:
         core = self._core
 
         def fail(
@@ -225,14 +221,9 @@ class ShmCommunicator(Communicator):
         runner = _core.ShmRunner(core, fail, LARGEST_TAG, timeout.total_seconds())
         return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
 
-    def abort(self) -> None:
-        self._core.abort()
-
-    def leave(self) -> None:
-        self._core.announce_end()
-
-    def close(self) -> None:
-        self._core.close()
+    abort = handed_to("_core", "abort")
+    leave = handed_to("_core", "announce_end")
+    close = handed_to("_core", "close")
 
     def _start(
         self,
@@ -267,13 +258,6 @@ class ShmCommunicator(Communicator):
         if status:
             raise failure_of(status, self._core.last_failure())
         return DONE
-
-    def _start_parts(
-        self, verb: str, kept: Any, terms: Terms, like: torch.Tensor, outs: Places, ins: Places
-    ) -> Operation:
-        """The same for parts of any sizes, of the dtype of ``like``."""
-        _, code = _amount(like)
-        return self._start(verb, kept, terms, 0, code, outs=outs, ins=ins)
 
     def _start_message(
         self, tensor: torch.Tensor, terms: Terms, message: tuple[bool, int, int]

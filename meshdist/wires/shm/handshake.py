@@ -138,10 +138,9 @@ class _Member:
         talks: dict[int, socket.socket] = {}
         awaited = set(range(1, len(self.ranks)))
         while awaited:
-            ready = self._next([listener, *talks.values()], awaited)
-            if ready is not listener:  # no member sends anything before all have come
-                gone = self.ranks[_member_at(ready, talks)]
-                raise _Trouble("left", f"rank {gone} left while memory was shared")
+            gone = self._next({0: listener, **talks}, awaited)
+            if gone:  # no member sends anything before all have come
+                raise _Trouble("left", f"rank {self.ranks[gone]} left while memory was shared")
             with _as_trouble(self.ranks[0], "a member"):
                 connection = self.stack.enter_context(listener.accept()[0])
                 if _peer_user(connection) != os.getuid():
@@ -169,10 +168,9 @@ class _Member:
         """Wait until every other member has confirmed that it uses the memory."""
         awaited = set(talks)
         while awaited:
-            ready = self._next([talks[one] for one in awaited], awaited)
-            member = _member_at(ready, talks)
+            member = self._next({one: talks[one] for one in awaited}, awaited)
             with _as_trouble(self.ranks[0], f"rank {self.ranks[member]}"):
-                _receive(ready)
+                _receive(talks[member])
             awaited.remove(member)
 
     def follow(self) -> None:
@@ -200,24 +198,22 @@ class _Member:
             _send(connection, self.rank, [], self.deadline)
             _receive(connection)
 
-    def _next(self, sockets: Sequence[socket.socket], awaited: set[int]) -> socket.socket:
-        """The first of ``sockets`` that has something to say, or has come to its end.
+    def _next(self, sockets: Mapping[int, socket.socket], awaited: set[int]) -> int:
+        """The key of the first of ``sockets`` that has something to say, or has come to its end.
 
         Raises:
             _Trouble: a member has told its own in the store, or those ``awaited`` are late.
         """
         with selectors.PollSelector() as selector:
-            for one in sockets:
-                selector.register(one, selectors.EVENT_READ)
+            for member, one in sockets.items():
+                selector.register(one, selectors.EVENT_READ, member)
             while not (ready := selector.select(_SLICE_S)):
                 if self.store.check([_TROUBLE]):
                     raise _Trouble(*json.loads(self.store.get(_TROUBLE)))
                 if self.deadline.is_over:
                     missing = ranks_text(self.ranks[member] for member in sorted(awaited))
                     raise _Trouble("late", f"{missing} did not come to share memory")
-        found = ready[0][0].fileobj
-        assert isinstance(found, socket.socket)
-        return found
+        return int(ready[0][0].data)
 
     def _await_address(self) -> str:
         if not wait_until(lambda: self.store.check([_ADDRESS]), self.deadline):
@@ -226,10 +222,6 @@ class _Member:
         if not name:
             raise _Trouble("left", f"rank {self.ranks[0]} has made no memory")  # it has told why
         return name
-
-
-def _member_at(ready: socket.socket, talks: Mapping[int, socket.socket]) -> int:
-    return next(member for member, connection in talks.items() if connection is ready)
 
 
 @contextmanager

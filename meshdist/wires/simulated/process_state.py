@@ -56,7 +56,9 @@ class ProcessState:
             generator.is_exchanged = True
         self.numpy_rest = np.random.get_state(legacy=False)
         self.cuda_states = (
-            [g.get_state() for g in torch.cuda.default_generators] if _is_cuda_up() else None
+            [one.get_state() for one in torch.cuda.default_generators]
+            if torch.cuda.is_initialized()
+            else None
         )
 
     def restore(self) -> None:
@@ -84,10 +86,6 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _is_cuda_up() -> bool:
-    return bool(torch.cuda.is_initialized())
-
-
 def _seed_cuda(noted_seed: int) -> None:
     """Seed the CUDA generators as this rank's CPU generator was seeded.
 
@@ -95,7 +93,7 @@ def _seed_cuda(noted_seed: int) -> None:
     the note would be that of the rank that seeded last, which left ``noted_seed``.
     """
     seed = torch.initial_seed()
-    if _has_cuda() and (_is_cuda_up() or seed != noted_seed):
+    if _has_cuda() and (torch.cuda.is_initialized() or seed != noted_seed):
         torch.cuda.manual_seed_all(seed)
 
 

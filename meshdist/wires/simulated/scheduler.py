@@ -124,25 +124,28 @@ class Rank:
             self.scheduler.switch_from(self)
             self.complete_watched()
 
-    def watch(self, completion: Completion) -> None:
-        """Complete it after one of this rank's waits, as soon as that takes no waiting."""
-        self._watched.append(completion)
+    def watch(self, poll: Callable[[], bool], complete: Callable[[], None]) -> None:
+        """Call ``complete`` after one of this rank's waits, as soon as ``poll()``."""
+        self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
         """Complete what can be, here and now; no other rank runs while this one polls."""
         if not self._watched or self._is_polling:
             return
-        due: list[Completion] = []
+        due: list[Callable[[], None]] = []
         later: list[Completion] = []
         self._is_polling = True
         try:
-            for completion in self._watched:
-                (due if completion.poll() else later).append(completion)
+            for poll, complete in self._watched:
+                if poll():
+                    due.append(complete)
+                else:
+                    later.append((poll, complete))
         finally:
             self._is_polling = False
         self._watched = later
-        for completion in due:
-            completion.complete()
+        for complete in due:
+            complete()
 
     def take_interruption(self) -> None:
         """Raise what the scheduler left for this rank, once."""
@@ -238,7 +241,9 @@ class Scheduler(Generic[T]):
         with self._switching:
             self._release_all()
             if self._has_begun:
-                _raise_in_thread(self._running.thread_id, RankReleased)
+                thread_id = ctypes.c_ulong(self._running.thread_id or 0)
+                released = ctypes.py_object(RankReleased)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, released)
             else:
                 self._resume(self.ranks[0])
         while not self._all_over.wait(0.05):
@@ -343,14 +348,6 @@ class Scheduler(Generic[T]):
 
 def _let_pending_exceptions_out() -> None:
     """An exception sent to this thread is raised in this call, before anything changes."""
-
-
-def _raise_in_thread(thread_id: int | None, kind: type[BaseException]) -> None:
-    """Raise ``kind`` in another thread at its next line of Python."""
-    if thread_id is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread_id), ctypes.py_object(kind)
-        )
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
