@@ -86,6 +86,8 @@ class OpenCommunicator:
         if self.matching is not None:
             self.matching.close()
         self.communicator.close()
+        if self.header_table is not None:
+            self.header_table.close()
 
 
 class Registry:
@@ -171,7 +173,8 @@ class Registry:
         except BaseException:
             if communicator is not None:
                 communicator.close()
-            self.header_tables.drop(label, table)
+            if table is not None:
+                table.close()
             raise
         recorder = Recorder()
         matching = None
@@ -208,7 +211,6 @@ class Registry:
                 return
         self._await_members([opened])
         opened.close()
-        self.header_tables.drop(opened.label, opened.header_table)
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Free the ranks that wait in the named communicators, everywhere in the world."""
@@ -275,7 +277,6 @@ class Registry:
                 continue
             entry.leave()
             entry.close()
-            self.header_tables.drop(entry.label, entry.header_table)
         self.header_tables.close()
 
     @property

@@ -23,6 +23,19 @@ headers = st.integers(0, 2**32 - 1)
 NEW_LOG = None if core is None else core.MessageLog
 
 
+class Words:
+    """A process's shared words with one region, which is given."""
+
+    def __init__(self, region: memoryview) -> None:
+        self.region = region
+
+    def reserve(self, key: int, num_words: int) -> memoryview:
+        return self.region[:num_words]
+
+    def release(self, key: int) -> None:
+        pass
+
+
 class Team:
     """Header tables of one group over plain memory, driven one call at a time."""
 
@@ -38,14 +51,7 @@ class Team:
         self.dead: set[int] = set()
         self.reached = [base] * size
         self.tables = [
-            HeaderTable(
-                self.regions[me],
-                me,
-                [other for other in range(size) if other != me],
-                size,
-                self,
-                new_log,
-            )
+            HeaderTable(Words(self.regions[me]), 1, (0,) * size, me, self, new_log)
             for me in range(size)
         ]
         for number in range(max(base - WINDOW, 0) + 1, base + 1):
@@ -441,7 +447,7 @@ def test_large_tags_and_messages_to_those_who_share_no_memory() -> None:
     assert team.tables[0].send(1, 2**30 - 1, 2**32 - 1) is None
     assert team.tables[1].recv(0, 2**30 - 1, 0) == 1
     assert team.tables[0].send(0, 0, 1) is None  # to itself
-    alone = HeaderTable(team.regions[0], 0, [], 3, team)
+    alone = HeaderTable(Words(team.regions[0]), 1, (0, 1, 1), 0, team)
     assert alone.send(2, 0, 1) is None
     assert alone.enter(1, 1) == []
 
@@ -531,10 +537,10 @@ def test_where_entries_were_overwritten_nothing_is_compared_and_no_sender_found(
 def test_senders_are_found_where_all_members_share_memory_alone() -> None:
     team = Team(3)
     assert team.tables[0].can_find_sender(0)
-    alone = HeaderTable(team.regions[0], 0, [1], 3, team)
+    alone = HeaderTable(Words(team.regions[0]), 1, (0, 0, 1), 0, team)
     assert not alone.can_find_sender(0)
     team.present.remove(2)
-    unseen = HeaderTable(team.regions[0], 0, [1, 2], 3, team)
+    unseen = HeaderTable(Words(team.regions[0]), 1, (0, 0, 0), 0, team)
     assert not unseen.can_find_sender(0)
 
 
