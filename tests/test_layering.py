@@ -164,7 +164,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "other_members",
             "requests",
             "works",
-            "monitored",
             "other_devices",
             "group",
             "sparse",

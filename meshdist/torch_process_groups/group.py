@@ -23,10 +23,11 @@ import torch.distributed as torch_distributed
 from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, Store
 
+from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
-from ..errors import AbortedError, GroupClosedError, WorldError
+from ..errors import AbortedError, CollectiveTimeoutError, GroupClosedError, WorldError
 from ..groups.failures import Explainer, opening_error
 from ..runtime.forks import num_forks
 from ..wires.communicator import Communicator
@@ -37,7 +38,6 @@ from ..wires.registry import Wire
 from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
 from .comparing import Comparison
-from .monitored import meet_monitored
 from .other_devices import other_group
 from .other_members import MembersOfTorchGroup
 from .requests import Request, read_options
@@ -188,12 +188,37 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every member has come; where one does not come, rank 0 names it."""
+        """Return when every member has come; where one does not come, rank 0 names it.
+
+        It goes through the store, and breaks nothing.
+
+        Raises:
+            CollectiveTimeoutError: one did not come. It names the first that did not, or all of
+                them with ``wait_all_ranks``.
+            StoreError: the store is lost.
+        """
         self._check_open()
         self._num_meetings += 1
         limit = self._timeout if timeout is None else timeout
-        store = self._opening.store
-        meet_monitored(self._facts, store, self._num_meetings, limit, names_all=wait_all_ranks)
+        store, ranks = self._opening.store, self._facts.ranks
+        rank, where = ranks[self._facts.rank], f"{self._facts.here}, {self._facts.name}"
+        if limit <= timedelta(0):
+            raise CollectiveTimeoutError(
+                f"Rank {rank} timed out in monitoredBarrier: it may not wait",
+                where=where,
+                expected="a timeout above zero",
+                found=f"{limit}",
+            )
+        outcome = MonitoredBarrier(
+            store, "meeting", ranks, rank, self._num_meetings, limit, wait_all_ranks, where
+        ).wait()
+        if outcome.failure:
+            raise CollectiveTimeoutError(
+                outcome.failure,
+                where=where,
+                expected="every member to call it",
+                fix="look at what that rank did instead; the group can be used afterwards",
+            )
 
     # -- its end ---------------------------------------------------------------------------------
 
@@ -266,14 +291,14 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """
         request.noted = noted
         request.facts |= facts
-        is_async = request.asked.is_async
-        if not profiler._is_profiler_enabled:
-            return self._handed_out(self._started(request, result, way, calls, is_async))
-        records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
-        work = self._started(request, result, way, calls, is_async=True)
-        work.end_with(records)
-        if not is_async:
-            work.wait()
+        is_async, is_recorded = request.asked.is_async, profiler._is_profiler_enabled
+        if is_recorded:
+            records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
+        work = self._started(request, result, way, calls, is_async or is_recorded)
+        if is_recorded:
+            work.end_with(records)
+            if not is_async:
+                work.wait()
         return self._handed_out(work)
 
     def _started(
