@@ -348,12 +348,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         recorder, noted = self._recorder, request.noted
         with self._noting:  # several threads may use the group
             if request.message is None:
-                recorder.note(self._facts, request.verb, noted, **request.facts)
+                note = recorder.note(self._facts, request.verb, noted, **request.facts)
             else:
-                recorder.note_message(self._facts, request.verb, noted, *request.message)
-            call = recorder.find_note()
-            assert call is not None  # it was just noted
-            return recorder.num_notes, call
+                note = recorder.note_message(self._facts, request.verb, noted, *request.message)
+            return recorder.num_notes, Call(*note)
 
     def _break(self, reason: str) -> None:
         """Refuse all that follows, and free every wait.
