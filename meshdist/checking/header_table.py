@@ -287,18 +287,10 @@ class HeaderTable:
         start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MESSAGE_WORDS
         return words[start : start + _MESSAGE_WORDS]
 
-    def publish(self) -> bool:
-        """Write notes of messages that had no room before; returns whether none is left."""
-        with self._messages_lock:
-            waiting = [log for log in self._messages.values() if not log.publish()]
-        return not waiting
-
     def _find_messages_of(self, peer: int) -> memoryview | None:
         """Where another member notes its messages with this one, if its words have been found."""
-        for member, view in self._views:
-            if member == peer:
-                return self.message_words(view, self._member)
-        return None
+        view = dict(self._views).get(peer)
+        return None if view is None else self.message_words(view, self._member)
 
     def _publish_later(self) -> None:
         """Let a thread publish, as soon as others have read what is there."""
