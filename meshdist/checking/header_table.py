@@ -233,13 +233,21 @@ class HeaderTable:
         wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
         return find_behind()
 
-    def send(self, peer: int, tag: int, header: int) -> int | None:
-        """Note a message to ``peer``; returns its number where the receive for it differs."""
-        return self._note(peer, tag << 1, header)
+    def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
+        """Note a message to ``peer`` or a receive; returns its number where the other side differs.
 
-    def recv(self, peer: int, tag: int, header: int) -> int | None:
-        """Note a receive from ``peer``; returns its number where the message differs."""
-        return self._note(peer, tag << 1 | 1, header)
+        Args:
+            peer: the other side.
+            tag: of the message.
+            header: its fingerprint.
+            is_send: whether it goes to ``peer``, and does not come from there.
+        """
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            log = self._messages.get(peer)
+            kind = tag << 1 | (not is_send)
+            return None if log is None else log.note(kind, header) or None
 
     def can_find_sender(self, tag: int) -> bool:
         """Whether ``find_sender`` sees every message under ``tag`` that a member sends."""
@@ -321,13 +329,6 @@ class HeaderTable:
     @property
     def _left_word(self) -> int:
         return self.num_words(self._size) - 1
-
-    def _note(self, peer: int, kind: int, header: int) -> int | None:
-        with self._messages_lock:
-            if self._missing:
-                self._find_missing()
-            log = self._messages.get(peer)
-            return None if log is None else log.note(kind, header) or None
 
     def _find_missing(self) -> None:
         with self._finding:

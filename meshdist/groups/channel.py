@@ -200,9 +200,8 @@ class Channel:
         if peer is None:
             header_table.recv_any(tag)
             return None
-        return (header_table.send if is_send else header_table.recv)(
-            peer, tag, message_fingerprint(verb, tensor)
-        )
+        header = message_fingerprint(verb, tensor)
+        return header_table.note(peer, tag, header, is_send=is_send)
 
     def waits_for_sender(self, peer: int | None, tag: int) -> bool:
         """Whether a receive is to be started by ``recv_later``."""
