@@ -27,7 +27,13 @@ from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
-from ..errors import AbortedError, CollectiveTimeoutError, GroupClosedError, WorldError
+from ..errors import (
+    AbortedError,
+    BackendError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    WorldError,
+)
 from ..groups.failures import Explainer, opening_error
 from ..runtime.forks import num_forks
 from ..wires.communicator import Communicator
@@ -38,7 +44,6 @@ from ..wires.registry import Wire
 from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
 from .comparing import Comparison
-from .other_devices import other_group
 from .other_members import MembersOfTorchGroup
 from .requests import Request, read_options
 from .works import TorchWork, begin_record
@@ -399,12 +404,42 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         return self._other(tensor.device.type)
 
     def _other(self, kind: str) -> Any:
-        if kind not in self._others:
-            self._check_open()
-            self._others[kind] = other_group(
-                self._facts, self._group_name, self._opening.store, kind, self._timeout
+        """Torch's group of the same members for tensors of a device type; it connects at a verb.
+
+        In a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
+        process group itself, and drops the other half. So that half is opened here, on the same
+        store.
+
+        Raises:
+            BackendError: this torch, or this machine, has nothing for that device type.
+        """
+        if kind in self._others:
+            return self._others[kind]
+        self._check_open()
+        has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
+        if kind != "cuda" or not has_nccl:
+            raise BackendError(
+                f"{self._facts.name} cannot carry {kind} tensors",
+                where=self._facts.here,
+                expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
+                "NCCL",
+                found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
+                fix="move the tensor to the CPU, or make a group of another backend for it",
             )
-        return self._others[kind]
+        store, ranks = PrefixStore(kind, self._opening.store), self._facts.ranks
+        place, size = self._facts.rank, len(ranks)
+        options: Any = torch_distributed.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = self._group_name
+        backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
+        backend._set_sequence_number_for_group()
+        made = self._others[kind] = _TorchsGroup(store, place, size)
+        nccl = _TorchsGroup.BackendType.NCCL
+        made._set_default_backend(nccl)
+        made._register_backend(torch.device(kind), nccl, backend)
+        made._set_group_name(f"{self._group_name}/{kind}")
+        return made
 
 
 def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Communicator:
