@@ -158,8 +158,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "other_members",
             "requests",
             "works",
-            "monitored",
-            "other_devices",
             "group",
             "sparse",
             "process_group",
@@ -191,8 +189,6 @@ STACKED_FLOORS = (1, 3)
 # Private attributes of torch's objects that share their name with one of ours.
 TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, and of a tensor
     ("meshdist.collectives.checks", "_base"),
-    ("meshdist.torch_process_groups.other_devices", "_set_sequence_number_for_group"),
-    ("meshdist.torch_process_groups.other_devices", "_timeout"),
     ("meshdist.wires.c10d.communicator", "_source_rank"),
     ("meshdist.wires.c10d.nccl", "_timeout"),
     ("meshdist.wires.c10d.gloo", "_devices"),

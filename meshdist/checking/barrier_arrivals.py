@@ -85,19 +85,16 @@ class MonitoredBarrier:
             StoreError: the store is lost.
         """
         try:
-            return self._wait()
+            outcome = self._find_outcome()
+            if outcome is None:
+                self.check()
+                self.store.set(f"{self.prefix}/arrived/{self.rank}", str(self.number))
+                outcome = self._lead() if self.rank == self.ranks[0] else self._follow()
+            return outcome
         except MeshdistError:
             raise
         except RuntimeError as error:
             raise lost_store_error("during monitored_barrier", self.where, error) from error
-
-    def _wait(self) -> Outcome:
-        outcome = self._find_outcome()
-        if outcome is None:
-            self.check()
-            self.store.set(f"{self.prefix}/arrived/{self.rank}", str(self.number))
-            outcome = self._lead() if self.rank == self.ranks[0] else self._follow()
-        return outcome
 
     def _lead(self) -> Outcome:
         absent = list(self.ranks[1:])

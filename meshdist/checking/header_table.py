@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -49,33 +50,39 @@ class HeaderTable:
     member, and one that says that the member's process has exited normally.
 
     Args:
-        region: this member's own words, ``num_words(size)`` of them.
+        words: this process's shared words, in which this member's own lie.
+        key: of their region there.
+        hosts: the host of each member, as a number; those on other hosts are not compared.
         member: its place in the group.
-        others: the places of the members on this host, without itself.
-        size: of the group.
         regions: the words of the other members.
         new_log: makes what notes the messages between this member and another one: the native
             core's. Where there is none, messages are not compared.
+
+    Raises:
+        MemoryError: there is no room for them.
     """
 
     def __init__(
         self,
-        region: memoryview,
+        words: SharedWords,
+        key: int,
+        hosts: Sequence[int],
         member: int,
-        others: Sequence[int],
-        size: int,
         regions: Regions,
         new_log: Callable[..., Any] | None = None,
     ) -> None:
-        self._mine = region
+        size = len(hosts)
+        others = [one for one in range(size) if one != member and hosts[one] == hosts[member]]
+        self._mine = words.reserve(key, self.num_words(size))
+        self._release = partial(words.release, key)
         self._member = member
         self._size = size
         self._regions = regions
         self._num_looks = 0
         self._uneven_words = 1 + 2 * size
-        self._missing = list(others)
+        self._missing = others
         self._views: list[tuple[int, memoryview]] = []
-        self._reaches_all = new_log is not None and len(self._missing) == size - 1
+        self._reaches_all = new_log is not None and len(others) == size - 1
         self._messages: dict[int, Any] = {}
         if new_log is not None:
             for peer in others:
@@ -94,31 +101,13 @@ class HeaderTable:
 
     @classmethod
     def reserve(
-        cls,
-        words: SharedWords | None,
-        key: int,
-        hosts: Sequence[int],
-        member: int,
-        regions: Regions,
-        new_log: Callable[..., Any] | None = None,
+        cls, words: SharedWords | None, key: int, hosts: Sequence[int], member: int, *more: Any
     ) -> HeaderTable | None:
-        """A new table in a process's shared words; None where there is no room or no use for it.
-
-        Args:
-            words: the process's.
-            key: of the region there.
-            hosts: the host of each member, as a number.
-            member, regions, new_log: as for the table.
-        """
-        size = len(hosts)
-        others = [one for one in range(size) if one != member and hosts[one] == hosts[member]]
-        if words is None or not others:
-            return None
-        try:
-            region = words.reserve(key, cls.num_words(size))
-        except MemoryError:
-            return None
-        return cls(region, member, others, size, regions, new_log)
+        """A new table, made as the class says; None where there is no room or no use for it."""
+        if words is not None and hosts.count(hosts[member]) > 1:
+            with suppress(MemoryError):
+                return cls(words, key, hosts, member, *more)
+        return None
 
     @staticmethod
     def num_words(size: int) -> int:
@@ -144,11 +133,12 @@ class HeaderTable:
         )
 
     def close(self) -> None:
-        """Let go of the others' words; compare nothing any more."""
+        """Let go of the others' words, and give its own back; compare nothing any more."""
         with self._messages_lock:
             self._missing.clear()
             self._views.clear()
             self._messages.clear()
+        self._release()
 
     def leave(self) -> None:
         """Announce to the others that this process exits normally."""
@@ -243,13 +233,21 @@ class HeaderTable:
         wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
         return find_behind()
 
-    def send(self, peer: int, tag: int, header: int) -> int | None:
-        """Note a message to ``peer``; returns its number where the receive for it differs."""
-        return self._note(peer, tag << 1, header)
+    def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
+        """Note a message to ``peer`` or a receive; returns its number where the other side differs.
 
-    def recv(self, peer: int, tag: int, header: int) -> int | None:
-        """Note a receive from ``peer``; returns its number where the message differs."""
-        return self._note(peer, tag << 1 | 1, header)
+        Args:
+            peer: the other side.
+            tag: of the message.
+            header: its fingerprint.
+            is_send: whether it goes to ``peer``, and does not come from there.
+        """
+        with self._messages_lock:
+            if self._missing:
+                self._find_missing()
+            log = self._messages.get(peer)
+            kind = tag << 1 | (not is_send)
+            return None if log is None else log.note(kind, header) or None
 
     def can_find_sender(self, tag: int) -> bool:
         """Whether ``find_sender`` sees every message under ``tag`` that a member sends."""
@@ -297,18 +295,10 @@ class HeaderTable:
         start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MESSAGE_WORDS
         return words[start : start + _MESSAGE_WORDS]
 
-    def publish(self) -> bool:
-        """Write notes of messages that had no room before; returns whether none is left."""
-        with self._messages_lock:
-            waiting = [log for log in self._messages.values() if not log.publish()]
-        return not waiting
-
     def _find_messages_of(self, peer: int) -> memoryview | None:
         """Where another member notes its messages with this one, if its words have been found."""
-        for member, view in self._views:
-            if member == peer:
-                return self.message_words(view, self._member)
-        return None
+        view = dict(self._views).get(peer)
+        return None if view is None else self.message_words(view, self._member)
 
     def _publish_later(self) -> None:
         """Let a thread publish, as soon as others have read what is there."""
@@ -339,13 +329,6 @@ class HeaderTable:
     @property
     def _left_word(self) -> int:
         return self.num_words(self._size) - 1
-
-    def _note(self, peer: int, kind: int, header: int) -> int | None:
-        with self._messages_lock:
-            if self._missing:
-                self._find_missing()
-            log = self._messages.get(peer)
-            return None if log is None else log.note(kind, header) or None
 
     def _find_missing(self) -> None:
         with self._finding:

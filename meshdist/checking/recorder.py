@@ -87,8 +87,8 @@ class Recorder:
         tag: int,
         *,
         is_numbered: bool = True,
-    ) -> None:
-        """Note a send to or a receive from ``peer`` (None: any member).
+    ) -> tuple[Any, ...]:
+        """Note a send to or a receive from ``peer`` (None: any member); return the note.
 
         It gets its number among those of its direction, peer and tag, except for a receive that
         ``name_sender`` numbers later. It does not count in the sequence.
@@ -96,7 +96,7 @@ class Recorder:
         kind = (verb in SENDING_VERBS, peer, tag)
         message = (*kind, self._count(kind) if is_numbered else 0)
         data = (tensor.shape, tensor.dtype)
-        self._keep(sys._getframe(2), group, verb, data, None, None, (), message)
+        return self._keep(sys._getframe(2), group, verb, data, None, None, (), message)
 
     def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
         """What the native core needs to note calls just as ``note`` does; None where it may not.

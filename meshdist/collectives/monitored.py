@@ -14,7 +14,7 @@ from ..bootstrap.thread_stores import check_store_served, store_of_thread
 from ..bootstrap.world import World
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
 from ..checking.call_sites import call_site, show_site
-from ..checking.calls import GroupFacts
+from ..checking.calls import Call, GroupFacts
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
 from ..groups.other_members import last_call_text
@@ -93,10 +93,8 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     known_aborts = set(registry.aborts)
     prefix = _keys_of(group)
     number = world.next_number(prefix)
-    recorder = registry.beside_wires
-    recorder.note(GroupFacts(group.name, group.ranks, group.rank()), _NAME, None)
-    call = recorder.find_note()
-    assert call is not None  # it was just noted
+    facts = GroupFacts(group.name, group.ranks, group.rank())
+    call = Call(*registry.beside_wires.note(facts, _NAME, None))
     where = f"rank {world.rank}, {call._replace(sequence=number).title}"
     barrier = MonitoredBarrier(
         store_of_thread(world),

@@ -10,6 +10,7 @@ import torch
 
 from ..checking.calls import (
     SUM_NUMBER,
+    Call,
     GroupFacts,
     collective_fingerprints,
     fingerprint_of,
@@ -115,7 +116,7 @@ class Channel:
         sizes = (sent, taken) if sent else ()
         note = recorder.note(self.group, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
-            self._log_last_call()
+            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
         if self.aborts and self.is_broken():
             raise self.explain(WireAborted("the group is broken"))
         header_table = self.header_table
@@ -177,9 +178,10 @@ class Channel:
 
         A receive for ``recv_later`` gets its number there.
         """
-        self.recorder.note_message(self.group, verb, tensor, peer, tag, is_numbered=is_numbered)
+        recorder = self.recorder
+        note = recorder.note_message(self.group, verb, tensor, peer, tag, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
-            self._log_last_call()
+            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
         if self.aborts and self.is_broken():
             raise self.explain(WireAborted("the group is broken"))
 
@@ -198,9 +200,8 @@ class Channel:
         if peer is None:
             header_table.recv_any(tag)
             return None
-        return (header_table.send if is_send else header_table.recv)(
-            peer, tag, message_fingerprint(verb, tensor)
-        )
+        header = message_fingerprint(verb, tensor)
+        return header_table.note(peer, tag, header, is_send=is_send)
 
     def waits_for_sender(self, peer: int | None, tag: int) -> bool:
         """Whether a receive is to be started by ``recv_later``."""
@@ -246,11 +247,6 @@ class Channel:
             message_fingerprints=message_fingerprints,
             disagree=self.disagree,
         )
-
-    def _log_last_call(self) -> None:
-        call = self.recorder.find_note()
-        assert call is not None  # it was just noted
-        verbs_log.log(TRACE, "%s: %s", self.group.here, call.title)
 
     def _wait_for_the_slowest(
         self, header_table: HeaderTable, sequence: int, is_uneven: bool

@@ -86,8 +86,8 @@ def new_group(
         device=device_id,
     )
     limit = timeout or world.timeout or default
-    with get_registry(world).agreed(members, "group", definition, limit) as agreement:
-        made.open_all(agreement)
+    with get_registry(world).opening() as agreements:
+        made.open_all(agreements.agree(members, "group", definition, limit))
     return made
 
 
@@ -253,9 +253,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """Return the global ranks of ``group``, in group order; None means the world."""
-    if group is None:
-        return list(world_group().ranks)
-    return list(resolve_group(group).ranks)
+    return list((world_group() if group is None else resolve_group(group)).ranks)
 
 
 def _open_subgroups(

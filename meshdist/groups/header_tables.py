@@ -22,7 +22,7 @@ __all__ = ["HeaderTables"]
 
 
 class HeaderTables:
-    """Makes and drops header tables; makes none where this rank has no shared words."""
+    """Makes header tables; makes none where this rank has no shared words."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -37,19 +37,13 @@ class HeaderTables:
 
     def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
         """The table of a new communicator; None where no other member is on this host."""
-        key = _region_key(label)
+        digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
+        key = int.from_bytes(digest[:8], "little") | 1  # equal in every member's words, never 0
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         hosts = [self._world.hosts[rank] for rank in ranks]
         me = ranks.index(self._world.rank)
         new_log = None if core is None else core.MessageLog
         return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
-
-    def drop(self, label: str, table: HeaderTable | None) -> None:
-        """End this member's part in a table, and free its place."""
-        if table is not None:
-            table.close()
-            if self._words is not None:
-                self._words.release(_region_key(label))
 
     def close(self) -> None:
         """End this rank's part in all tables."""
@@ -72,9 +66,3 @@ class HeaderTables:
 
 def _address_key(rank: int) -> str:
     return f"shared words/{rank}"
-
-
-def _region_key(label: str) -> int:
-    """The key of a communicator's headers in every member's shared words; never 0."""
-    digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], "little") | 1

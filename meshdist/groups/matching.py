@@ -163,7 +163,7 @@ class Matching:
                 if peer is None:
                     return False
             self.recorder.name_sender(receive.note, peer, tag)
-            number = self.header_table.recv(peer, tag, receive.header)
+            number = self.header_table.note(peer, tag, receive.header, is_send=False)
             if number is not None:
                 raise receive.explain(MembersDisagree("", number, (False, peer, tag)))
         except Exception as failure:  # of any kind: raised where the receive is waited for

@@ -107,7 +107,9 @@ class MembersOfWorld(OtherMembers):
         calls = {rank: FORGOTTEN if mine is None else mine.text}
         try:
             answers = ask(self._world, asked, {"label": label, **about})
-            calls |= {other: _answered(answers.get(other)) for other in asked}
+            for other in asked:
+                answer = answers.get(other)
+                calls[other] = answer["about"] or "has not come there yet" if answer else _SILENT
             found = "\n".join(
                 filter(None, (disagreement["found"], grouped_text(sorted(calls.items()))))
             )
@@ -152,9 +154,3 @@ def silent_ranks(world: World, ranks: tuple[int, ...]) -> str:
     if len(silent) == 1:
         return f"rank {silent[0]}: {_SILENT}"
     return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
-
-
-def _answered(answer: Answer | None) -> str:
-    if answer is None:
-        return _SILENT
-    return answer["about"] or "has not come there yet"

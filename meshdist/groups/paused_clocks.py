@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 from torch.distributed import Store
 
 from ..runtime.deadlines import Grace, clock
 
-__all__ = ["PausedClocks", "add_pause", "remove_pause"]
+__all__ = ["PausedClocks", "change_pause"]
 
 _TABLE = "clock/pauses"
 _SILENCE_S = 10.0
@@ -74,25 +73,14 @@ class PausedClocks:
         self._pauses.clear()
 
 
-def add_pause(store: Store, rank: int, limit_s: float) -> str:
-    """Enter a pause by ``rank`` into the table, for ``limit_s`` at most; returns its name."""
-    name = uuid4().hex
-    _change(store, name, (rank, limit_s))
-    return name
-
-
-def remove_pause(store: Store, name: str) -> None:
-    """Take a pause out of the table."""
-    _change(store, name, None)
-
-
 def _read(store: Store) -> tuple[dict[str, tuple[int, float]], str]:
     """The table, and its text."""
     text = store.get(_TABLE).decode() if store.check([_TABLE]) else ""
     return json.loads(text) if text else {}, text
 
 
-def _change(store: Store, name: str, pause: tuple[int, float] | None) -> None:
+def change_pause(store: Store, name: str, pause: tuple[int, float] | None) -> None:
+    """Enter a pause, its rank and its longest time, into the table; None takes it out."""
     while True:
         table, before = _read(store)
         table.pop(name, None)

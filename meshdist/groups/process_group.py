@@ -249,7 +249,8 @@ class ProcessGroup:
         if agreement is None:
             definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             offer = self.offer(device_type)
-            with registry.agreed(self.ranks, "group", definition, timeout, offer) as agreed:
+            with registry.opening() as agreements:
+                agreed = agreements.agree(self.ranks, "group", definition, timeout, offer)
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
         opening = self._opening(label, device_type, timeout)

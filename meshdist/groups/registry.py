@@ -15,10 +15,9 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +34,7 @@ from ..runtime.deadlines import Grace, wait_until
 from ..wires.communicator import Communicator
 from ..wires.opening import Opening
 from ..wires.registry import Wire
-from .agreement import Agreement, Agreements
+from .agreement import Agreements
 from .header_tables import HeaderTables
 from .matching import Matching
 from .signal_thread import Answer, SignalThread, post, receipts_key
@@ -86,6 +85,8 @@ class OpenCommunicator:
         if self.matching is not None:
             self.matching.close()
         self.communicator.close()
+        if self.header_table is not None:
+            self.header_table.close()
 
 
 class Registry:
@@ -117,26 +118,19 @@ class Registry:
             multiprocessing.util.Finalize(None, self._end, exitpriority=0)
 
     @contextmanager
-    def agreed(
-        self,
-        ranks: tuple[int, ...],
-        kind: str,
-        definition: dict[str, Any],
-        timeout: timedelta,
-        offer: Mapping[str, str] | None = None,
-    ) -> Iterator[Agreement]:
-        """Agree with ``ranks``; in the context open what was agreed (see ``Agreements.agree``).
+    def opening(self) -> Iterator[Agreements]:
+        """Agree in the context on what is made, and open it there.
 
         Meanwhile the rank that serves the store does not end.
         """
         if not self._is_among_processes:
-            yield self._agreements.agree(ranks, kind, definition, timeout, offer)
+            yield self._agreements
             return
         check_store_served(self.world)
         store = store_of_thread(self.world)
         store.add(_NUM_OPENING, 1)
         try:
-            yield self._agreements.agree(ranks, kind, definition, timeout, offer)
+            yield self._agreements
         finally:
             with suppress(RuntimeError):  # the store is lost, as the error under way says
                 check_store_served(self.world)
@@ -171,7 +165,8 @@ class Registry:
         except BaseException:
             if communicator is not None:
                 communicator.close()
-            self.header_tables.drop(label, table)
+            if table is not None:
+                table.close()
             raise
         recorder = Recorder()
         matching = None
@@ -208,7 +203,6 @@ class Registry:
                 return
         self._await_members([opened])
         opened.close()
-        self.header_tables.drop(opened.label, opened.header_table)
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Free the ranks that wait in the named communicators, everywhere in the world."""
@@ -275,7 +269,6 @@ class Registry:
                 continue
             entry.leave()
             entry.close()
-            self.header_tables.drop(entry.label, entry.header_table)
         self.header_tables.close()
 
     @property

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
+from uuid import uuid4
 
 from torch.distributed import Store
 
@@ -26,7 +27,7 @@ from ..bootstrap.server_watch import ServerWatch, find_readable
 from ..bootstrap.thread_stores import check_store_served, store_of_thread
 from ..bootstrap.world import World
 from ..runtime.deadlines import Deadline, Grace, clock, wait_until
-from .paused_clocks import PausedClocks, add_pause, remove_pause
+from .paused_clocks import PausedClocks, change_pause
 
 __all__ = ["Answer", "SignalThread", "ask", "clocks_paused", "collect", "post", "receipts_key"]
 
@@ -104,24 +105,20 @@ class SignalThread:
             os.close(self._stopping)
 
     def _run(self) -> None:
-        try:
-            self._act_until_the_end()
-        finally:
-            self._paused_clocks.release()
-            with self._asking:
-                self._server.close()
-
-    def _act_until_the_end(self) -> None:
         ends = [self._stopping, *self._server.connections]
-        while not find_readable(ends, _PERIOD_S):
-            try:
+        try:
+            while not find_readable(ends, _PERIOD_S):
                 count = int(self._store.add("signal/count", 0))
                 while self._seen < count:
                     self._seen += 1
                     self._act(self._seen)
                 self._paused_clocks.check()
-            except RuntimeError:  # the store is lost: the job ends, and verbs raise
-                return
+        except RuntimeError:  # the store is lost: the job ends, and verbs raise
+            pass
+        finally:
+            self._paused_clocks.release()
+            with self._asking:
+                self._server.close()
 
     def _act(self, number: int) -> None:
         message = json.loads(self._store.get(f"signal/{number}"))
@@ -171,23 +168,22 @@ def clocks_paused(world: World, limit_s: float) -> Iterator[None]:
     if world.is_simulated or world.is_closed:
         yield
         return
-    here = object()
-    clock.pause(here)
-    name = ""
-    try:
+    here, name = object(), uuid4().hex
+
+    def change(pause: tuple[int, float] | None) -> None:
         with suppress(RuntimeError):
             check_store_served(world)
-            name = add_pause(store_of_thread(world), world.rank, limit_s)
+            change_pause(store_of_thread(world), name, pause)
             post(store_of_thread(world), {"kind": "clock"})
+
+    clock.pause(here)
+    try:
+        change((world.rank, limit_s))
         yield
     finally:
         clock.resume(here)
         clock.resume(name)  # the signal thread would, too, a little later
-        if name:
-            with suppress(RuntimeError):
-                check_store_served(world)
-                remove_pause(store_of_thread(world), name)
-                post(store_of_thread(world), {"kind": "clock"})
+        change(None)
 
 
 def ask(

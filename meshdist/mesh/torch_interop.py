@@ -38,8 +38,8 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
     everyone = tuple(range(world.size))
     definition = {**mesh.entries(), "text": f"to_torch() of {mesh.text}"}
     timeout = world.timeout or DEFAULT_TIMEOUT
-    registry = get_registry(world)
-    with registry.agreed(everyone, "mesh for torch", definition, timeout):
+    with get_registry(world).opening() as agreements:
+        agreements.agree(everyone, "mesh for torch", definition, timeout)
         _start_torch_world(world)
         groups: list[Any] = []
         for axis in range(layout.ndim):
@@ -48,8 +48,7 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
                 if world.rank in ranks:
                     groups.append(group)
         # A rank that ended now would close its connections while others still open theirs.
-        with registry.agreed(everyone, "mesh for torch", definition, timeout):
-            pass
+        agreements.agree(everyone, "mesh for torch", definition, timeout)
     ranks_tensor = torch.from_numpy(layout.ranks()).to(torch.int)
     if world.rank not in layout.ranks():
         return TorchMesh(

@@ -40,15 +40,13 @@ class Comparison:
         self._entering = threading.Lock()
         self._latest = 0
         self._num_compared = 0
-        self._words = words_of_process()
-        self._key = secrets.randbits(62) | 1
+        words, key = words_of_process(), secrets.randbits(62) | 1
         size = len(opening.ranks)
         hosts = opening.hosts or ((0,) * size if opening.is_one_host else range(size))
         regions = Regions(self._find_region)
-        self._table = HeaderTable.reserve(self._words, self._key, hosts, opening.rank, regions)
-        if self._table is not None and self._words is not None:
-            place = json.dumps([self._key, self._words.address])
-            self._store.set(_key_of(opening.rank), place)
+        self._table = HeaderTable.reserve(words, key, hosts, opening.rank, regions)
+        if self._table is not None and words is not None:
+            self._store.set(_key_of(opening.rank), json.dumps([key, words.address]))
 
     def enter(self, call: Call, timeout: timedelta) -> None:
         """Compare a collective that this member is about to start.
@@ -99,9 +97,8 @@ class Comparison:
     def close(self) -> None:
         """Compare nothing any more, and give the memory back."""
         table, self._table = self._table, None
-        if table is not None and self._words is not None:
+        if table is not None:
             table.close()
-            self._words.release(self._key)
 
     def _disagreement(self, number: int, differing: list[int]) -> MembersDisagree:
         others = ranks_text(sorted(self._ranks[member] for member in differing))

@@ -23,10 +23,17 @@ import torch.distributed as torch_distributed
 from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, Store
 
+from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
-from ..errors import AbortedError, GroupClosedError, WorldError
+from ..errors import (
+    AbortedError,
+    BackendError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    WorldError,
+)
 from ..groups.failures import Explainer, opening_error
 from ..runtime.hosts import num_forks
 from ..wires.communicator import Communicator
@@ -37,8 +44,6 @@ from ..wires.registry import Wire
 from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
 from .comparing import Comparison
-from .monitored import meet_monitored
-from .other_devices import other_group
 from .other_members import MembersOfTorchGroup
 from .requests import Request, read_options
 from .works import TorchWork, begin_record
@@ -188,12 +193,37 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every member has come; where one does not come, rank 0 names it."""
+        """Return when every member has come; where one does not come, rank 0 names it.
+
+        It goes through the store, and breaks nothing.
+
+        Raises:
+            CollectiveTimeoutError: one did not come. It names the first that did not, or all of
+                them with ``wait_all_ranks``.
+            StoreError: the store is lost.
+        """
         self._check_open()
         self._num_meetings += 1
         limit = self._timeout if timeout is None else timeout
-        store = self._opening.store
-        meet_monitored(self._facts, store, self._num_meetings, limit, names_all=wait_all_ranks)
+        store, ranks = self._opening.store, self._facts.ranks
+        rank, where = ranks[self._facts.rank], f"{self._facts.here}, {self._facts.name}"
+        if limit <= timedelta(0):
+            raise CollectiveTimeoutError(
+                f"Rank {rank} timed out in monitoredBarrier: it may not wait",
+                where=where,
+                expected="a timeout above zero",
+                found=f"{limit}",
+            )
+        outcome = MonitoredBarrier(
+            store, "meeting", ranks, rank, self._num_meetings, limit, wait_all_ranks, where
+        ).wait()
+        if outcome.failure:
+            raise CollectiveTimeoutError(
+                outcome.failure,
+                where=where,
+                expected="every member to call it",
+                fix="look at what that rank did instead; the group can be used afterwards",
+            )
 
     # -- its end ---------------------------------------------------------------------------------
 
@@ -266,14 +296,14 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """
         request.noted = noted
         request.facts |= facts
-        is_async = request.asked.is_async
-        if not profiler._is_profiler_enabled:
-            return self._handed_out(self._started(request, result, way, calls, is_async))
-        records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
-        work = self._started(request, result, way, calls, is_async=True)
-        work.end_with(records)
-        if not is_async:
-            work.wait()
+        is_async, is_recorded = request.asked.is_async, profiler._is_profiler_enabled
+        if is_recorded:
+            records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
+        work = self._started(request, result, way, calls, is_async or is_recorded)
+        if is_recorded:
+            work.end_with(records)
+            if not is_async:
+                work.wait()
         return self._handed_out(work)
 
     def _started(
@@ -323,12 +353,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         recorder, noted = self._recorder, request.noted
         with self._noting:  # several threads may use the group
             if request.message is None:
-                recorder.note(self._facts, request.verb, noted, **request.facts)
+                note = recorder.note(self._facts, request.verb, noted, **request.facts)
             else:
-                recorder.note_message(self._facts, request.verb, noted, *request.message)
-            call = recorder.find_note()
-            assert call is not None  # it was just noted
-            return recorder.num_notes, call
+                note = recorder.note_message(self._facts, request.verb, noted, *request.message)
+            return recorder.num_notes, Call(*note)
 
     def _break(self, reason: str) -> None:
         """Refuse all that follows, and free every wait.
@@ -376,12 +404,42 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         return self._other(tensor.device.type)
 
     def _other(self, kind: str) -> Any:
-        if kind not in self._others:
-            self._check_open()
-            self._others[kind] = other_group(
-                self._facts, self._group_name, self._opening.store, kind, self._timeout
+        """Torch's group of the same members for tensors of a device type; it connects at a verb.
+
+        In a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
+        process group itself, and drops the other half. So that half is opened here, on the same
+        store.
+
+        Raises:
+            BackendError: this torch, or this machine, has nothing for that device type.
+        """
+        if kind in self._others:
+            return self._others[kind]
+        self._check_open()
+        has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
+        if kind != "cuda" or not has_nccl:
+            raise BackendError(
+                f"{self._facts.name} cannot carry {kind} tensors",
+                where=self._facts.here,
+                expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
+                "NCCL",
+                found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
+                fix="move the tensor to the CPU, or make a group of another backend for it",
             )
-        return self._others[kind]
+        store, ranks = PrefixStore(kind, self._opening.store), self._facts.ranks
+        place, size = self._facts.rank, len(ranks)
+        options: Any = torch_distributed.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = self._group_name
+        backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
+        backend._set_sequence_number_for_group()
+        made = self._others[kind] = _TorchsGroup(store, place, size)
+        nccl = _TorchsGroup.BackendType.NCCL
+        made._set_default_backend(nccl)
+        made._register_backend(torch.device(kind), nccl, backend)
+        made._set_group_name(f"{self._group_name}/{kind}")
+        return made
 
 
 def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Communicator:

@@ -32,7 +32,7 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
     return WireGroup(
         get_wire(wire),
         Opening(
-            store=_fresh(_given_store(options), options.group_rank),
+            store=_store_of(options),
             ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
             rank=options.group_rank,
             device_type="cpu",
@@ -85,23 +85,18 @@ def _joined_under_mpi() -> Joined:
     return meet(is_mpi_asked=True, group_name="torch's mpi")
 
 
-def _given_store(options: Any) -> Store:
-    """The store that torch gives the group.
+def _store_of(options: Any) -> Store:
+    """Keys of this group alone, also where an earlier world of the same store had its name.
 
-    In a world over MPI it gives what cannot be called: there the group gets the store by which
-    mpiexec's ranks have met.
+    They are in the store that torch gives the group. In a world over MPI it gives what cannot be
+    called: there the group gets the store by which mpiexec's ranks have met.
     """
-    root = options.store
+    store = root = options.store
     while isinstance(root, PrefixStore):
         root = root.underlying_store
-    if type(root) is not Store:
-        return options.store  # type: ignore[no-any-return]
-    return PrefixStore(f"torch's group {options.group_id}", _joined_under_mpi().store)
-
-
-def _fresh(store: Store, place: int) -> Store:
-    """Keys of this group alone, also where an earlier world of the same store had its name."""
-    generation = store.add(f"opened by {place}", 1)
+    if type(root) is Store:
+        store = PrefixStore(f"torch's group {options.group_id}", _joined_under_mpi().store)
+    generation = store.add(f"opened by {options.group_rank}", 1)
     return PrefixStore(f"opened {generation}", store)
 
 

@@ -16,7 +16,7 @@ import torch
 from ..arrays import apart, apart_from_all
 from ..errors import ShapeError
 from .group import GroupOfWire
-from .requests import Request, check_some, find_tensor, only, only_list
+from .requests import check_some, find_tensor, only, only_list
 from .sparse import sum_sparse
 from .works import TorchWork
 
@@ -325,35 +325,27 @@ class WireGroup(GroupOfWire):
     @_verb()
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Any:
         """Send the tensor to member ``dstRank``."""
-        request, tensor = self._message("send", tensors, dstRank, tag)
-        buffer = request.read(tensor)
-        return self._run(request, buffer, [tensor], "send", [(buffer, dstRank, tag)])
+        return self._message("send", tensors, dstRank, tag)
 
     @_verb()
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Any:
         """Receive the tensor from member ``srcRank``."""
-        return self._receive(tensors, srcRank, tag)
+        return self._message("recv", tensors, srcRank, tag)
 
     @_verb()
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """Receive the tensor from the first member that sends one."""
-        return self._receive(tensors, None, tag)
+        return self._message("recv", tensors, None, tag)
 
-    def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> TorchWork:
-        request, tensor = self._message("recv", tensors, peer, tag)
-        buffer = request.write(tensor)
-        return self._run(request, buffer, [tensor], "recv", [(buffer, peer, tag)])
-
-    def _message(
-        self, verb: str, tensors: Tensors, peer: int | None, tag: int
-    ) -> tuple[Request, torch.Tensor]:
+    def _message(self, verb: str, tensors: Tensors, peer: int | None, tag: int) -> TorchWork:
         request = self._request(verb, None, "timeout")
         tensor = only(tensors, verb)
         if peer is not None:
             request.check_place(peer)
         request.check_tag(tag)
         request.message = peer, tag
-        return request, tensor
+        buffer = request.read(tensor) if verb == "send" else request.write(tensor)
+        return self._run(request, buffer, [tensor], verb, [(buffer, peer, tag)])
 
     # The names of torch before 2.13, by which its C++ and programs call as well.
     _allgather_base = all_gather_single

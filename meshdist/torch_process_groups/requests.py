@@ -50,18 +50,15 @@ def read_options(options: Any, first: str, **given: Any) -> Asked:
         given: more fields; None stands for what was not given.
     """
     if hasattr(options, "asyncOp"):
+        timeout = options.timeout
         return Asked(
             options.asyncOp,
-            _given_timeout(options.timeout),
+            timeout if timeout > timedelta(0) else None,  # torch's sign for "none" is negative
             getattr(options, "reduceOp", ReduceOp.SUM),
             getattr(options, "rootRank", 0),
         )
     fields = {first: options, **{name: x for name, x in given.items() if x is not None}}
     return Asked(**{name: x for name, x in fields.items() if x is not None})
-
-
-def _given_timeout(timeout: timedelta) -> timedelta | None:
-    return timeout if timeout > timedelta(0) else None  # torch's sign for "none" is negative
 
 
 class Request:

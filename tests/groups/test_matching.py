@@ -325,7 +325,7 @@ def test_a_look_that_was_held_up_does_not_hold_up_the_next() -> None:
         return 1 if sent.is_set() else None
 
     header_table.find_sender.side_effect = find_sender
-    header_table.find_lost.return_value = header_table.recv.return_value = None
+    header_table.find_lost.return_value = header_table.note.return_value = None
     matching = Matching(communicator, header_table, mock.Mock(), lambda: False)
     limit = timedelta(seconds=9)
     receive = Receive(torch.zeros(1), None, 0, 0, 1, limit, explain=mock.Mock())

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from meshdist.groups import paused_clocks as room
-from meshdist.groups.paused_clocks import PausedClocks, add_pause, remove_pause
+from meshdist.groups.paused_clocks import PausedClocks, change_pause
 from meshdist.runtime import deadlines
 from meshdist.runtime.deadlines import Clock
 
@@ -29,18 +29,20 @@ def test_the_clock_is_paused_as_long_as_the_table_lists_a_rank(real: SimpleNames
     pauses = PausedClocks(store, 2)
     pauses.read()
     assert not real.clock.is_paused()
-    names = [add_pause(store, 0, 60.0), add_pause(store, 1, 60.0)]
+    names = ["a", "b"]
+    for rank, name in enumerate(names):
+        change_pause(store, name, (rank, 60.0))
     for is_paused in (True, True, False):
         pauses.read()
         pauses.read()
         assert real.clock.is_paused() == is_paused
         if names:
-            remove_pause(store, names.pop(0))
+            change_pause(store, names.pop(0), None)
 
 
 def test_a_pause_has_a_limit(real: SimpleNamespace) -> None:
     store = HashStore()
-    add_pause(store, 2, 60.0)
+    change_pause(store, "a", (2, 60.0))
     pauses = PausedClocks(store, 2)
     pauses.read()
     for _ in range(11):
@@ -58,7 +60,7 @@ def test_a_rank_that_shows_no_sign_of_life_pauses_no_clock(
     real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HashStore()
-    add_pause(store, 0, 3600.0)
+    change_pause(store, "a", (0, 3600.0))
     debugged, other = PausedClocks(store, 0), PausedClocks(store, 1)
     other.read()
     monkeypatch.setattr(room, "clock", Clock())  # as in another process
@@ -79,7 +81,7 @@ def test_a_rank_that_shows_no_sign_of_life_pauses_no_clock(
 
 def test_released_pauses_stop_no_clock(real: SimpleNamespace) -> None:
     store = HashStore()
-    add_pause(store, 0, 60.0)
+    change_pause(store, "a", (0, 60.0))
     pauses = PausedClocks(store, 1)
     pauses.read()
     assert real.clock.is_paused()

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from meshdist.bootstrap.world import World
-from meshdist.groups.paused_clocks import add_pause, remove_pause
+from meshdist.groups.paused_clocks import change_pause
 from meshdist.groups.signal_thread import SignalThread, ask, clocks_paused, post
 from meshdist.runtime.deadlines import clock
 from tests.load import is_within
@@ -72,15 +72,15 @@ def test_clocks_are_paused_and_resumed_by_messages() -> None:
     store = HashStore()
     thread = SignalThread(store, 1, list, lambda message: None)
     try:
-        pause = add_pause(store, 0, 60.0)
+        change_pause(store, "one", (0, 60.0))
         post(store, {"kind": "clock"})
         assert until(clock.is_paused)
         time.sleep(0.6)
         assert clock.is_paused()
-        remove_pause(store, pause)
+        change_pause(store, "one", None)
         post(store, {"kind": "clock"})
         assert until(lambda: not clock.is_paused())
-        add_pause(store, 0, 60.0)
+        change_pause(store, "two", (0, 60.0))
         late = SignalThread(store, 2, list, lambda message: None)
         assert clock.is_paused()
         late.stop()
