@@ -1,8 +1,16 @@
-"""Settings of the whole suite: what a marker means."""
+"""Settings of the whole suite: signals, and what a marker means."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt again: a shell that starts tests in the background has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
