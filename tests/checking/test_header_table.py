@@ -283,7 +283,7 @@ def take(team: Team, member: int, step: Step) -> int | None:
     if kind == "any":
         team.tables[member].recv_any(tag)
         return None
-    return getattr(team.tables[member], kind)(peer, tag, header)
+    return team.tables[member].note(peer, tag, header, is_send=kind == "send")
 
 
 def interleaved(programs: Sequence[list[Step]], schedule: Sequence[int]) -> Iterator[int]:

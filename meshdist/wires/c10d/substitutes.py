@@ -55,10 +55,14 @@ class Arithmetic:
         self._ops = ops
         self.find = cache(self._find)
 
+    def has(self, op: ReduceKind, dtype: torch.dtype) -> bool:
+        """Whether the wire reduces ``dtype`` by ``op`` as it is."""
+        return op in self._ops.get(dtype, ())
+
     def _find(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
         """Return what to ask for; None where there is nothing but gathering."""
         for candidate in _candidates(op, dtype):
-            if candidate.op in self._ops.get(candidate.dtype, ()):
+            if self.has(candidate.op, candidate.dtype):
                 return candidate
         return None
 

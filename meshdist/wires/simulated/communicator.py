@@ -79,11 +79,13 @@ class SimulatedCommunicator(Communicator):
 
     def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
         """Start giving member ``root`` everyone's tensor."""
-        return self._start("gather", tensor, [tensor], outputs, terms, root=root, uneven=True)
+        sizes = self._sizes(tensor), self._sizes(outputs if self.rank == root else tensor)
+        return self._start("gather", tensor, [tensor], outputs, terms, root=root, sizes=sizes)
 
     def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
         """Start giving every member its tensor of those on ``root``."""
-        return self._start("scatter", tensor, inputs, [tensor], terms, root=root, uneven=True)
+        sizes = self._sizes(inputs if self.rank == root else tensor), self._sizes(tensor)
+        return self._start("scatter", tensor, inputs, [tensor], terms, root=root, sizes=sizes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
         """Start copying the members' tensors one after the other into ``output``."""
@@ -91,7 +93,8 @@ class SimulatedCommunicator(Communicator):
 
     def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
         """Start writing each member's tensor, of any size, into its place of ``outputs``."""
-        return self._start("all_gather_list", tensor, [tensor], outputs, terms, uneven=True)
+        sizes = self._sizes(tensor), self._sizes(outputs)
+        return self._start("all_gather_list", tensor, [tensor], outputs, terms, sizes=sizes)
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
@@ -103,18 +106,21 @@ class SimulatedCommunicator(Communicator):
         self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
     ) -> Operation:
         """Start reducing all members' ``inputs[my rank]`` into ``output``; any sizes."""
-        return self._start("reduce_scatter_list", output, inputs, [output], terms, op, uneven=True)
+        sizes = self._sizes(inputs), self._sizes(output)
+        return self._start("reduce_scatter_list", output, inputs, [output], terms, op, sizes=sizes)
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
         """Start sending ``inputs[j]`` to member j, and receiving its part into ``outputs[j]``."""
-        return self._start("all_to_all", inputs, inputs, outputs, terms, uneven=True)
+        sizes = self._sizes(inputs), self._sizes(outputs)
+        return self._start("all_to_all", inputs, inputs, outputs, terms, sizes=sizes)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
     ) -> Operation:
         """Start an all-to-all over consecutive parts of both tensors."""
         outputs, inputs = parts(output, takes), parts(tensor, gives)
-        return self._start("all_to_all_single", tensor, inputs, outputs, terms, uneven=True)
+        sizes = gives, takes
+        return self._start("all_to_all_single", tensor, inputs, outputs, terms, sizes=sizes)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         """Start a barrier."""
@@ -164,23 +170,16 @@ class SimulatedCommunicator(Communicator):
         terms: Terms,
         op: ReduceKind | None = None,
         root: int | None = None,
-        *,
-        uneven: bool = False,
+        sizes: Sequence[Sequence[int]] = (),
     ) -> Collective:
-        """Start the verb ``way`` of a communicator, whose sizes may differ where ``uneven``.
-
-        ``tensor`` is what it is noted with.
-        """
+        """Start the verb ``way`` of a communicator; ``tensor`` is what it is noted with."""
         self._check_usable()
         for part in (*inputs, *outputs):
             synchronize(part)
             if op is not None:
                 check_reducible(self.wire, op, part.dtype)
-        sizes: tuple[Sequence[int], ...] = ()
-        if uneven:
-            sizes = self._sizes(inputs or outputs), self._sizes(outputs or inputs)
-            if root is not None and sizes[0] == sizes[1]:
-                sizes = ()  # as even as a rooted verb is
+        if root is not None and sizes[:1] == sizes[1:]:
+            sizes = ()  # as even as a rooted verb is
         self._started += 1
         call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
         started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs)
@@ -193,10 +192,11 @@ class SimulatedCommunicator(Communicator):
         more |= {"code": frame.f_code, "instruction": frame.f_lasti}
         return Call(self._started, self._group, verb, data_of(tensor), **more)
 
-    def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
+    def _sizes(self, tensors: torch.Tensor | Tensors) -> tuple[int, ...]:
         """Elements to or from each member: of a list, or of one tensor for all."""
-        sizes = tuple(tensor.numel() for tensor in tensors)
-        return sizes if len(sizes) == self.size else sizes * self.size
+        if isinstance(tensors, torch.Tensor):
+            return (tensors.numel(),) * self.size
+        return tuple(tensor.numel() for tensor in tensors)
 
 
 class SimulatedWire(Wire):
