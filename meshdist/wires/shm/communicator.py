@@ -117,8 +117,15 @@ class ShmCommunicator(Communicator):
         codes = _sums.get(tensor.dtype) if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
             return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
-        place = tensor.data_ptr()
-        return self._start("all_reduce", tensor, terms, tensor.numel(), *codes, 0, place)
+        call = (_core.VERBS["all_reduce"], tensor.numel(), *codes, 0, tensor.data_ptr(), 0, (), ())
+        if not terms.waits:
+            return self._started(
+                self._core.start(*call, terms.timeout.total_seconds()), tensor, terms
+            )
+        status = self._run(*call, terms.timeout.total_seconds())
+        if status:
+            raise failure_of(status, self._core.last_failure())
+        return DONE
 
     def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         codes = _codes(tensors[0].dtype, op)
