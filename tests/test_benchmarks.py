@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.before_after import AFTER, BEFORE, best, spread, verdict
+from benchmarks.before_after import AFTER, BEFORE, best, measure_imports, spread, verdict
 from meshdist.bench.measuring import Cell
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +59,7 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "benchmarks/before_after.py", sys.executable]
     command += ["--rounds", "2", "--starts", "2", "--report", str(report)]
-    command += ["--parts", "import,shm", "--sizes", "8,64"]
+    command += ["--parts", "shm", "--sizes", "8,64"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False
     )
@@ -71,8 +71,21 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     assert {key for key in cells if key[0] == "shm"} == {
         ("shm", v, n) for v in verbs for n in (8, 64)
     }
-    assert len(cells) == 2 + 6
+    assert len(cells) == 6
     for cell in cells.values():
         assert [len(samples) for samples in cell["seconds"].values()] == [4, 4]
     text = report.with_suffix(".txt").read_text()
-    assert text in done.stdout and "import meshdist" in text
+    assert text in done.stdout and "all_gather_into_tensor" in text
+
+
+def test_imports_are_measured_in_turn() -> None:
+    class Quick:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def seconds_of(self, code: str) -> float:
+            assert "import meshdist" in code
+            return self.seconds
+
+    cells = list(measure_imports({BEFORE: Quick(1.0), AFTER: Quick(2.0)}, 3))  # type: ignore[dict-item]
+    assert [cell.samples for cell in cells] == [{BEFORE: [1.0] * 3, AFTER: [2.0] * 3}] * 2
