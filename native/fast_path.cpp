@@ -14,8 +14,8 @@ namespace {
 
 namespace names {
 const Name all_reduce{"all_reduce"}, reduce{"reduce"}, broadcast{"broadcast"},
-    all_gather{"all_gather"}, all_gather_into_tensor{"all_gather_into_tensor"}, all_gather_single{"all_gather_single"},
-    reduce_scatter_tensor{"reduce_scatter_tensor"},
+    all_gather{"all_gather"}, all_gather_into_tensor{"all_gather_into_tensor"},
+    all_gather_single{"all_gather_single"}, reduce_scatter_tensor{"reduce_scatter_tensor"},
     reduce_scatter_single{"reduce_scatter_single"}, gather{"gather"}, scatter{"scatter"},
     all_to_all{"all_to_all"}, all_to_all_single{"all_to_all_single"}, barrier{"barrier"},
     send{"send"}, recv{"recv"};
@@ -223,8 +223,7 @@ class FastPath {
   }
 
   // Whether a list has one tensor per member, all like `like` and apart from it; keeps it in `kept`.
-  bool read_apart(nb::handle list, Plain& like, Addresses& addresses,
-                            nb::object& kept) {
+  bool read_apart(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept) {
     return entry_.read_list(list, like, addresses, kept) &&
            !overlaps_any(like, {like.address}, addresses);
   }

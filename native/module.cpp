@@ -66,7 +66,7 @@ nb::dict codes_of(const char* const (&names)[kCount], int (*letter)(int)) {
 NB_MODULE(native, m) {
   using namespace meshdist;
   nb::set_leak_warnings(false);  // a program may end with communicators open
-  m.doc() = "Collectives between the processes of one host, through shared memory.";
+  m.doc() = "Collectives and messages through shared memory, and the fast path of plain calls.";
 
   nb::exception<std::system_error>(m, "SystemError_", PyExc_OSError);
   m.attr("DTYPES") = codes_of(kDtypeNames, std::tolower);

@@ -126,7 +126,7 @@ class PyCommunicator : public Communicator {
           const Buffers& outs, const Buffers& ins) const {
     Job it = job(verb, count, dtype, op, root, out, in);
     if (!fits(outs, kOutputs[verb], root) || !fits(ins, kInputs[verb], root)) {
-      throw std::invalid_argument("one address and one count per member are expected");
+      throw std::invalid_argument("the verb takes another number of buffers");
     }
     for (auto [address, elements] : outs) it.outs.push_back({pointer(address), elements});
     for (auto [address, elements] : ins) it.ins.push_back({pointer(address), elements});

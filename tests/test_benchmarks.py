@@ -61,7 +61,7 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     command += ["--rounds", "2", "--starts", "2", "--report", str(report)]
     command += ["--parts", "shm", "--sizes", "8,64"]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode in (0, 1), done.stderr
     told = json.loads(report.read_text())

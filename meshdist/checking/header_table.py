@@ -32,9 +32,7 @@ CHECK_EVERY = 256
 """At every how many collectives to look whether a member is that far behind."""
 _UNEVEN_WINDOW = 64
 _NUM_ENTRIES = 128  # of messages, that one member can note ahead of another
-_MESSAGE_WORDS = (
-    2 + 2 * _NUM_ENTRIES
-)  # that a member writes for one other, as MessageLog lays them out
+_MESSAGE_WORDS = 2 + 2 * _NUM_ENTRIES  # for one other member, laid out as in MessageLog
 _PATIENT_LOOKS = 64  # for a member's words that are not there; then only every so many calls
 _REORDERING_S = 0.001
 _SHORT_PAUSE_S = 0.001
@@ -221,7 +219,7 @@ class HeaderTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until no member is as far behind as ``find_behind`` tells; return one that still is.
+        """Wait until ``find_behind`` finds no member; return the one that it still finds.
 
         Args:
             sequence, is_uneven: as for ``find_behind``.

@@ -43,6 +43,10 @@ class Collective:
         name: the verb's public name.
         group: whose members call it, as the verb was given it.
         root: the place of its source or destination.
+
+    Attributes:
+        written: what it writes.
+        op, factor: the reduction that is compared, and the factor of PREMUL_SUM.
     """
 
     __slots__ = ("factor", "group", "name", "op", "root", "written")
@@ -86,7 +90,7 @@ class Collective:
     ) -> list[torch.Tensor]:
         """What ``read`` or ``write`` takes of a list, one entry per member, all like ``like``.
 
-        With a ``role``, the root's, the list is the root's alone, of entries as large as ``like``.
+        Where ``role`` names the root, it alone gives a list, of entries as large as ``like``.
         """
         tensors = []
         entries = self.check_list(given, argument, self.group.size(), role=role)
@@ -200,7 +204,7 @@ class Collective:
     ) -> Sequence[Any]:
         """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one).
 
-        With a ``role``, the root's, the list is the root's alone: others give none, and get ().
+        Where ``role`` names the root, the root alone gives a list; others give none, and get ().
         """
         if role and not self.is_root:
             if given is None or (isinstance(given, (list, tuple)) and not given):

@@ -66,7 +66,7 @@ def all_gather(
     call = Collective("all_gather", group)
     block = call.read(tensor, "tensor")
     outputs = call.take_list(call.write, tensor_list, "tensor_list", block, "tensor")
-    call.check_same_size(outputs[group.rank()], block, ("my tensor_list", "tensor"))
+    call.check_same_size(outputs[call.group.rank()], block, ("my tensor_list", "tensor"))
     return call.run(
         lambda wire, terms: wire.all_gather_list(outputs, block, terms),
         block,
@@ -236,11 +236,11 @@ def all_to_all(
     """
     given = "input_tensor_list"
     call = Collective("all_to_all", group)
-    first = call.check_list(input_tensor_list, given, group.size())[0]
+    first = call.check_list(input_tensor_list, given, call.group.size())[0]
     like = call.read(first, given)
     inputs = call.take_list(call.read, input_tensor_list, given, like, given)
     outputs = call.take_list(call.write, output_tensor_list, "output_tensor_list", like, given)
-    me = group.rank()
+    me = call.group.rank()
     call.check_same_size(outputs[me], inputs[me], ("my output", "my input for myself"))
     inputs = apart_from_all(inputs, outputs)
     return call.run(
@@ -301,7 +301,7 @@ def all_to_all_single(
             found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
             fix="give both the same shape but for dim 0",
         )
-    me = group.rank()
+    me = call.group.rank()
     if taken[me] != sent[me]:
         raise ShapeError(
             "all_to_all_single: what this rank takes from itself is not what it sends to itself",

@@ -167,7 +167,7 @@ class Watcher:
             self._new.append((poll, complete))
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._watch, name="meshdist futures", daemon=True
+                    target=self._watch, name="meshdist-futures", daemon=True
                 )
                 self._thread.start()
                 atexit.register(self.end)
@@ -200,7 +200,7 @@ class Watcher:
             del still
 
     def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
-        """Whether it needs to be watched no more."""
+        """Complete it where that is possible; whether it needs no more watching."""
         try:
             if not poll():
                 return False
@@ -216,7 +216,14 @@ def get_watcher() -> Watcher:
     return Watcher()
 
 
-os.register_at_fork(after_in_child=get_watcher.cache_clear)  # its thread does not follow
+def _forget_watcher() -> None:
+    """In a forked child: the thread has not followed, and may have held the lock."""
+    if get_watcher.cache_info().currsize:
+        atexit.unregister(get_watcher().end)
+    get_watcher.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_watcher)
 
 
 _collecting = threading.Lock()

@@ -73,7 +73,7 @@ class WorkerQueue:
         """Let the thread do ``act`` after all that was started before."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_work, args=(self._queue,), name="meshdist collectives", daemon=True
+                target=_work, args=(self._queue,), name="meshdist-collectives", daemon=True
             )
             self._thread.start()
             atexit.register(self._at_exit)

@@ -144,7 +144,7 @@ def test_the_watcher_completes_each_once_when_it_is_due() -> None:
     first.is_due = True
     assert first.is_complete.wait(10)
     watcher.end()
-    assert first.completed_in == second.completed_in == ["meshdist futures"]
+    assert first.completed_in == second.completed_in == ["meshdist-futures"]
 
 
 def test_the_watcher_outlives_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:

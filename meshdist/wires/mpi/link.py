@@ -165,7 +165,7 @@ class Link:
             return
         # A probe that finds a message makes no progress. To test an operation that is not done
         # makes progress on all of them.
-        for link in _open_links():
+        for link in _all_links():
             with link.keeping:
                 operation = next((one for one in link.in_flight if not one.is_done), None)
             if operation is not None:
@@ -286,8 +286,8 @@ _abandoned: list[Any] = []
 """What was in flight in groups that were closed, until the process ends."""
 
 
-def _open_links() -> tuple[Link, ...]:
-    """Those of this process, closed ones too; none where another thread opens one just now."""
+def _all_links() -> tuple[Link, ...]:
+    """The links of this process, closed ones too; none while another thread opens one."""
     try:
         return tuple(_links)
     except RuntimeError:
@@ -307,7 +307,7 @@ def report_dead_ranks_at_the_end() -> None:
 
 
 def _report(number: int, frame: object) -> None:
-    for link in _open_links():
+    for link in _all_links():
         dead = [] if link.is_forked or link.is_closed else link.find_dead()
         if dead:
             ranks = link.opening.ranks

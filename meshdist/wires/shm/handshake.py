@@ -1,10 +1,10 @@
 """How processes of one host come to share memory, or learn together that they cannot.
 
-The first member makes the memory and a Unix socket that has no file, and tells the others its name
-through the store. Each comes with a handle to its own process (a pidfd); when all have come each
-gets the memory and everyone's handle, and tells that it uses them. A process of another user is
-turned away. Whoever meets trouble writes it to the store, where the first stays, and hangs up: so
-in the end every member shares, or none does and all tell the same reason.
+The first member makes the memory and a Unix socket without a file, and writes the socket's name to
+the store. Each member connects and sends a handle to its own process (a pidfd). When all have
+connected, each gets the memory and all handles, and confirms that it has mapped them. A process of
+another user is refused. A member that fails writes its reason to the store, where the first one
+stays, and disconnects: so in the end all members share, or all raise the same reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GRACE_S = 1.0  # the others wait longer than the first member, which knows who 
 _SPARE_PLACES = 64  # in the queue of the socket, for strangers who are turned away
 _MOST_FILES = 250  # in one message
 _FILE_BYTES = array.array("i").itemsize
-_HEAD = struct.Struct("!iI")  # who speaks, and how many files come along
+_HEAD = struct.Struct("!iI")  # the sender's rank, and how many files follow
 _STRANGER = -1
 
 
@@ -199,10 +199,10 @@ class _Member:
             _receive(connection)
 
     def _next(self, sockets: Mapping[int, socket.socket], awaited: set[int]) -> int:
-        """The key of the first of ``sockets`` that has something to say, or has come to its end.
+        """The key of the first of ``sockets`` that has something to read, or is closed.
 
         Raises:
-            _Trouble: a member has told its own in the store, or those ``awaited`` are late.
+            _Trouble: another member has written its own to the store, or ``awaited`` are late.
         """
         with selectors.PollSelector() as selector:
             for member, one in sockets.items():
@@ -220,7 +220,9 @@ class _Member:
             raise _Trouble("late", f"rank {self.ranks[0]} did not come to share memory")
         name = self.store.get(_ADDRESS).decode()
         if not name:
-            raise _Trouble("left", f"rank {self.ranks[0]} has made no memory")  # it has told why
+            raise _Trouble(
+                "left", f"rank {self.ranks[0]} has made no memory"
+            )  # its reason is in the store
         return name
 
 
@@ -236,12 +238,12 @@ def _as_trouble(rank: int, other: str) -> Iterator[None]:
     except TimeoutError:
         raise _Trouble("late", f"{other} did not answer while memory was shared") from None
     except (OSError, MemoryError, RuntimeError) as error:
-        told = str(error) or type(error).__name__
-        raise _Trouble("refused", f"rank {rank}: {told}") from None
+        text = str(error) or type(error).__name__
+        raise _Trouble("refused", f"rank {rank}: {text}") from None
 
 
 def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
-    """What all members tell: the trouble that was told first."""
+    """The trouble that all members report: the first in the store."""
     mine = json.dumps([trouble.kind, str(trouble)])
     kind, text = json.loads(store.compare_set(_TROUBLE, "", mine))
     return kind, text

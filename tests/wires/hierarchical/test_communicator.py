@@ -283,7 +283,7 @@ def test_a_timeout_tells_who_did_not_come(pool: Pool) -> None:
 def test_worlds_come_and_go(pool: Pool) -> None:
     def program() -> int:
         def num_threads() -> int:
-            return [one.name for one in threading.enumerate()].count("meshdist collectives")
+            return [one.name for one in threading.enumerate()].count("meshdist-collectives")
 
         gc.collect()
         before, counts = num_threads(), []
