@@ -51,8 +51,8 @@ def all_reduce(
     """Every member's tensor becomes the reduction of all; the same bits on every member.
 
     Args:
-        tensor: any shape, equal on all members; floating, complex (SUM and AVG only), integer
-            or bool dtype. Written in place.
+        tensor: any shape, of as many elements and one dtype on all members; floating, complex (SUM
+            and AVG only), integer or bool. Written in place.
         op: a ReduceOp.
         group: whose members take part.
         async_op: return a Work at once; leave ``tensor`` alone until it is waited for.

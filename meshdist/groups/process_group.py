@@ -346,7 +346,7 @@ def resolve_group(group: object) -> ProcessGroup:
         raise NotInGroupError(
             "this rank is not a member of the group",
             where=f"rank {get_world().rank}",
-            expected="calls on a group only by its members",
+            expected="verbs on a group only by its members",
             fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
         )
     raise KindError(

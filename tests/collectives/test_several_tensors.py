@@ -162,14 +162,6 @@ def test_lists_of_other_lengths_are_one_error_on_all_ranks(pool: Pool, verb: str
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_lists_of_other_lengths_over_shared_memory(pool: Pool, verb: str) -> None:
-    for outcome in pool.outcomes(unequal_lengths, 2, verb, backend="shm"):
-        assert isinstance(outcome, Failure)
-        assert isinstance(outcome.exception, md.AgreementError), outcome.exception
-        assert "rank 0: 2 tensors\n            rank 1: 3 tensors" in str(outcome.exception)
-
-
-@pytest.mark.parametrize("verb", CALLS)
 def test_lists_of_other_lengths_on_simulated_ranks(verb: str) -> None:
     def program() -> list[str]:
         x = [torch.ones(2) for _ in range(2 + md.get_rank())]
