@@ -7,6 +7,7 @@ reduce-scatter takes, what an all-to-all exchanges. A side returns a function th
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -42,7 +43,7 @@ _SINGLE = {verb.alias_of: verb.name for verb in verb_table.VERBS.values() if ver
 Call = Callable[[], Any]
 
 
-class Side:
+class Side(ABC):
     """One library with its world of ranks."""
 
     rank: int
@@ -52,9 +53,9 @@ class Side:
     close: Call
     """Ends the world."""
 
+    @abstractmethod
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once; None if the library has no such verb."""
-        raise NotImplementedError
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
         """How many elements a buffer, each rank's part, and all parts have; at least one each."""

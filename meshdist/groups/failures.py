@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from ..checking.calls import Call, GroupFacts
@@ -45,10 +46,10 @@ def opening_error(
     )
 
 
-class OtherMembers:
+class OtherMembers(ABC):
     """The other members of a communicator: what they report of a failure, and are notified of.
 
-    By itself it does nothing: its kinds override what their members can do.
+    What is not abstract does nothing here: a kind overrides what its members can do.
     """
 
     compare_misfits = True
@@ -59,7 +60,7 @@ class OtherMembers:
         """Whether this member has closed the communicator."""
         return False
 
-    def compare_again(self) -> None:
+    def compare_again(self) -> None:  # noqa: B027 (most compare nothing while they wait)
         """Compare, where members do so while they wait, the calls to which not all had come.
 
         Raises:
@@ -73,9 +74,9 @@ class OtherMembers:
         """
         return None
 
+    @abstractmethod
     def break_here(self, reason: str) -> None:
         """Let every later call of this member be refused."""
-        raise NotImplementedError
 
     def report(self, call: Call) -> str:
         """How far each of them has come, for a timeout of ``call``."""
@@ -89,6 +90,7 @@ class OtherMembers:
         """What the first member that failed reports; "" where that is this one, with ``text``."""
         return ""
 
+    @abstractmethod
     def agree_on_error(
         self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
     ) -> dict[str, str]:
@@ -103,7 +105,6 @@ class OtherMembers:
         Returns:
             The fields that the first member to see it has given.
         """
-        raise NotImplementedError
 
 
 class Explainer:
