@@ -175,7 +175,7 @@ def test_uneven_sizes_are_compared_pair_by_pair(
 def test_uneven_and_even_calls_under_one_header_are_told_apart_by_the_header_alone() -> None:
     team = Team(2)
     assert team.enter(0, 7) == []
-    assert team.enter(1, 7, [1, 2], [3, 4]) == []  # the fingerprint tells, not the header_table
+    assert team.enter(1, 7, [1, 2], [3, 4]) == []  # the fingerprint shows it, not the header table
 
 
 @pytest.mark.parametrize("base", [0, 2**32 - 1500])
