@@ -172,18 +172,18 @@ class HeaderTable:
         word = self._mine[place]
         if word >> 32 != sequence & _LOW:
             return None
+        if self._missing:
+            self._find_missing()
         sent: Sequence[int] = ()
         taken: Sequence[int] = ()
         start = self._uneven_start(sequence)
         if self._mine[start] == sequence:
             sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
             sent, taken = sizes[: self._size], sizes[self._size :]
+        # In this order: one that comes in between is compared at the next look.
+        is_one_behind = any(_is_behind(view[place] >> 32, sequence) for _, view in self._views)
         differing = self._differing(sequence, word, sent, taken)
-        if not differing and any(
-            _is_behind(view[place] >> 32, sequence) for _, view in self._views
-        ):
-            return None
-        return differing
+        return None if not differing and (is_one_behind or self._missing) else differing
 
     def _differing(
         self, sequence: int, word: int, sent: Sequence[int], taken: Sequence[int]

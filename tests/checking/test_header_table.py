@@ -145,6 +145,35 @@ def test_who_looks_again_sees_whoever_has_come_since(
             assert sorted(found or []) == differing
 
 
+@pytest.mark.parametrize("theirs", [7, 8])
+def test_a_member_whose_words_are_found_late_is_compared_when_they_are(theirs: int) -> None:
+    team = Team(2)
+    team.present.remove(1)
+    assert team.enter(0, 7) == []
+    assert team.tables[0].look_again(1) is None
+    team.enter(1, theirs)
+    team.present.add(1)
+    assert team.tables[0].look_again(1) == ([] if theirs == 7 else [1])
+
+
+def test_a_member_that_comes_during_a_look_is_compared_at_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    team = Team(2)
+    team.enter(0, 7)
+    compare = HeaderTable._differing
+
+    def compare_while_another_comes(one: HeaderTable, *call: Any) -> list[int]:
+        differing = compare(one, *call)
+        monkeypatch.undo()
+        team.enter(1, 8)
+        return differing
+
+    monkeypatch.setattr(HeaderTable, "_differing", compare_while_another_comes)
+    assert team.tables[0].look_again(1) is None
+    assert team.tables[0].look_again(1) == [1]
+
+
 @given(sizes, st.integers(1, 8), st.data(), schedules)
 def test_uneven_sizes_are_compared_pair_by_pair(
     size: int, length: int, data: st.DataObject, schedule: list[int]
