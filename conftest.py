@@ -1,4 +1,4 @@
-"""Settings of the whole suite: signals, and what a marker means."""
+"""Settings of the whole suite: signals, the order of the tests, and what a marker means."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ def pytest_configure() -> None:
     """Let Ctrl-C interrupt again: a shell that starts tests in the background has it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests over MPI first: one worker takes them all, and starts their jobs once."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters is not None and parameters.params.get("wire") == "mpi":
+            item.add_marker("mpi")
+    items.sort(key=lambda item: item.get_closest_marker("mpi") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -86,6 +86,19 @@ class Worker:
         return self.stacks.read_text(errors="replace")
 
 
+_known_modules: set[str] = set()
+
+
+def send_new_modules_by_value() -> None:
+    """Let the tests' own modules travel with the functions in them: workers have not got them."""
+    new = sys.modules.keys() - _known_modules
+    _known_modules.update(new)
+    for module in [sys.modules[name] for name in new]:
+        path = getattr(module, "__file__", None)
+        if path and Path(path).is_relative_to(TESTS) and Path(path) != Path(__file__):
+            cloudpickle.register_pickle_by_value(module)
+
+
 def host_environment(hosts: str, rank: int) -> dict[str, str]:
     """What lets a rank take itself to be on a host, which others reach by loopback all the same."""
     return {"MESHDIST_HOST_ID": hosts[rank], "GLOO_SOCKET_IFNAME": "lo"} if hosts else {}
@@ -176,15 +189,13 @@ class Pool:
         """
         self._grow(nprocs)
         self._runs += 1
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__file__", None)
-            if path and Path(path).is_relative_to(TESTS) and Path(path) != Path(__file__):
-                cloudpickle.register_pickle_by_value(module)
+        send_new_modules_by_value()
         team = self.workers[:nprocs]
+        # Before the first is sent: what cannot be sent to one rank is sent to none.
+        program = cloudpickle.dumps((fn, args))
         calls = [
             {
-                "fn": fn,
-                "args": args,
+                "program": program,
                 "rank": rank,
                 "size": nprocs,
                 "backend": backend,
@@ -195,9 +206,8 @@ class Pool:
             }
             for rank in range(nprocs)
         ]
-        # All of them before the first is sent: what cannot be sent to one rank is sent to none.
-        for worker, data in zip(team, list(map(cloudpickle.dumps, calls)), strict=True):
-            worker.connection.send_bytes(data)
+        for worker, call in zip(team, calls, strict=True):
+            worker.connection.send(call)
         return self._collect(team, timeout_s, grace_s)
 
     def call(self, fn: Callable[..., Any], nprocs: int, *args: Any, **settings: Any) -> list[Any]:
@@ -246,8 +256,8 @@ class Pool:
         ]
         worker = self._fork()
         try:
-            call = {"fn": run_programs, "args": (programs, limit_s), "rank": 0, "env": {}}
-            worker.connection.send_bytes(cloudpickle.dumps({**call, "port": None}))
+            data = cloudpickle.dumps((run_programs, (programs, limit_s)))
+            worker.connection.send({"program": data, "rank": 0, "env": {}, "port": None})
             if not worker.connection.poll(limit_s + 10.0):
                 raise WorkerLost(f"nobody tells how they ended:\n{worker.show_stacks()}")
             kind, value = cloudpickle.loads(worker.connection.recv_bytes())
@@ -439,11 +449,11 @@ def worker_main(connection: Connection, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
             try:
-                call = cloudpickle.loads(connection.recv_bytes())
+                call = connection.recv()
             except (EOFError, OSError):
                 return
             try:
-                answer = ("result", perform(call))
+                answer = ("result", perform(call, *cloudpickle.loads(call["program"])))
             except Becoming:
                 connection.close()
                 faulthandler.unregister(signal.SIGUSR1)
@@ -526,7 +536,7 @@ def packed(answer: Any) -> bytes:
         return cloudpickle.dumps(("error", (failure, text)))
 
 
-def perform(call: dict[str, Any]) -> Any:
+def perform(call: dict[str, Any], fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     import torch
 
     before = dict(os.environ)
@@ -538,15 +548,15 @@ def perform(call: dict[str, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             if call["port"] is None:
-                return call["fn"](call["rank"], *call["args"])
-            return perform_in_world(call)
+                return fn(call["rank"], *args)
+            return perform_in_world(call, fn, args)
     finally:
         os.environ.clear()
         os.environ.update(before)
         os.chdir(folder)
 
 
-def perform_in_world(call: dict[str, Any]) -> Any:
+def perform_in_world(call: dict[str, Any], fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     from torch.distributed import PrefixStore
 
     import meshdist as md
@@ -562,7 +572,7 @@ def perform_in_world(call: dict[str, Any]) -> Any:
         store=PrefixStore(f"run {call['run']}", store),
     )
     try:
-        return call["fn"](*call["args"])
+        return fn(*args)
     finally:
         if md.is_initialized():
             md.destroy_process_group()

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.before_after import AFTER, BEFORE, best, measure_imports, spread, verdict
+from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
 from meshdist.bench.measuring import Cell
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +59,7 @@ def test_the_spread_is_the_distance_between_quartiles() -> None:
 def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "benchmarks/before_after.py", sys.executable]
-    command += ["--rounds", "2", "--starts", "2", "--report", str(report)]
+    command += ["--rounds", "2", "--starts", "1", "--report", str(report)]
     command += ["--parts", "shm", "--sizes", "8,64"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900, check=False
@@ -73,19 +74,23 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     }
     assert len(cells) == 6
     for cell in cells.values():
-        assert [len(samples) for samples in cell["seconds"].values()] == [4, 4]
+        assert [len(samples) for samples in cell["seconds"].values()] == [2, 2]
     text = report.with_suffix(".txt").read_text()
     assert text in done.stdout and "all_gather_into_tensor" in text
 
 
-def test_imports_are_measured_in_turn() -> None:
-    class Quick:
-        def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
+class Quick:
+    """A checkout whose answers are given."""
 
-        def seconds_of(self, code: str) -> float:
-            assert "import meshdist" in code
-            return self.seconds
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    cells = list(measure_imports({BEFORE: Quick(1.0), AFTER: Quick(2.0)}, 3))  # type: ignore[dict-item]
-    assert [cell.samples for cell in cells] == [{BEFORE: [1.0] * 3, AFTER: [2.0] * 3}] * 2
+    def seconds_of(self, code: str) -> float:
+        assert "import meshdist" in code
+        return self.seconds
+
+
+def test_every_start_measures_imports_in_turn() -> None:
+    checkouts: Any = {BEFORE: Quick(1.0), AFTER: Quick(2.0)}
+    cells = run(["import"], checkouts, [], 3, 2, lambda line: None)
+    assert [cell.samples for cell in cells.values()] == [{BEFORE: [1.0] * 6, AFTER: [2.0] * 6}] * 2

@@ -107,18 +107,23 @@ class SignalThread:
     def _run(self) -> None:
         ends = [self._stopping, *self._server.connections]
         try:
-            while not find_readable(ends, _PERIOD_S):
-                count = int(self._store.add("signal/count", 0))
-                while self._seen < count:
-                    self._seen += 1
-                    self._act(self._seen)
+            while not (ended := find_readable(ends, _PERIOD_S)):
+                self._act_on_all()
                 self._paused_clocks.check()
+            if ended == {self._stopping}:  # rank 0 may be waiting for this one's receipt
+                self._act_on_all()
         except RuntimeError:  # the store is lost: the job ends, and verbs raise
             pass
         finally:
             self._paused_clocks.release()
             with self._asking:
                 self._server.close()
+
+    def _act_on_all(self) -> None:
+        count = int(self._store.add("signal/count", 0))
+        while self._seen < count:
+            self._seen += 1
+            self._act(self._seen)
 
     def _act(self, number: int) -> None:
         message = json.loads(self._store.get(f"signal/{number}"))

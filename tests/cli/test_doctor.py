@@ -39,16 +39,35 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_wire", start_nothing)
 
 
+TITLES = ["versions", "machine", "wires", "MPI", "variables", "two ranks on this host"]
+
+
+def check_all_is_well(shown: str, wire: str) -> None:
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert [line for line in lines if line and line[0] != " "][: len(TITLES)] == TITLES
+    (checked,) = [line for line in lines if line.startswith(f"  {wire}") and "us" in line]
+    assert "ok: all_reduce of 8 bytes in" in checked
+    assert "capabilities" in lines
+    assert "\x1b" not in shown and max(map(len, lines)) <= 100
+
+
+@pytest.mark.soak  # it starts two processes for every wire
 def test_a_machine_where_all_is_well() -> None:
     done = run(GLOO_SOCKET_IFNAME="")
     assert (done.returncode, done.stderr) == (0, "")
-    lines = [line.rstrip() for line in done.stdout.splitlines()]
-    titles = ["versions", "machine", "wires", "MPI", "variables", "two ranks on this host"]
-    assert [line for line in lines if line and line[0] != " "][: len(titles)] == titles
-    (gloo,) = [line for line in lines if line.startswith("  gloo") and "us" in line]
-    assert "ok: all_reduce of 8 bytes in" in gloo
-    assert "capabilities" in lines
-    assert "\x1b" not in done.stdout and max(map(len, lines)) <= 100
+    for wire in ("gloo", "shm", "simulated"):
+        check_all_is_well(done.stdout, wire)
+
+
+def test_wires_that_are_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wires = [wire for wire in find_wires() if wire["name"] in ("shm", "simulated")]
+    monkeypatch.setattr(doctor, "find_wires", lambda: wires)
+    assert doctor.main([]) == 0
+    shown = capsys.readouterr().out
+    for wire in ("shm", "simulated"):
+        check_all_is_well(shown, wire)
 
 
 def test_a_wire_that_fails_its_check(

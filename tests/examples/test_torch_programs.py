@@ -58,14 +58,24 @@ for number, script in enumerate(sys.argv[1:]):
 """
 
 
-def test_launched(start: Callable[..., Any], tmp_path: Path) -> None:
+TOLD = {"checkpoint": "sums:", "functional_collectives": "results:"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["data_parallel", "functional_collectives"],
+        pytest.param([*PROGRAMS], marks=pytest.mark.soak),
+    ],
+    ids=["two", "all"],
+)
+def test_launched(start: Callable[..., Any], tmp_path: Path, names: list[str]) -> None:
     program = tmp_path / "in_turn.py"
     program.write_text(IN_TURN)
-    scripts = [Path("examples") / "torch_programs" / f"{name}.py" for name in PROGRAMS]
+    scripts = [Path("examples") / "torch_programs" / f"{name}.py" for name in names]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = start(*torchrun, program, *scripts)
     assert done.returncode == 0, done.stderr
     told = [line.partition(" ")[0] for line in done.stdout.splitlines()]
-    assert [word for word in told if word in ("losses:", "sums:", "results:")] == [
-        *("losses:", "losses:", "losses:", "sums:", "results:")
-    ]
+    words = [word for word in told if word in ("losses:", *TOLD.values())]
+    assert words == [TOLD.get(name, "losses:") for name in names]

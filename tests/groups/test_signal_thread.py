@@ -14,7 +14,13 @@ from torch.distributed import HashStore, TCPStore
 
 from meshdist.bootstrap.world import World
 from meshdist.groups.paused_clocks import change_pause
-from meshdist.groups.signal_thread import SignalThread, ask, clocks_paused, post
+from meshdist.groups.signal_thread import (
+    SignalThread,
+    ask,
+    clocks_paused,
+    post,
+    receipts_key,
+)
 from meshdist.runtime.deadlines import clock
 from tests.load import is_within
 
@@ -130,6 +136,16 @@ def test_a_message_of_no_known_kind_is_left_alone() -> None:
         assert [message["reason"] for message in aborted] == ["enough"]
     finally:
         thread.stop()
+
+
+def test_a_thread_that_is_stopped_acts_on_what_came_before() -> None:
+    store = HashStore()
+    aborted: list[dict] = []
+    thread = SignalThread(store, 0, list, aborted.append)
+    number = post(store, {"kind": "abort", "reason": "enough"})
+    thread.stop()
+    assert [message["reason"] for message in aborted] == ["enough"]
+    assert store.add(receipts_key(number), 0) == 1  # else rank 0 waits for it when it ends
 
 
 def test_a_rank_that_gives_no_answer_is_left_out() -> None:

@@ -196,7 +196,7 @@ def tuned_cases(c: Any) -> None:
         ragged_cases(c)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_results_do_not_depend_on_stores_and_thresholds(size: int) -> None:
     run_ranks(size, tuned_cases)
 

