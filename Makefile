@@ -2,12 +2,12 @@
 #   PYTHON       the interpreter that makes the virtual environment (default: python3)
 #   VENV         where that environment lies (default: .venv)
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
-#   WORKERS      how many tests run at a time (default: 3, since most of them wait; 0: in one process)
+#   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
 
 PYTHON      ?= python3
 VENV        ?= .venv
 PYTEST_ARGS ?=
-WORKERS     ?= 3
+WORKERS     ?= 4
 
 # The tests start some hundred processes: without compiled files each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE

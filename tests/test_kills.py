@@ -283,7 +283,7 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_launcher_tells_how_the_rank_ended(victim: int, tmp_path: Path) -> None:
     there = shared_names()
     done = launch(

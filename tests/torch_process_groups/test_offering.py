@@ -44,7 +44,38 @@ def test_an_import_offers_shm() -> None:
     assert (done.stdout, done.stderr) == ("shm True\ngloo\n", "")
 
 
-def test_an_installed_package_is_found_by_torch(tmp_path: Path) -> None:
+SHOWS = "print(torch.distributed.Backend.SHM, torch.distributed.is_mpi_available())"
+BY_ITSELF = """
+import torch, sys
+from torch.distributed import Backend, is_mpi_available
+print(hasattr(Backend, 'SHM'), is_mpi_available(), 'meshdist.errors' in sys.modules)
+"""
+SOAK = pytest.mark.soak  # each starts an interpreter that imports torch
+
+
+@pytest.mark.parametrize(
+    ("program", "environment", "told"),
+    [
+        (BY_ITSELF, {}, "True False False\n"),
+        (BY_ITSELF, {"PMI_SIZE": "2"}, "True True False\n"),
+        pytest.param(
+            BY_ITSELF, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False False False\n", marks=SOAK
+        ),
+        (f"import meshdist as md, torch; md.ReduceOp; {SHOWS}", {}, "shm False\n"),
+        pytest.param(
+            f"import meshdist.torch_process_groups.opening; import torch; {SHOWS}",
+            {},
+            "shm False\n",
+            marks=SOAK,
+        ),
+        pytest.param(
+            f"import meshdist.torch_backends, torch; {SHOWS}", {}, "shm True\n", marks=SOAK
+        ),
+    ],
+)
+def test_an_installed_package_is_found_by_torch(
+    program: str, environment: dict[str, str], told: str, tmp_path: Path
+) -> None:
     table = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     entry = re.search(r'\[project\.entry-points\."torch\.backends"\]\n(\w+) = "(.+)"', table)
     assert entry is not None
@@ -52,24 +83,8 @@ def test_an_installed_package_is_found_by_torch(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: meshdist\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[torch.backends]\n{entry[1]} = {entry[2]}\n")
-    program = (
-        "import torch, sys\n"
-        "from torch.distributed import Backend, is_mpi_available\n"
-        "print(hasattr(Backend, 'SHM'), is_mpi_available(), 'meshdist.errors' in sys.modules)"
-    )
-    assert run(program, path=str(tmp_path)).stdout == "True False False\n"
-    assert run(program, path=str(tmp_path), PMI_SIZE="2").stdout == "True True False\n"
-    disabled = run(program, path=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert disabled.stdout == "False False False\n"
-    shows = "print(torch.distributed.Backend.SHM, torch.distributed.is_mpi_available())"
-    for ours_first in (
-        "import meshdist as md, torch; md.ReduceOp",
-        "import meshdist.torch_process_groups.opening",
-    ):
-        done = run(f"{ours_first}; import torch; {shows}", path=str(tmp_path))
-        assert (done.stdout, done.stderr) == ("shm False\n", "")
-    done = run(f"import meshdist.torch_backends, torch; {shows}", path=str(tmp_path))
-    assert (done.stdout, done.stderr) == ("shm True\n", "")
+    done = run(program, path=str(tmp_path), **environment)
+    assert (done.stdout, done.stderr) == (told, "")
 
 
 # torch's own hook for MPI, with the shared-memory wire in the place of MPI's.
