@@ -139,6 +139,7 @@ def test_a_rank_that_comes_too_late_is_told_and_in_step_again(pool: Pool) -> Non
 
 def test_a_rank_that_ended_is_named(pool: Pool) -> None:
     def program() -> Any:
+        usable()  # both are connected now
         if md.get_rank() == 1:
             import os
 
