@@ -14,6 +14,7 @@ its names is first used.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import lazy_loader
 
@@ -34,7 +35,10 @@ __all__ = ["__version__", *(name for name in _names if name != "breakpoint")]
 def __getattr__(name: str) -> object:
     if name not in _names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _load(name)
+    found = _load(name)
+    if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
+        import_module(".collectives", __name__)
+    return found
 
 
 def __dir__() -> list[str]:

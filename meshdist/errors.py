@@ -7,6 +7,8 @@ written for torch.distributed would catch in its place. The text follows one for
 
 from __future__ import annotations
 
+import pickle
+
 from torch.distributed import (
     DistBackendError,
     DistError,
@@ -33,10 +35,12 @@ __all__ = [
     "GradientError",
     "GroupClosedError",
     "KindError",
+    "LengthError",
     "MeshError",
     "MeshdistError",
     "NotInGroupError",
     "NotInitializedError",
+    "PicklingError",
     "QueueEmptyError",
     "RankFailedError",
     "RendezvousError",
@@ -50,12 +54,20 @@ class MeshdistError(ExplainedError):
     """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
 
 
-class ArgumentError(MeshdistError, ValueError):
+class ArgumentError(MeshdistError, ValueError, RuntimeError):
     """An argument has a value that the call cannot serve; nothing was sent."""
 
 
-class KindError(MeshdistError, TypeError):
+class KindError(MeshdistError, TypeError, ValueError):
     """An argument has the wrong type; nothing was sent."""
+
+
+class LengthError(ArgumentError, IndexError):
+    """A list has another length than the call needs; nothing was sent."""
+
+
+class PicklingError(KindError, pickle.PicklingError, AttributeError):
+    """An object cannot be pickled; nothing was sent."""
 
 
 class ShapeError(ArgumentError):
@@ -66,7 +78,7 @@ class DtypeError(ArgumentError, TypeError):
     """A tensor's dtype does not fit the call, the reduction or the wire."""
 
 
-class MeshError(ArgumentError, RuntimeError):
+class MeshError(ArgumentError):
     """A mesh cannot be made, changed or asked as the call wants."""
 
 
@@ -74,11 +86,11 @@ class AxisError(MeshError, KeyError):
     """A mesh has no such axis, or an axis is named twice."""
 
 
-class NotInGroupError(ArgumentError, RuntimeError):
+class NotInGroupError(ArgumentError):
     """This rank is no member of the group or mesh that the call names."""
 
 
-class GroupClosedError(ArgumentError, RuntimeError):
+class GroupClosedError(ArgumentError):
     """The group, mesh or world was closed before."""
 
 
@@ -90,7 +102,7 @@ class WorldError(MeshdistError, ValueError, RuntimeError):
     """The world is there already, belongs to another process, or cannot be used so."""
 
 
-class RendezvousError(MeshdistError, DistNetworkError):
+class RendezvousError(MeshdistError, DistNetworkError, ValueError):
     """The ranks did not find each other: variables, address, file or a missing rank."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 __all__ = [
     "OBJECT_VERBS",
     "REDUCING_VERBS",
+    "ROOTED_VERBS",
     "SENDING_VERBS",
     "VERBS",
     "WIRE_VERBS",
@@ -58,6 +59,8 @@ WIRE_VERBS = {
 
 REDUCING_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.reduces)
 """The verbs of a communicator that take an op."""
+ROOTED_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.root)
+"""Those from or to one member."""
 
 
 @dataclass(frozen=True)

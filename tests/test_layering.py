@@ -116,6 +116,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "failures",
             "other_members",
             "channel",
+            "verb_methods",
             "process_group",
             "group_calls",
         ),

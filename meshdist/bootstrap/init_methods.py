@@ -83,6 +83,9 @@ def meet(
         ArgumentError: the arguments contradict each other.
         RendezvousError: the ranks did not find each other; the text says which and why.
     """
+    if store is not None and is_mpi_asked:
+        surroundings = read_surroundings(os.environ, is_mpi_asked=True)
+        rank, world_size = surroundings.rank, surroundings.size
     _check_arguments(init_method, rank, world_size, store)
     terms = _Terms(group_name, timeout, wires)
     if store is not None:

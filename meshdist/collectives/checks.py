@@ -209,9 +209,11 @@ def get_root(
 def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
     """Return the first of ``device_ids`` as a device; None for an empty list.
 
+    On a host without CUDA devices any numbers will do, as in torch: None then, too.
+
     Raises:
         KindError: not a list of whole numbers.
-        ArgumentError: this machine has no such CUDA device.
+        ArgumentError: this machine has CUDA devices, and not that one.
     """
     if not isinstance(device_ids, list) or not all(isinstance(one, int) for one in device_ids):
         raise KindError(
@@ -219,15 +221,12 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
             fix="for example device_ids=[0]",
         )
     count = torch.cuda.device_count()
-    if any(not 0 <= one < count for one in device_ids):
+    if count and any(not 0 <= one < count for one in device_ids):
         raise ArgumentError(
             f"{verb}: device_ids={device_ids} names a CUDA device that is not there",
-            expected=f"numbers below {count}, the CUDA devices of this host"
-            if count
-            else "no device_ids: this host has no CUDA device",
-            fix=None if count else "leave device_ids out",
+            expected=f"numbers below {count}, the CUDA devices of this host",
         )
-    return torch.device("cuda", device_ids[0]) if device_ids else None
+    return torch.device("cuda", device_ids[0]) if device_ids and count else None
 
 
 class _Overwritten(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from ..arrays import finish_writes, shape_text
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
-from ..errors import ArgumentError, DtypeError, KindError, ShapeError
+from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..groups.channel import Channel
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
@@ -200,7 +200,13 @@ class Collective:
             )
 
     def check_list(
-        self, given: Any, argument: str, length: int | None = None, *, role: str = ""
+        self,
+        given: Any,
+        argument: str,
+        length: int | None = None,
+        *,
+        role: str = "",
+        may_be_longer: bool = False,
     ) -> Sequence[Any]:
         """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one).
 
@@ -236,11 +242,13 @@ class Collective:
                 if isinstance(given, torch.Tensor)
                 else None,
             )
+        if may_be_longer and length is not None and len(given) > length:
+            return given
         if len(given) != length if length is not None else not given:
             fix = "pass at least one entry" if length is None else f"pass a list of {length}"
             if each:
                 fix = f"pass one entry for each of {ranks_text(self.group.ranks)}"
-            raise ArgumentError(
+            raise LengthError(
                 f"{self.name}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
                 where=self.here,
                 expected="at least one" if length is None else f"{length}{each}",

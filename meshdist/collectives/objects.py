@@ -54,15 +54,16 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     """Every member's list holds all members' objects, in group order.
 
     Args:
-        object_list: a list of as many entries as the group has members; all are replaced.
+        object_list: a list of as many entries as the group has members, which are replaced; of
+            a longer one the first.
         obj: anything that can be pickled.
         group: as in ``all_reduce``.
 
     Cost: the pickled bytes, p - 1 times, per rank.
 
     Raises:
-        KindError: an object cannot be pickled, on whichever member; or no list.
-        ArgumentError: a list of another length.
+        PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
+        LengthError: a shorter list.
         BackendError: what a member sent cannot be unpickled here.
 
     Example:
@@ -75,12 +76,13 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         [{'rank': 0}, {'rank': 1}]
     """
     rounds = _Rounds("all_gather_object", group)
-    rounds.check_list(object_list, "object_list", rounds.group.size())
+    size = rounds.group.size()
+    rounds.check_list(object_list, "object_list", size, may_be_longer=True)
     check_is_list(object_list, "object_list", rounds.name, is_written=True)
     parcel = Parcel({"obj": obj})
     sizes = rounds.agree(parcel)
     parts = rounds.all_gather_bytes(parcel.data, sizes)
-    object_list[:] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
+    object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
 @verb()
@@ -96,14 +98,14 @@ def gather_object(
     Args:
         obj: anything that can be pickled.
         object_gather_list: on the destination a list of as many entries as the group has members,
-            all of which are replaced; None or [] on the others.
+            which are replaced, of a longer one the first; None or [] on the others.
         dst: the destination's global rank (0 if neither is given); or
         group_dst: its rank in the group.
         group: as in ``all_reduce``.
 
     Raises:
-        KindError: an object cannot be pickled, on whichever member; or no list.
-        ArgumentError: a list of another length, or on a rank that is not the destination.
+        PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
+        LengthError: a shorter list. ArgumentError: one on a rank that is not the destination.
         BackendError: what a member sent cannot be unpickled here.
 
     Example:
@@ -118,7 +120,7 @@ def gather_object(
     rounds, argument = _Rounds("gather_object", group), "object_gather_list"
     root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.name, "dst")
     size = rounds.group.size()
-    rounds.check_list(object_gather_list, argument, size, role="destination")
+    rounds.check_list(object_gather_list, argument, size, role="destination", may_be_longer=True)
     if rounds.is_root:
         check_is_list(object_gather_list, argument, rounds.name, is_written=True)
     parcel = Parcel({"obj": obj})
@@ -127,7 +129,7 @@ def gather_object(
     sent[root] = parcel.data.numel()
     parts = rounds.exchange(parcel.data, sent, sizes if rounds.is_root else [0] * size)
     if object_gather_list and rounds.is_root:
-        object_gather_list[:] = [
+        object_gather_list[:size] = [
             rounds.unpack(part, member)[0] for member, part in enumerate(parts)
         ]
 
@@ -152,7 +154,7 @@ def broadcast_object_list(
 
     Raises:
         AgreementError: the members' lists have different lengths; on all members.
-        KindError: an object cannot be pickled, on all members; or no list.
+        PicklingError: an object cannot be pickled, on all members. KindError: no list.
         BackendError: what the source sent cannot be unpickled here.
 
     Example:
@@ -192,7 +194,7 @@ def scatter_object_list(
         group_src: the source's rank in the group.
 
     Raises:
-        KindError: an object cannot be pickled, on all members; or no list.
+        PicklingError: an object cannot be pickled, on all members. KindError: no list.
         ArgumentError: an empty output list; not one object per member.
         BackendError: what the source sent cannot be unpickled here.
 
@@ -244,7 +246,7 @@ def send_object_list(
 
     Raises:
         AgreementError: the receiver's list has another length; on both sides.
-        KindError: an object cannot be pickled, on both sides; or no list.
+        PicklingError: an object cannot be pickled, on both sides. KindError: no list.
         ArgumentError: the receiver is this rank; none or two receivers are named.
 
     Example:
@@ -297,7 +299,7 @@ def recv_object_list(
 
     Raises:
         AgreementError: the sender's list has another length; on both sides.
-        KindError: an object cannot be pickled, on both sides; or no list.
+        PicklingError: an object cannot be pickled, on both sides. KindError: no list.
         ArgumentError: the sender is this rank, or two senders are named.
         BackendError: what the sender sent cannot be unpickled here, or is no list of objects.
     """

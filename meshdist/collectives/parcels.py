@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, BackendError, KindError
+from ..errors import AgreementError, BackendError, KindError, PicklingError
 from ..groups.process_group import ProcessGroup
 
 __all__ = [
@@ -136,7 +136,7 @@ def raise_unpicklable(
 ) -> NoReturn:
     """Raise one and the same error on every member."""
     reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
-    raise KindError(
+    raise PicklingError(
         f"{verb}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
         expected="objects that pickle takes; nothing was sent",
         found=grouped_text(reasons),

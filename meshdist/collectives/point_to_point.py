@@ -13,7 +13,7 @@ from typing import Any
 
 from ..arrays import as_tensor, shape_text
 from ..dtypes import dtype_name
-from ..errors import ArgumentError, KindError
+from ..errors import ArgumentError, KindError, LengthError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..wires.communicator import LARGEST_TAG
 from ..wires.failures import WireFailure
@@ -421,7 +421,7 @@ def _group_of(operations: Any) -> ProcessGroup:
     """The one group of a list of operations."""
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
-        raise ArgumentError(
+        raise LengthError(
             "batch_isend_irecv takes a list of at least one P2POp",
             found="an empty list" if is_list else type(operations).__name__,
         )

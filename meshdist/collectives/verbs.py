@@ -299,7 +299,7 @@ def barrier(
     Args:
         group, async_op: as in ``all_reduce``.
         device_ids: the CUDA device that an NCCL barrier runs on; by default the one bound to this
-            rank, else the one that the group has used.
+            rank, else the one that the group has used. A group of CPU wires alone ignores it.
         timeout: in place of the group's.
 
     Raises:
@@ -308,7 +308,8 @@ def barrier(
     """
     check_timeout(timeout)
     device = group.device if device_ids is None else first_cuda_device(device_ids, "barrier")
-    channel = group.open_channel("cuda" if device_ids else group.first_device_type())
+    is_on_cuda = bool(device_ids) and device is not None and "cuda" in group.backends
+    channel = group.open_channel("cuda" if is_on_cuda else group.first_device_type())
     channel.enter("barrier", None)
     return run(
         channel,

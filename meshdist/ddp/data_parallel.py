@@ -312,7 +312,7 @@ def _find_devices(
         )
     devices = sorted({str(p.device) for p in module.parameters()})
     if not device_ids:
-        if output_device is not None:
+        if output_device not in (None, 0):  # torch takes 0 for none, too
             raise ArgumentError(
                 "output_device was given without device_ids",
                 expected="output_device only with the one device of a CUDA module in device_ids",

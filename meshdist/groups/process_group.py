@@ -20,18 +20,17 @@ from ..errors import (
     MeshdistError,
     NotInGroupError,
 )
-from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.hosts import num_forks
 from ..wires.failures import WireFailure, WireRefused
 from ..wires.opening import Opening
-from ..wires.operations import Terms
 from ..wires.registry import Wire, find_wire, get_wire
-from ..wires.work import Work
+from ..wires.work import Work, bound
 from .agreement import Agreement
 from .channel import Channel
 from .failures import opening_error
 from .other_members import MembersOfWorld, silent_ranks
 from .registry import get_registry
+from .verb_methods import Asked, VerbMethods, verbs
 
 if TYPE_CHECKING:
     from ..wires.native import FastPath
@@ -47,10 +46,11 @@ __all__ = [
 _log = logging.getLogger("meshdist.groups")
 
 
-class ProcessGroup:
+class ProcessGroup(VerbMethods):
     """An ordered set of ranks that communicate, as one of its members sees it.
 
-    Made by a mesh for its axes, or by ``new_group``; a program rarely makes one itself.
+    Made by a mesh for its axes, or by ``new_group``; a program rarely makes one itself. It has the
+    methods of torch's process groups, too, each of which starts the verb that it stands for.
 
     Args:
         world: the world of its ranks.
@@ -184,30 +184,19 @@ class ProcessGroup:
         """The device type that was opened first; for verbs that carry no tensor."""
         return next(iter(self._channels), None) or self._main_device_type()
 
-    def check_usable(self) -> None:
-        """Raise where the world or the group is closed, or this process is a forked child."""
-        self.world.check_usable()
-        if self._closed:
+    def check_open(self) -> None:
+        """Raise where the group, or its world, was closed."""
+        if self.is_closed:
             raise GroupClosedError(
                 f"{self.name} was closed",
                 where=f"rank {self.world.rank}",
                 fix="make a new mesh or group; a closed one stays closed",
             )
 
-    def allreduce(self, tensors: list[torch.Tensor], op: Any = ReduceOp.SUM) -> Work:
-        """Start reducing the one tensor of ``tensors`` in place; the call of torch's comm hooks."""
-        (tensor,) = tensors
-        kind, factor = split_premul(op)
-        channel = self.open_channel(tensor.device.type)
-        channel.enter("allreduce", tensor, kind if factor is None else ReduceOp.PREMUL_SUM)
-        if factor is not None:
-            multiply(tensor, factor)
-        try:
-            terms = Terms(channel.timeout, "allreduce", channel.recorder.sequence)
-            operation = channel.communicator.all_reduce(tensor, kind, terms)
-        except WireFailure as failure:
-            raise channel.explain(failure) from None
-        return channel.work(operation, [tensor], verb="allreduce")
+    def check_usable(self) -> None:
+        """Raise where the world or the group is closed, or this process is a forked child."""
+        self.world.check_usable()
+        self.check_open()
 
     def close(self) -> None:
         """End communication on this group; a communicator shared with others stays open."""
@@ -229,6 +218,26 @@ class ProcessGroup:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
         labels = [channel.opened.label for channel in self._channels.values()]
         get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """``monitored_barrier``, which waits."""
+        verbs["monitored_barrier"](self, timeout, wait_all_ranks)
+
+    def _start(self, verb: str, asked: Asked, *given: Any, **named: Any) -> Work:
+        work: Work = verbs[verb](*given, group=self, async_op=True, **named)
+        if asked.timeout is not None:
+            bound(work, asked.timeout)
+        if not asked.is_async:
+            work.wait()
+        return work
+
+    def _send(self, tensor: Any, peer: int, tag: int) -> Work:
+        return verbs["isend"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
+
+    def _recv(self, tensor: Any, peer: int | None, tag: int) -> Work:
+        return verbs["irecv"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
 
     def _main_device_type(self) -> str:
         return "cpu" if "cpu" in self.backends else next(iter(self.backends))

@@ -35,7 +35,9 @@ from ..errors import (
     WorldError,
 )
 from ..groups.failures import Explainer, opening_error
+from ..groups.verb_methods import Asked
 from ..runtime.hosts import num_forks
+from ..verb_table import ROOTED_VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
 from ..wires.opening import Opening
@@ -45,7 +47,7 @@ from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
 from .comparing import Comparison
 from .other_members import MembersOfTorchGroup
-from .requests import Request, read_options
+from .requests import Request
 from .works import TorchWork, begin_record
 
 __all__ = ["GroupOfWire"]
@@ -266,13 +268,13 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     # -- how a verb runs -------------------------------------------------------------------------
 
-    def _request(self, verb: str, options: Any, first: str, **given: Any) -> Request:
-        """A call of ``verb``, asked as ``read_options`` has it."""
+    def _request(self, verb: str, asked: Asked) -> Request:
+        """A call of ``verb``."""
         self._check_usable()
-        request = Request(verb, self._facts, read_options(options, first, **given))
-        if first == "root":
-            request.check_place(request.asked.root)
-            request.facts["root"] = request.asked.root
+        request = Request(verb, self._facts, asked)
+        if verb in ROOTED_VERBS:
+            request.check_place(asked.root)
+            request.facts["root"] = asked.root
         return request
 
     def _run(

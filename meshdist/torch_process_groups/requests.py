@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,47 +17,12 @@ from ..collectives.checks import (
 )
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, ShapeError
-from ..reduce_ops import Factor, ReduceKind, ReduceOp, multiply, split_premul
+from ..groups.verb_methods import Asked
+from ..reduce_ops import Factor, ReduceKind, multiply, split_premul
 
-__all__ = ["Asked", "Request", "check_some", "find_tensor", "only", "only_list", "read_options"]
+__all__ = ["Request", "check_some", "find_tensor"]
 
 _Tensor = torch.Tensor
-
-
-class Asked(NamedTuple):
-    """How a call is to be done.
-
-    Args:
-        is_async: whether the caller goes on before it is done.
-        timeout: how long it may take, in place of the group's; None is the group's.
-        op: of a verb that reduces.
-        root: of a verb that has one, counted in the group.
-    """
-
-    is_async: bool = True
-    timeout: timedelta | None = None
-    op: Any = ReduceOp.SUM
-    root: int = 0
-
-
-def read_options(options: Any, first: str, **given: Any) -> Asked:
-    """Return what a verb of torch's ProcessGroup was asked, in either form that it can be called.
-
-    Args:
-        options: torch's options, or in the short form the value of the field ``first``, or None.
-        first: the field that the short form gives in the place of the options.
-        given: more fields; None stands for what was not given.
-    """
-    if hasattr(options, "asyncOp"):
-        timeout = options.timeout
-        return Asked(
-            options.asyncOp,
-            timeout if timeout > timedelta(0) else None,  # torch's sign for "none" is negative
-            getattr(options, "reduceOp", ReduceOp.SUM),
-            getattr(options, "rootRank", 0),
-        )
-    fields = {first: options, **{name: x for name, x in given.items() if x is not None}}
-    return Asked(**{name: x for name, x in fields.items() if x is not None})
 
 
 class Request:
@@ -266,29 +230,3 @@ def check_some(verb: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise for an empty list."""
     if not tensors:
         raise ArgumentError(f"{verb}: an empty list of tensors", expected="at least one tensor")
-
-
-def only(tensors: Sequence[torch.Tensor] | torch.Tensor, verb: str) -> torch.Tensor:
-    """The one tensor of a list that torch's interface has for several devices of one process."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ArgumentError(
-            f"{verb}: a list of {len(tensors)} tensors, one for each device of this process",
-            expected="one tensor",
-            fix="call it once for each, or the coalesced form",
-        )
-    return tensors[0]
-
-
-def only_list(lists: Sequence[Any], verb: str) -> Sequence[torch.Tensor]:
-    """The one list of tensors of a list of lists; a plain list passes for it."""
-    if lists and isinstance(lists[0], torch.Tensor):
-        return lists
-    if len(lists) != 1:
-        raise ArgumentError(
-            f"{verb}: {len(lists)} lists of tensors, one for each device of this process",
-            expected="one list",
-            fix="pass it on the root" if not lists else "call it once for each",
-        )
-    return lists[0]  # type: ignore[no-any-return]

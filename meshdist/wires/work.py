@@ -19,7 +19,7 @@ from .futures import WorkFuture, get_watcher
 from .operations import Operation
 from .simulated.scheduler import find_rank_here
 
-__all__ = ["Work"]
+__all__ = ["Work", "bound"]
 
 _UNSET = timedelta(0)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -307,3 +307,9 @@ def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
         elif hasattr(x, "__cuda_array_interface__"):
             found[torch.device("cuda", x.device.id)] = None
     return list(found)
+
+
+def bound(work: Work, timeout: timedelta) -> None:
+    """Let waits for ``work`` that name no timeout end at this one, in the place of the group's."""
+    check_timeout(timeout)
+    work._timeout = timeout

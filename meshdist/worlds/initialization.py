@@ -159,6 +159,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
     Raises:
         NotInitializedError: there is no world; it was closed before, or never made.
+        GroupClosedError: the group was destroyed before.
     """
     world = find_world()
     if world is None or world.is_closed:
@@ -173,6 +174,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if group is not None:
         closing = resolve_group(group)
         if closing is not world_group(world):
+            closing.check_open()
             closing.close()
             return
     world.check_usable()
@@ -201,11 +203,18 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's number in ``group`` (None: the world); -1 outside the group.
 
     Answers in a forked child too.
+
+    Raises:
+        GroupClosedError: the group was destroyed.
     """
     world = get_world()
     if group is None:
         return world.rank
-    return -1 if _is_outsider(group) else resolve_group(group).rank()
+    if _is_outsider(group):
+        return -1
+    target = resolve_group(group)
+    target.check_open()
+    return target.rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
@@ -224,8 +233,12 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
 
     Where several wires serve it, by device type: the one that AxisOptions named for the mesh's; the
     accelerator's if there is one and no pairs were named; else the pairs as text.
+
+    Raises:
+        GroupClosedError: the group was destroyed.
     """
     target = world_group() if group is None else resolve_group(group)
+    target.check_open()
     backends = target.backends
     if target.named_for in backends:
         return Backend(backends[target.named_for])

@@ -251,6 +251,18 @@ def test_what_cannot_be_unpickled_raises_where_it_arrives(on_ranks, verb: str, w
 # -- lists that do not fit ------------------------------------------------------------------------
 
 
+def test_of_a_longer_list_the_first_entries_are_replaced(on_ranks: Any) -> None:
+    def program() -> list[Any]:
+        rank = md.get_rank()
+        everyones, at_root = [None, None, None, "kept"], [None, None, None, "kept"]
+        md.all_gather_object(everyones, rank)
+        md.gather_object(rank, at_root if rank == 0 else None, 0)
+        return [everyones, at_root]
+
+    whole, none = [0, 1, 2, "kept"], [None, None, None, "kept"]
+    assert on_ranks(program, 3) == [[whole, whole], [whole, none], [whole, none]]
+
+
 def other_length(verb: str) -> str | None:
     rank = md.get_rank()
     mine: list[Any] = ["?"] * (3 if rank == 0 else 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.collectives.checks import first_cuda_device
 from tests.pool import Pool
 
 SIZES = (1, 2, 3, 4)
@@ -461,7 +462,6 @@ REFUSED = [
     (lambda: md.recv(X, src=md.get_rank()), ValueError, "use irecv"),
     (lambda: md.barrier(timeout=3), TypeError, "datetime.timedelta"),
     (lambda: md.barrier(device_ids=0), TypeError, "device_ids must be a list of whole numbers"),
-    (lambda: md.barrier(device_ids=[99]), ValueError, "names a CUDA device that is not there"),
     *[
         (call, md.NotInGroupError, "this rank is not a member of the group")
         for call in (
@@ -492,6 +492,19 @@ def test_refused_before_anything_is_sent(case: int) -> None:
 
     for message in md.simulate(program, 2):
         assert text in message
+
+
+def test_a_barrier_on_the_cpu_takes_device_ids_as_torchs_does() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("for a host without CUDA devices")
+    assert md.simulate(lambda: md.barrier(device_ids=[0]), 2) == [None, None]
+
+
+def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(md.ArgumentError, match=r"device_ids=\[2\] names a CUDA device that is not"):
+        first_cuda_device([2], "barrier")
+    assert first_cuda_device([1], "barrier") == torch.device("cuda", 1)
 
 
 def test_without_a_world() -> None:

@@ -923,7 +923,7 @@ def test_outputs_of_every_documented_kind_pass_through() -> None:
             "  found:    parameters on cpu",
         ),
         (
-            lambda: md.DDP(nn.Linear(1, 1), output_device=0),
+            lambda: md.DDP(nn.Linear(1, 1), output_device=1),
             ArgumentError,
             "output_device was given without device_ids",
         ),
@@ -1011,6 +1011,13 @@ def test_on_a_gpu_the_rank_concerned_raises(tmp_path: Path) -> None:
         assert [p.grad.item() for p in fragile.parameters()] == [1.0, 1.0]
     finally:
         md.destroy_process_group()
+
+
+def test_output_device_0_without_device_ids_is_none_as_in_torch() -> None:
+    def program() -> Any:
+        return md.DDP(nn.Linear(1, 1), output_device=0).output_device
+
+    assert md.simulate(program, 2) == [None, None]
 
 
 def test_an_axis_in_the_place_of_device_ids_is_told_its_name() -> None:

@@ -11,15 +11,8 @@ import torch.distributed as dist
 
 import meshdist as md
 from meshdist.checking.calls import GroupFacts
-from meshdist.torch_process_groups.requests import (
-    Asked,
-    Request,
-    check_some,
-    find_tensor,
-    only,
-    only_list,
-    read_options,
-)
+from meshdist.groups.verb_methods import Asked, only, only_list, read_options
+from meshdist.torch_process_groups.requests import Request, check_some, find_tensor
 
 GROUP = GroupFacts("group 'g'", (4, 6), 1)
 X = torch.arange(6.0)
@@ -30,15 +23,18 @@ def request(verb: str = "all_reduce", **asked: Any) -> Request:
 
 
 def test_options_are_read_in_both_forms() -> None:
-    assert read_options(None, "op") == Asked()
-    assert read_options(dist.ReduceOp.MAX, "op").op == dist.ReduceOp.MAX
-    short = read_options(None, "root", root=1, timeout=timedelta(seconds=3), op=None)
+    assert read_options(("op",)) == read_options(("op",), None) == Asked()
+    assert read_options(("op",), dist.ReduceOp.MAX).op == dist.ReduceOp.MAX
+    assert read_options(("op",), opts=dist.ReduceOp.MAX).op == dist.ReduceOp.MAX
+    short = read_options(("root", "timeout"), 1, timedelta(seconds=3), op=None)
     assert short == Asked(timeout=timedelta(seconds=3), root=1)
+    with pytest.raises(TypeError, match="2 arguments where there are 1: op"):
+        read_options(("op",), dist.ReduceOp.MAX, 3)
     options = dist.ReduceOptions()
     options.reduceOp, options.rootRank, options.asyncOp = dist.ReduceOp.MIN, 1, False
-    assert read_options(options, "root") == Asked(False, None, options.reduceOp, 1)
+    assert read_options(("root",), options) == Asked(False, None, options.reduceOp, 1)
     options.timeout = timedelta(seconds=7)
-    assert read_options(options, "root").timeout == timedelta(seconds=7)
+    assert read_options(("root",), options).timeout == timedelta(seconds=7)
 
 
 def test_a_plain_tensor_travels_itself() -> None:

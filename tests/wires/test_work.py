@@ -157,7 +157,7 @@ def test_each_verb_names_itself(wire: str, pool) -> None:
             work.wait()
         return [repr(work) for work in works]
 
-    verbs = ["all_reduce", "all_gather", "isend", "irecv", "isend", "irecv", "allreduce"]
+    verbs = ["all_reduce", "all_gather", "isend", "irecv", "isend", "irecv", "all_reduce"]
     expected = [f"<Work: {verb} on the world, finished>" for verb in verbs]
     found = pool.run(program, 2) if wire == "gloo" else md.simulate(program, 2)
     assert found == [expected] * 2

@@ -37,6 +37,14 @@ def test_rank_size_and_backend(pool: Pool) -> None:
     assert pool.run(program, 2) == [(rank, 2, "gloo", "cpu:gloo,cuda:gloo") for rank in range(2)]
 
 
+def test_a_store_gives_no_ranks_to_mpi_without_mpiexec() -> None:
+    with (
+        pytest.warns(UserWarning, match="are ignored with backend 'mpi'"),
+        pytest.raises(md.RendezvousError, match="the program runs without mpiexec"),
+    ):
+        md.init_process_group("mpi", store=md.HashStore(), rank=0, world_size=1)
+
+
 def test_groups_are_asked_like_the_world(pool: Pool) -> None:
     def program() -> tuple[Any, ...]:
         group = md.new_group([2, 0])
@@ -58,6 +66,21 @@ def test_groups_are_asked_like_the_world(pool: Pool) -> None:
     assert found[0] == (0, 2, "gloo", "cpu:gloo,cuda:gloo", 2.0)
     assert found[1] == (-1, -1)
     assert found[2] == (1, 2, "gloo", "cpu:gloo,cuda:gloo", 2.0)
+
+
+def test_a_destroyed_group_is_not_asked_and_not_destroyed_again() -> None:
+    def program() -> list[str]:
+        group = md.new_group([0, 1])
+        md.destroy_process_group(group)
+        told = []
+        for call in (md.get_rank, md.get_backend, md.destroy_process_group):
+            with pytest.raises(ValueError, match="was closed") as found:
+                call(group)
+            assert isinstance(found.value, md.GroupClosedError)
+            told.append(str(found.value).splitlines()[0])
+        return told
+
+    assert md.simulate(program, 2) == [["group of ranks 0-1 was closed"] * 3] * 2
 
 
 def test_a_mesh_axis_is_asked_like_a_group(pool: Pool) -> None:
