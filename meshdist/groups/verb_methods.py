@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..reduce_ops import ReduceOp
+from ..runtime.timeouts import check_timeout
 
 __all__ = ["Asked", "VerbMethods", "only", "only_list", "read_options", "verbs"]
 
@@ -82,6 +83,7 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
         )
     values = {**dict(zip(fields, given, strict=False)), **named}
     asked = Asked(**{name: x for name, x in values.items() if x is not None})
+    check_timeout(asked.timeout)
     if opts is None:
         return asked
     timeout = opts.timeout

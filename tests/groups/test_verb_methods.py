@@ -234,6 +234,8 @@ def test_a_timeout_of_its_own_bounds_the_waits(pool: Pool) -> None:
         (lambda group: group.allreduce(["x"]), "all_reduce cannot take a str"),
         (lambda group: group.broadcast(torch.ones(1), 7), "7"),
         (lambda group: group.send([torch.ones(1)], 7, 0), "7"),
+        (lambda group: group.broadcast(torch.ones(1), 0, 3), "timedelta"),
+        (lambda group: group.broadcast(torch.ones(1), 0, -MINUTE), "timeout must be positive"),
     ],
 )
 def test_what_is_wrong_is_refused(call: Callable[[Any], Any], text: str) -> None:
