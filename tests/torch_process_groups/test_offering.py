@@ -58,6 +58,7 @@ SOAK = pytest.mark.soak  # each starts an interpreter that imports torch
     [
         (BY_ITSELF, {}, "True False False\n"),
         (BY_ITSELF, {"PMI_SIZE": "2"}, "True True False\n"),
+        pytest.param(BY_ITSELF, {"OMPI_COMM_WORLD_SIZE": "2"}, "True True False\n", marks=SOAK),
         pytest.param(
             BY_ITSELF, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False False False\n", marks=SOAK
         ),
