@@ -27,7 +27,7 @@ PACKAGE = "meshdist"
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
     {
-        "runtime": ("timeouts", "hosts", "deadlines", "timers", "buffer_pool"),
+        "runtime": ("timeouts", "hosts", "deadlines", "endings", "timers", "buffer_pool"),
         "launching": (
             "guard",
             "rank_environment",
@@ -39,9 +39,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "environments",
             "server_watch",
             "stores",
+            "bounded_store",
             "generations",
             "world",
-            "thread_stores",
             "file_records",
             "mpi_library",
             "mpi_address",

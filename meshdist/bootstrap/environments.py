@@ -32,6 +32,7 @@ class Surroundings:
         local_rank: its number among the ranks of its host, where the launcher numbers them.
         is_one_host: whether the launcher says that all ranks run on one host.
         has_agent_store: whether torchrun's agent serves the store.
+        directory: where the ranks of this job meet, which its launcher made for it alone.
         job: a name that only processes of this job share, where the launcher gives one.
         attempt: distinguishes this start of the job from an earlier one that used the same store.
     """
@@ -44,6 +45,7 @@ class Surroundings:
     local_rank: int | None = None
     is_one_host: bool = False
     has_agent_store: bool = False
+    directory: str | None = None
     job: str | None = None
     attempt: str = ""
 
@@ -110,6 +112,7 @@ def read_surroundings(
     )
     if is_one_host and port and not has_agent_store and launcher != "meshdist run":
         address = "127.0.0.1"  # whatever name MASTER_ADDR gives it: no other host has to reach it
+    directory = environment.get("MESHDIST_DIRECTORY") if launcher == "meshdist run" else None
     return Surroundings(
         launcher=launcher,
         rank=rank,
@@ -119,6 +122,7 @@ def read_surroundings(
         local_rank=reader.optional_number(local_name),
         is_one_host=is_one_host,
         has_agent_store=has_agent_store,
+        directory=directory if is_one_host and address == "127.0.0.1" else None,
         job=_first_of(environment, "PMIX_NAMESPACE", "PMI_KVSNAME", "SLURM_JOB_ID") or None,
         attempt=_attempt(kind, launcher, environment),
     )

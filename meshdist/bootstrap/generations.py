@@ -29,7 +29,8 @@ from ..error_text import ranks_text
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card
-from .stores import LEAST_STORE_TIMEOUT, PrefixStore, Store
+from .bounded_store import BoundedStore, read_json, read_jsons, read_number, within
+from .stores import PrefixStore, Store
 
 __all__ = ["Attempt", "Joined"]
 
@@ -45,9 +46,12 @@ class Joined:
         rank: this process's rank.
         size: how many ranks there are.
         generation: how many generations the store had before.
-        store: a store for this world alone, on the handle that the attempt was given.
-        handle: that handle. Keep it as long as the store: a PrefixStore does not keep alive a
-            store that is written in Python.
+        store: a store for this world alone, on ``handle``.
+        make_torch_store: returns the same keys on a connection of its own, for torch's classes,
+            which use a store in threads of theirs.
+        handle: makes the requests to the store. Keep it as long as the store: a PrefixStore does
+            not keep alive a store that is written in Python.
+        server: the rank whose process serves the store; None where no rank does.
         hosts: for each rank the number of its host, numbered as they first appear; None if all
             ranks are on one host.
         local_rank: this process's number among the ranks of its host.
@@ -60,7 +64,9 @@ class Joined:
     size: int
     generation: int
     store: Store
-    handle: Store
+    make_torch_store: Callable[[], Store]
+    handle: BoundedStore
+    server: int | None
     hosts: tuple[int, ...] | None
     local_rank: int
     wires: frozenset[str]
@@ -78,7 +84,7 @@ class Attempt:
     """One process's way into the world of ``size`` ranks that meets in a store.
 
     Args:
-        store: what all ranks share, on a handle that nothing else uses as long as the world lives.
+        handle: makes the requests to what all ranks share.
         rank: this process's rank, or None to be given one in the order of arrival.
         size: how many ranks there are.
         timeout: how long to wait for the others.
@@ -86,9 +92,10 @@ class Attempt:
         wires: the names of what this process could use to communicate.
         local_rank: this process's number on its host, where its launcher numbers them.
         is_unique: whether a launcher sees to it that no rank runs twice at once.
+        prefix: what the keys of the attempt begin with.
     """
 
-    store: Store
+    handle: BoundedStore
     rank: int | None
     size: int
     timeout: timedelta
@@ -96,10 +103,12 @@ class Attempt:
     wires: Collection[str] = ()
     local_rank: int | None = None
     is_unique: bool = False
+    prefix: str = "meshdist"
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout)
         self._card = my_card()
+        self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Joined:
         """Return the world, once every rank has joined.
@@ -109,9 +118,10 @@ class Attempt:
                 disagree about the size. Every rank that waits raises the same text.
         """
         try:
-            generation = self.store.add("resolved", 0)
-            while (joined := self.try_generation(generation)) is None:
-                generation += 1
+            with within(self._deadline):
+                generation = read_number(self.store, "resolved")
+                while (joined := self.try_generation(generation)) is None:
+                    generation += 1
         except RendezvousError:
             raise
         except RuntimeError as error:  # torch's store errors
@@ -125,17 +135,22 @@ class Attempt:
 
     def try_generation(self, generation: int) -> Joined | None:
         """Return the world of this generation; None where the next one has to be tried."""
-        keys = PrefixStore(str(generation), self.store)
+        keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
         if keys.check(["state"]):
             return None
-        agreed = int(keys.compare_set("size", "", str(self.size)))
+        keys.compare_set("size", "", str(self.size))
+        agreed = read_number(keys, "size")
         if agreed != self.size:
             return self._conclude(keys, generation, -1, self._disagreement(agreed))
         mine = self._claim_next(keys) if self.rank is None else self._claim(keys, self.rank)
         if mine is None:
             return None
         try:
-            about = {"local_rank": self.local_rank, "wires": sorted(self.wires)}
+            about = {
+                "local_rank": self.local_rank,
+                "wires": sorted(self.wires),
+                "serves": self.handle.is_served_here,
+            }
             card = {**self._card.to_json(), **about}
             keys.set(f"card/{mine}", json.dumps(card))
             if keys.add("joined", 1) == self.size:
@@ -175,7 +190,7 @@ class Attempt:
                 "store, start with a new address, file or store",
             ),
         )
-        self._raise(json.loads(keys.get("state")))
+        self._raise(_state(keys))
         return None
 
     def _claim_next(self, keys: Store) -> int | None:
@@ -196,7 +211,7 @@ class Attempt:
     def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
         """Close the generation with ``outcome``, unless another rank has done so."""
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
-        if keys.compare_set("state", "", text).decode() == text:
+        if keys.compare_set("state", "", text) == text.encode():
             self.store.add("resolved", 1)
             keys.set("full", "1")  # ranks that wait for the others look at the state now
 
@@ -205,18 +220,23 @@ class Attempt:
     ) -> Joined | None:
         if outcome is not None:
             self._resolve(keys, outcome)
-        state = json.loads(keys.get("state"))
+        state = _state(keys)
         if state["kind"] == "stale":
             return None
         self._raise(state)
-        store = PrefixStore(f"{generation}/world", self.store)
-        store.set_timeout(max(self.timeout, LEAST_STORE_TIMEOUT))
+        below = f"{self.prefix}/{generation}/world"
+        server = state["server"]
+        self.handle.client = f"rank {rank} of {self.size}"
+        if server is not None:
+            self.handle.server = f"rank {server}, which serves the store,"
         return Joined(
             rank,
             self.size,
             generation,
-            store,
-            self.store,
+            PrefixStore(below, self.handle),
+            lambda: PrefixStore(below, self.handle.raw_clone()),
+            self.handle,
+            server,
             tuple(state["hosts"]) if any(state["hosts"]) else None,
             state["local_ranks"][rank],
             frozenset(state["wires"]),
@@ -231,17 +251,13 @@ class Attempt:
         key = f"card/{rank}"
         grace = Grace(min(_CARD_S, self._deadline.left_s))
         wait_until(lambda: keys.check([key]) or keys.check(["state"]), grace)
-        return ProcessCard.from_json(json.loads(keys.get(key))) if keys.check([key]) else None
+        return read_json(keys, key, ProcessCard.from_json) if keys.check([key]) else None
 
     def _layout(self, keys: Store) -> dict[str, Any]:
         """Return the outcome of a generation in which every rank has left its card."""
-        names = [f"card/{rank}" for rank in range(self.size)]
-        if keys.has_extended_api():  # type: ignore[attr-defined] # not in torch's annotations
-            texts = keys.multi_get(names)
-        else:
-            texts = [keys.get(name) for name in names]
-        values = [json.loads(text) for text in texts]
-        cards = [ProcessCard.from_json(value) for value in values]
+        seen = read_jsons(keys, [f"card/{rank}" for rank in range(self.size)], _seen)
+        cards = [card for card, _ in seen]
+        values = [value for _, value in seen]
         if any(is_alive(card) is False for card in cards):
             return {"kind": "stale"}
         numbers: dict[str, int] = {}
@@ -257,6 +273,7 @@ class Attempt:
             "hosts": hosts,
             "local_ranks": local_ranks,
             "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
+            "server": next((rank for rank, value in enumerate(values) if value["serves"]), None),
         }
 
     def _missing(self, keys: Store) -> dict[str, Any]:
@@ -310,6 +327,27 @@ class Attempt:
             found=f"{process} ({self._card}): {self.size}; the first that came: {agreed}",
             fix="give every rank the same world_size (or WORLD_SIZE)",
         )
+
+
+def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
+    """A rank's card, and what it says besides."""
+    return ProcessCard.from_json(value), {
+        "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
+        "wires": [str(wire) for wire in value["wires"]],
+        "serves": bool(value["serves"]),
+    }
+
+
+def _state(keys: Store) -> dict[str, Any]:
+    """How a generation was closed."""
+
+    def parse(value: dict[str, Any]) -> dict[str, Any]:
+        needed = {"failed": ("summary", "fields"), "stale": ()}.get(
+            value["kind"], ("hosts", "local_ranks", "wires", "server")
+        )
+        return {name: value[name] for name in ("kind", *needed)}
+
+    return read_json(keys, "state", parse)
 
 
 def _failure(summary: str, **fields: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -21,14 +22,17 @@ from torch.distributed import register_rendezvous_handler
 from ..errors import ArgumentError, KindError, RendezvousError
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from . import file_records
+from .bounded_store import BoundedStore
 from .environments import Surroundings, read_surroundings
 from .generations import Attempt, Joined
-from .mpi_address import remove_directory, store_by_directory, store_by_mpi
+from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
+    LEAST_STORE_TIMEOUT,
     FileStore,
-    PrefixStore,
+    ServedStore,
     Store,
     bind_listener,
+    cloned,
     connect_store,
     find_number,
     inherited_listener,
@@ -37,7 +41,6 @@ from .stores import (
     numeric_loopback,
     serve_store,
 )
-from .thread_stores import cloned
 
 __all__ = ["meet", "register_rendezvous_handler", "rendezvous"]
 
@@ -129,7 +132,7 @@ def rendezvous(
         timeout=timeout or DEFAULT_TIMEOUT,
         handler_arguments=kwargs,
     )
-    yield joined.store, joined.rank, joined.size
+    yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(
         "a rendezvous gives one world",
         where=joined.origin,
@@ -245,34 +248,43 @@ def _meet_in(
     **known: Any,
 ) -> Joined:
     prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
-    own = PrefixStore(prefix, store)
+    patience = max(terms.timeout, LEAST_STORE_TIMEOUT)
+    handle = BoundedStore(store, patience, is_served_here=isinstance(store, ServedStore))
     given = rank if rank >= 0 else None
-    return Attempt(own, given, size, terms.timeout, origin, terms.wires, **known).join()
+    known["prefix"] = prefix
+    try:
+        return Attempt(handle, given, size, terms.timeout, origin, terms.wires, **known).join()
+    except BaseException:
+        handle.close()
+        raise
 
 
 def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Joined:
     launcher = surroundings.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
-    store: Store
+    rank, size, local_rank = surroundings.rank, surroundings.size, surroundings.local_rank
+    directory = surroundings.directory
+    if surroundings.port is None and surroundings.is_one_host:
+        directory = directory_of_mpiexec(surroundings)
+    if directory is not None:
+        path = os.path.join(directory, f"store at {surroundings.port or 'mpiexec'}")
+        return _meet_in_file(path, rank, size, origin, terms, local_rank=local_rank)
     if surroundings.port is not None:
         origin += f", store at {surroundings.address or 'rank 0'}, port {surroundings.port}"
         store = _store_at(surroundings, terms.timeout)
     else:
-        by = store_by_directory if surroundings.is_one_host else store_by_mpi
-        store = keep_store(("mpiexec", surroundings.job), lambda: by(surroundings, terms.timeout))
-    joined = _meet_in(
+        found = partial(store_by_mpi, surroundings, terms.timeout)
+        store = keep_store(("mpiexec", surroundings.job), found)
+    return _meet_in(
         store,
-        surroundings.rank,
-        surroundings.size,
+        rank,
+        size,
         origin,
         terms,
         attempt=surroundings.attempt,
-        local_rank=surroundings.local_rank,
+        local_rank=local_rank,
         is_unique=launcher == "torchrun",
     )
-    if surroundings.port is None and surroundings.is_one_host and surroundings.rank == 0:
-        remove_directory(surroundings)
-    return joined
 
 
 def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
@@ -375,8 +387,13 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Join
             fix=f"file:///{(url.netloc + url.path).lstrip('/') or 'shared/meeting'}",
         )
     _check_size(url, rank, size)
-    origin = f"file://{url.path}"
-    entry = file_records.enter(url.path, rank if rank >= 0 else None, size, terms.group_name)
+    return _meet_in_file(url.path, rank, size, f"file://{url.path}", terms)
+
+
+def _meet_in_file(
+    path: str, rank: int, size: int, origin: str, terms: _Terms, **known: Any
+) -> Joined:
+    entry = file_records.enter(path, rank if rank >= 0 else None, size, terms.group_name)
     pid = os.getpid()
 
     def leave() -> None:
@@ -388,7 +405,8 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Join
     atexit.register(leave)
     try:
         store = FileStore(entry.store_path, -1)
-        joined = _meet_in(store, entry.rank, size, origin, replace(terms, group_name=""))
+        named = replace(terms, group_name="")  # the generation is the job's alone
+        joined = _meet_in(store, entry.rank, size, origin, named, **known)
     except BaseException:
         leave()
         raise

@@ -1,56 +1,54 @@
-"""How the processes of one ``mpiexec`` learn where rank 0's store listens.
+"""Where the processes of one ``mpiexec`` meet.
 
-On one host the address goes through a directory that only this user can enter, named by the user,
-the launching process and its start time. Across hosts mpi4py broadcasts it, which starts MPI in
-every rank; on one host MPI is not started.
+On one host they meet in a directory that only this user can enter, named by the user, the launching
+process and its start time; MPI is not started for it. Across hosts mpi4py broadcasts where rank 0's
+store listens, which starts MPI in every rank.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import glob
 import os
 import shutil
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from ..errors import RendezvousError
-from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import ProcessCard, is_alive, my_card, process_start, read_process
+from ..runtime.hosts import process_start, read_process
 from .environments import Surroundings
 from .mpi_library import find_mpi_problem, start_mpi
 from .stores import TCPStore, bind_listener, connect_store, serve_store
 
-__all__ = ["remove_directory", "store_by_directory", "store_by_mpi"]
+__all__ = ["directory_of_mpiexec", "store_by_mpi"]
 
 _LAUNCHERS = ("prterun", "prted", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy")
-_FILE = "address"
 
 
-def store_by_directory(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
-    """Return the store of the processes that one mpiexec has started on this host."""
+def directory_of_mpiexec(surroundings: Surroundings) -> str:
+    """Return the directory in which the processes meet that one mpiexec has started on this host.
+
+    The first to come makes it; what jobs have left behind that were killed is removed.
+    """
+    for folder in _left_behind():
+        shutil.rmtree(folder, ignore_errors=True)
     folder = _folder(surroundings)
-    if surroundings.rank == 0:
-        return _serve_in(folder, surroundings, timeout)
-    port = wait_until(lambda: _find_port(folder), Deadline(timeout))
-    if port is None:
-        raise RendezvousError(
-            f"rank 0 has not joined: it wrote no address within {timeout.total_seconds():g} s",
-            where=f"rank {surroundings.rank} of {surroundings.size}, started by "
-            f"{surroundings.launcher}; directory {folder}",
-            expected="all ranks on this host, started by one mpiexec with the same TMPDIR",
-            fix="look at the output of rank 0; for ranks on several hosts install mpi4py, or "
-            "set MASTER_ADDR and MASTER_PORT",
-        )
-    return connect_store("127.0.0.1", port, timeout)
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        _check_private(folder)
+    atexit.register(_remove_if_empty, folder, os.getpid())
+    return folder
 
 
-def remove_directory(surroundings: Surroundings) -> None:
-    """Remove what ``store_by_directory`` made; rank 0 calls it once all ranks have joined."""
-    shutil.rmtree(_folder(surroundings), ignore_errors=True)
+def _remove_if_empty(folder: str, pid: int) -> None:
+    if pid == os.getpid():
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def _folder(surroundings: Surroundings) -> str:
@@ -65,37 +63,19 @@ def _folder(surroundings: Surroundings) -> str:
         ancestor = int(fields[1])
     start = (process_start(pid) or "").replace(" ", "-")
     job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
-    return os.path.join(tempfile.gettempdir(), f"meshdist-{os.getuid()}-{pid}-{start}-{job}")
+    return os.path.join(tempfile.gettempdir(), f"{_beginning()}{pid}-{start}-{job}")
 
 
-def _serve_in(folder: str, surroundings: Surroundings, timeout: timedelta) -> TCPStore:
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        _check_private(folder)
-    listener = bind_listener("127.0.0.1", 0)
-    assert listener is not None  # loopback is an address of every host
-    port = listener.getsockname()[1]
-    store = serve_store(listener, "127.0.0.1", port, timeout)
-    draft = os.path.join(folder, f".{_FILE}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump({"port": port, **my_card().to_json()}, file)
-    os.replace(draft, os.path.join(folder, _FILE))
-    pid = os.getpid()
-    # In a forked child it does nothing.
-    atexit.register(lambda: remove_directory(surroundings) if pid == os.getpid() else None)
-    return store
+def _beginning() -> str:
+    return f"meshdist-{os.getuid()}-"
 
 
-def _find_port(folder: str) -> int | None:
-    try:
-        _check_private(folder)
-        with open(os.path.join(folder, _FILE), encoding="utf-8") as file:
-            values: dict[str, Any] = json.load(file)
-    except FileNotFoundError:
-        return None
-    # A crashed program of the same mpiexec may have left files: they do not count.
-    return int(values["port"]) if is_alive(ProcessCard.from_json(values)) else None
+def _left_behind() -> Iterator[str]:
+    """The directories of this user's jobs whose launching process has ended."""
+    for folder in glob.glob(os.path.join(tempfile.gettempdir(), f"{_beginning()}*-*-*")):
+        pid, start = os.path.basename(folder).removeprefix(_beginning()).split("-")[:2]
+        if pid.isdigit() and process_start(int(pid)) != start:
+            yield folder
 
 
 def _check_private(folder: str) -> None:

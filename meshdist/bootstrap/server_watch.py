@@ -1,9 +1,9 @@
 """Idle connections to the process that serves a store, by which its clients see that it ends.
 
 torch reports on stderr that a server is lost as soon as a client asks it something. So a client
-looks at its server watch first; and a server of ours that ends in good order first closes its
-side of all watches, and waits shortly until its clients, whose requests may be under way, have
-closed theirs.
+looks at its server watch first; and a server of ours that ends in good order waits until its
+clients have ended or closed their worlds. Then it closes its side of all watches, and waits shortly
+until clients whose requests may be under way have closed theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Grace
+from ..runtime.endings import is_ending_by_exception
 
-__all__ = ["ServerWatch", "find_readable", "offer_server_watch"]
+__all__ = ["ServerWatch", "accept_clients", "find_readable", "offer_server_watch"]
 
 _KEY = "meshdist/server watch"
 _BACKLOG = 4096
@@ -32,6 +33,9 @@ _CONNECT_S = 5.0
 _CONNECT_BESIDE_S = 1.0
 # A client that is stopped, or whose threads get no time, must not keep the server from ending.
 _CLOSING_S = 1.0
+# A rank that fails ends soon, but lets the others read what it has left for them.
+_FAILING_S = 2.0
+_SLICE_S = 0.25
 
 
 _lock = threading.Lock()
@@ -54,9 +58,6 @@ class ServerWatch:
             store = store.underlying_store
         if not isinstance(store, TCPStore):
             return
-        with _lock:
-            for clients in _served:  # a server is a client, too, each time that ranks meet
-                clients.update()
         wanted = [(store.port, _CONNECT_S)]
         if store.check([_KEY]):
             wanted.append((int(store.get(_KEY)), _CONNECT_BESIDE_S))
@@ -86,6 +87,13 @@ def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
     for file in files:
         poll.register(file, select.POLLIN)
     return {number for number, _ in poll.poll(1000 * seconds)}
+
+
+def accept_clients() -> None:
+    """Accept what waits to watch this process, each time that ranks meet; few may wait."""
+    with _lock:
+        for clients in _served:
+            clients.update()
 
 
 def offer_server_watch(store: Store, host: str) -> None:
@@ -145,10 +153,18 @@ class _Clients:
             connection.close()
 
     def close(self) -> None:
-        """Close this side of all connections, and wait until the clients have closed theirs."""
+        """Wait until no client needs the store; close this side, and see the clients close theirs.
+
+        Where an exception ends the process, wait shortly. A program that is interrupted meanwhile
+        ends at once.
+        """
         atexit.unregister(self.close)
         if self._process_id != os.getpid():
             return
+        patience = Grace(_FAILING_S if is_ending_by_exception() else None)
+        self.update()
+        while self._connections and not patience.is_over:
+            self.update(patience.slice_s(_SLICE_S))
         grace = Grace(_CLOSING_S)
         self.update()
         self._listener.close()

@@ -28,9 +28,11 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "ServedStore",
     "Store",
     "TCPStore",
     "bind_listener",
+    "cloned",
     "connect_store",
     "find_number",
     "inherited_listener",
@@ -136,9 +138,13 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
     return None
 
 
+class ServedStore(TCPStore):
+    """A store whose server runs in this process."""
+
+
 def serve_store(
     listener: socket.socket | None, address: str, port: int, timeout: timedelta
-) -> TCPStore:
+) -> ServedStore:
     """Return a store whose server runs in this process and listens on ``listener`` alone.
 
     Takes the socket over. Without one the server listens on every interface, at ``port``.
@@ -151,7 +157,7 @@ def serve_store(
         address = address if bound in ("0.0.0.0", "::") else bound
         taken = {"master_listen_fd": listener.detach()}
     limit = max(timeout, LEAST_STORE_TIMEOUT)
-    store = TCPStore(address, port, None, True, limit, wait_for_workers=False, **taken)
+    store = ServedStore(address, port, None, True, limit, wait_for_workers=False, **taken)
     offer_server_watch(store, bound)
     return store
 
@@ -214,6 +220,12 @@ def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
             fix="look at the output of rank 0; check that every rank has the same "
             "MASTER_ADDR and MASTER_PORT (or URL), and that a firewall lets the port pass",
         )
+
+
+def cloned(store: Any) -> Store:
+    """Return another handle to the same store, over a connection of its own."""
+    clone: Store = store.clone()
+    return clone
 
 
 _kept: dict[tuple[int, Hashable], Store] = {}

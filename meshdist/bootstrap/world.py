@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import num_forks
+from .bounded_store import BoundedStore
 
 __all__ = [
     "World",
@@ -49,6 +50,9 @@ class World:
         rank: this rank, from 0.
         size: how many ranks there are.
         store: the store that all ranks share, its keys private to this world.
+        given_torch_store: as ``make_torch_store``; None lets it return ``store``.
+        handle: makes the requests to the store; None for simulated ranks.
+        server: the rank whose process serves the store; None where no rank does.
         backends: the wire that serves each device type, for example ``{"cpu": "gloo"}``.
         timeout: how long a verb may wait; None takes the wire's default.
         local_rank: this rank among those of its host.
@@ -70,6 +74,9 @@ class World:
     origin: str = "env://"
     options: Any = None
     device: Any = None
+    given_torch_store: Callable[[], Store] | None = None
+    handle: BoundedStore | None = None
+    server: int | None = None
     chooses_wires: bool = False
     """Whether no wire was named, so that another one may serve where the best cannot."""
     process_id: int = field(default_factory=os.getpid, init=False)
@@ -81,10 +88,8 @@ class World:
     """Called in reverse order when the world closes."""
     kept: list[object] = field(default_factory=list, init=False, repr=False)
     """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
-    store_clones: threading.local = field(default_factory=threading.local, init=False, repr=False)
-    """The other threads' handles to the store (``thread_stores``)."""
-    find_server: Callable[[], bool] | None = field(default=None, init=False, repr=False)
-    """Returns whether the process that serves the store lives; None where that is not watched."""
+    latest_signal: int = field(default=0, init=False, repr=False)
+    """The last signal's number that this rank has seen or posted (``groups.signal_thread``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
     """What this rank has open (``groups.registry``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
@@ -102,9 +107,18 @@ class World:
         return len(set(self.hosts)) == 1
 
     @property
+    def has_processes(self) -> bool:
+        """Whether other ranks are other processes."""
+        return self.size > 1 and not self.is_simulated
+
+    @property
     def is_simulated(self) -> bool:
         """Whether its ranks are simulated, all in this process."""
         return self.origin == "simulated"
+
+    def make_torch_store(self) -> Store:
+        """The store's keys on a connection of its own, for torch's classes, which have threads."""
+        return self.store if self.given_torch_store is None else self.given_torch_store()
 
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
         """Whether some of ``ranks`` run on different hosts."""

@@ -14,8 +14,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from ..bootstrap.thread_stores import lost_store_error
-from ..errors import MeshdistError
+from ..bootstrap.bounded_store import read_json, read_number, within
 from ..runtime.deadlines import Deadline, wait_until
 
 __all__ = ["MonitoredBarrier", "Outcome", "failed_text"]
@@ -61,7 +60,6 @@ class MonitoredBarrier:
         number: the barrier's, from 1; all members count alike.
         timeout: how long to wait.
         names_all: whether the failure names all absent ranks, or the first one alone.
-        where: this member and its call, for messages.
         check: raises where waiting is in vain.
     """
 
@@ -72,7 +70,6 @@ class MonitoredBarrier:
     number: int
     timeout: timedelta
     names_all: bool
-    where: str
     check: Callable[[], None] = lambda: None
 
     def wait(self) -> Outcome:
@@ -84,17 +81,13 @@ class MonitoredBarrier:
         Raises:
             StoreError: the store is lost.
         """
-        try:
+        with within(Deadline(self.timeout)):
             outcome = self._find_outcome()
             if outcome is None:
                 self.check()
                 self.store.set(f"{self.prefix}/arrived/{self.rank}", str(self.number))
                 outcome = self._lead() if self.rank == self.ranks[0] else self._follow()
             return outcome
-        except MeshdistError:
-            raise
-        except RuntimeError as error:
-            raise lost_store_error("during monitored_barrier", self.where, error) from error
 
     def _lead(self) -> Outcome:
         absent = list(self.ranks[1:])
@@ -122,8 +115,7 @@ class MonitoredBarrier:
         return self._decide(why, absent)
 
     def _has_arrived(self, rank: int) -> bool:
-        key = f"{self.prefix}/arrived/{rank}"
-        return self.store.check([key]) and int(self.store.get(key)) >= self.number
+        return read_number(self.store, f"{self.prefix}/arrived/{rank}") >= self.number
 
     def _why(self, absent: list[int]) -> str:
         return failed_text(absent if self.names_all else absent[:1], self.timeout)
@@ -141,8 +133,8 @@ class MonitoredBarrier:
         key = f"{self.prefix}/outcome"
         if not self.store.check([key]):
             return None, ""
-        text = self.store.get(key).decode()
-        return Outcome(**json.loads(text)), text
+        text = self.store.get(key).decode(errors="replace")
+        return read_json(self.store, key, lambda value: Outcome(**value)), text
 
     def _decide(self, failure: str, absent: list[int]) -> Outcome:
         """Decide how it ends, unless another member has; return how it does."""
@@ -156,5 +148,5 @@ class MonitoredBarrier:
             mine = Outcome(self.number, passed, self.rank, failure, absent)
             text = json.dumps(vars(mine))
             after = self.store.compare_set(f"{self.prefix}/outcome", before, text)
-            if after.decode() == text:
+            if after == text.encode():
                 return mine

@@ -10,7 +10,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from ..bootstrap.thread_stores import check_store_served, store_of_thread
 from ..bootstrap.world import World
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
 from ..checking.call_sites import call_site, show_site
@@ -97,24 +96,24 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     call = Call(*registry.beside_wires.note(facts, _NAME, None))
     where = f"rank {world.rank}, {call._replace(sequence=number).title}"
     barrier = MonitoredBarrier(
-        store_of_thread(world),
+        world.store,
         prefix,
         group.ranks,
         world.rank,
         number,
         timeout,
         names_all,
-        where,
         lambda: _check(group, known_aborts, where),
     )
     outcome = barrier.wait()
+    came = [rank for rank in group.ranks if rank not in outcome.absent]
+    registry.finish(f"{prefix}/{number}", came)
     if outcome.failure:
         raise _timed_out(group, outcome, where, names_all)
 
 
 def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
-    """Raise where waiting is in vain: the store is lost, or the group was aborted."""
-    check_store_served(group.world)
+    """Raise where waiting is in vain: the group was aborted."""
     aborts = get_registry(group.world).aborts
     for label in set(aborts) - known_aborts:
         message = aborts[label]

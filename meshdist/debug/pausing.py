@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeAlias
 
-from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.bounded_store import read_number
 from ..bootstrap.world import World, get_usable_world
 from ..checking.call_sites import call_site, show_site
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
@@ -132,7 +132,9 @@ def _open_counts(world: World) -> _Add:
     letting others run, keep them in the table that they share.
     """
     if not world.is_simulated:
-        return store_of_thread(world).add
+        return lambda key, amount: (
+            world.store.add(key, amount) if amount else read_number(world.store, key)
+        )
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
@@ -161,7 +163,7 @@ def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
     here = find_rank_here() if world.is_simulated else None
     if here is not None:
         here.wait(CallWait(f"breakpoint(rank={rank})", call_site(), has_left))
-    elif not wait_until(has_left, Grace(limit), lambda: check_store_served(world)):
+    elif not wait_until(has_left, Grace(limit)):
         found = f"rank {rank} is in the debugger"
         if add(_ENTERED, 0) < number:
             found = f"rank {rank} has not come: {last_call_text(ask(world, (rank,)).get(rank))}"

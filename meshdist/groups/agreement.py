@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..bootstrap.thread_stores import check_store_served, lost_store_error, store_of_thread
+from torch.distributed import Store
+
+from ..bootstrap.bounded_store import read_json, read_jsons, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, CollectiveTimeoutError
@@ -122,13 +124,11 @@ class Agreements:
         if len(members) == 1:
             return Agreement(name, {world.rank: offer})
         meeting = _Meeting(name, kind, definition["text"], members, timeout)
-        mine = json.dumps(definition, sort_keys=True)
-        try:
-            check_store_served(world)
-            store = store_of_thread(world)
-            store.set(meeting.key(world.rank), f"{mine}\n{json.dumps(offer)}")
-            self._await_all(meeting)
-            outcome = store.compare_set(meeting.outcome_key, "", _ALL_HAVE_COME).decode()
+        store, deadline = world.store, Deadline(timeout)
+        with within(deadline):
+            store.set(meeting.key(world.rank), json.dumps([definition, offer]))
+            self._await_all(meeting, deadline)
+            outcome = _first(store, meeting, _ALL_HAVE_COME)
             if outcome != _ALL_HAVE_COME:
                 raise CollectiveTimeoutError(
                     f"others gave up to wait before rank {world.rank} came to make a {kind}",
@@ -137,47 +137,37 @@ class Agreements:
                     found=outcome,
                     fix=f"look at what kept rank {world.rank}, or raise the timeout",
                 )
-            entries = store.multi_get([meeting.key(rank) for rank in members])
-        except RuntimeError as error:
-            if isinstance(error, (AgreementError, CollectiveTimeoutError)) or world.is_simulated:
-                raise
-            during, where = f"while ranks agreed on a {kind}", f"rank {world.rank}, {meeting.text}"
-            raise lost_store_error(during, where, error) from error
-        texts, offers = zip(*(entry.decode().split("\n") for entry in entries), strict=True)
-        if any(text != mine for text in texts):
+            entries = read_jsons(store, [meeting.key(rank) for rank in members], _entry)
+        mine = entries[members.index(world.rank)][0]
+        if any(one != mine for one, _ in entries):
             raise AgreementError(
                 f"the ranks do not define the same {kind}",
                 where=f"rank {world.rank}, among {ranks_text(members)}",
                 expected=f"one and the same {kind} on every rank",
-                found=_grouped(members, [json.loads(text) for text in texts]),
+                found=_grouped(members, [one for one, _ in entries]),
                 fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
             )
-        return Agreement(name, dict(zip(members, map(json.loads, offers), strict=True)))
+        return Agreement(name, dict(zip(members, [offer for _, offer in entries], strict=True)))
 
-    def _await_all(self, meeting: _Meeting) -> None:
+    def _await_all(self, meeting: _Meeting, deadline: Deadline) -> None:
         """Return when all members have published their definitions."""
         world, members = self._world, meeting.members
-        store = store_of_thread(world)
+        store = world.store
         keys = list(map(meeting.key, members))
         if world.is_simulated:
             store.wait(keys)
             return
-        deadline = Deadline(meeting.timeout)
         self._show_notice(None)
         suspicion, times = "", 0
         # Not store.wait, whose expiry torch reports on stderr.
-        while not wait_until(
-            lambda: store.check(keys),
-            Grace(deadline.slice_s(_SLICE_S)),
-            lambda: check_store_served(world),
-        ):
+        while not wait_until(lambda: store.check(keys), Grace(deadline.slice_s(_SLICE_S))):
             missing = [rank for rank in members if not store.check([meeting.key(rank)])]
             if not missing:
                 break
             if deadline.is_over:
                 seconds = meeting.timeout.total_seconds()
                 outcome = f"rank {world.rank} waited {seconds:g} s for {meeting.text}"
-                if store.compare_set(meeting.outcome_key, "", outcome).decode() == _ALL_HAVE_COME:
+                if _first(store, meeting, outcome) == _ALL_HAVE_COME:
                     break
                 raise self._late(meeting, missing)
             self._show_notice(meeting)
@@ -205,7 +195,7 @@ class Agreements:
             "text": meeting.text,
             "has_threads": _has_other_threads(),
         }
-        store_of_thread(self._world).set(_notice_key(self._world.rank), json.dumps(notice))
+        self._world.store.set(_notice_key(self._world.rank), json.dumps(notice))
         self._has_notice = meeting is not None
 
     def _find_crossing(self, meeting: _Meeting, missing: list[int]) -> tuple[str, int]:
@@ -214,12 +204,12 @@ class Agreements:
         Returns as well how many equal findings in a row are proof: a rank with several threads may
         yet come by another one.
         """
-        store = store_of_thread(self._world)
+        store = self._world.store
         arrived = set(meeting.members) - set(missing)
         for rank in missing:
             key = _notice_key(rank)
-            other = json.loads(store.get(key)) if store.check([key]) else None
-            if not other or other["name"] == meeting.name:
+            other = read_json(store, key, _notice) if store.check([key]) else None
+            if other is None or other["name"] == meeting.name:
                 continue
             for awaited in arrived.intersection(other["ranks"]):
                 if not store.check([f"{other['name']}/{awaited}"]):
@@ -248,6 +238,26 @@ class Agreements:
             found="\n".join(lines),
             fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
         )
+
+
+def _first(store: Store, meeting: _Meeting, outcome: str) -> str:
+    """How the meeting ended, as the first member says that does; this one says ``outcome``."""
+    return store.compare_set(meeting.outcome_key, "", outcome).decode(errors="replace")
+
+
+def _entry(value: tuple[dict[str, Any], dict[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A member's definition and its offer."""
+    definition, offer = value
+    return {**definition, "text": str(definition["text"])}, {**offer}
+
+
+def _notice(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a member says of an agreement for which it waits; None where it waits for none."""
+    if value is None:
+        return None
+    ranks = [int(rank) for rank in value["ranks"]]
+    texts = {name: str(value[name]) for name in ("name", "text")}
+    return {**texts, "ranks": ranks, "has_threads": bool(value["has_threads"])}
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:

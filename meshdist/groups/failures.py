@@ -28,7 +28,7 @@ from ..wires.registry import Wire
 
 __all__ = ["STORE_LOST", "Explainer", "OtherMembers", "opening_error"]
 
-STORE_LOST = "the store is lost: the rank that served it has ended"
+STORE_LOST = "the store is lost"
 
 
 def opening_error(
@@ -228,7 +228,7 @@ class Explainer:
             where=self._where(call),
             found=reason,
             fix="let the rank that serves the store end last, and start the program anew"
-            if reason == STORE_LOST
+            if reason.startswith(STORE_LOST)
             else "make a new group or mesh on the ranks that are left",
         )
 

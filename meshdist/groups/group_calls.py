@@ -86,8 +86,8 @@ def new_group(
         device=device_id,
     )
     limit = timeout or world.timeout or default
-    with get_registry(world).opening() as agreements:
-        made.open_all(agreements.agree(members, "group", definition, limit))
+    with get_registry(world).opening() as agree:
+        made.open_all(agree(members, "group", definition, limit))
     return made
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
-from ..bootstrap.thread_stores import lost_store_explained, store_of_thread
+from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.shared_words import (
@@ -33,7 +34,7 @@ class HeaderTables:
         """Make this rank's shared words, and show the others where they lie."""
         self._words = make_shared_words()
         address = None if self._words is None else self._words.address
-        store_of_thread(self._world).set(_address_key(self._world.rank), json.dumps(address))
+        self._world.store.set(_address_key(self._world.rank), json.dumps(address))
 
     def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
         """The table of a new communicator; None where no other member is on this host."""
@@ -55,13 +56,16 @@ class HeaderTables:
     def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
         """The region under ``key`` of a rank of this host; None while it is not known yet."""
         if rank not in self._views:
-            with lost_store_explained(self._world):
-                store = store_of_thread(self._world)
-                if not store.check([_address_key(rank)]):
-                    return None
-                address = json.loads(store.get(_address_key(rank)))
-            self._views[rank] = address and find_view(WordsAddress(*address))
+            store = self._world.store
+            if not store.check([_address_key(rank)]):
+                return None
+            address = read_json(store, _address_key(rank), _parse)
+            self._views[rank] = address and find_view(address)
         return self._views[rank], key
+
+
+def _parse(value: list[Any] | None) -> WordsAddress | None:
+    return None if value is None else WordsAddress(*value)
 
 
 def _address_key(rank: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
 from ..checking.calls import Call, GroupFacts
 from ..checking.recorder import FORGOTTEN
@@ -46,9 +46,8 @@ class MembersOfWorld(OtherMembers):
 
     def find_abort(self) -> dict[str, Any] | None:
         try:
-            check_store_served(self._world)
             return get_registry(self._world).find_abort(self._opened.label)
-        except RuntimeError:
+        except StoreError:
             return None
 
     def break_here(self, reason: str) -> None:
@@ -59,12 +58,14 @@ class MembersOfWorld(OtherMembers):
             return ""
         try:
             answers = ask(self._world, self._others)
-        except RuntimeError:
-            return STORE_LOST
-        lines = []
+        except StoreError as lost:
+            return f"{STORE_LOST}: {lost.summary}"
+        registry, lines = get_registry(self._world), []
         for rank in self._others:
             answer = answers.get(rank)
             line = last_call_text(answer)
+            if answer is None:
+                line = registry.find_ending(rank) or line
             if answer is not None:
                 line = line.removeprefix("runs, and ")
                 here = [one for one in answer["calls"] if one["label"] == self._opened.label]
@@ -81,16 +82,17 @@ class MembersOfWorld(OtherMembers):
         if self._world.is_simulated:
             return ""
         mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.title})
+        key, store = f"{self._opened.label}/failure", self._world.store
         try:
-            check_store_served(self._world)
-            store = store_of_thread(self._world)
-            first = store.compare_set(f"{self._opened.label}/failure", "", mine).decode()
-        except RuntimeError:
-            return STORE_LOST
-        if first == mine:
-            return ""
-        other = json.loads(first)
-        return f"rank {other['rank']} failed first, in {other['call']}: {other['text']}"
+            if store.compare_set(key, "", mine) == mine.encode():
+                return ""
+            return read_json(
+                store,
+                key,
+                lambda it: f"rank {it['rank']} failed first, in {it['call']}: {it['text']}",
+            )
+        except StoreError as lost:
+            return f"{STORE_LOST}: {lost.summary}"
 
     def agree_on_error(
         self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
@@ -115,19 +117,25 @@ class MembersOfWorld(OtherMembers):
             )
             disagreement = {**disagreement, "found": found}
             text = json.dumps(disagreement)
-            first = store_of_thread(self._world).compare_set(f"{label}/disagreement", "", text)
-            disagreement = json.loads(first.decode())
+            store, key = self._world.store, f"{label}/disagreement"
+            is_first = store.compare_set(key, "", text) == text.encode()
+            disagreement = read_json(store, key, _disagreement)
             reason = f"{disagreement['summary']}: {disagreement['found']}"
-            if first.decode() == text:
+            if is_first:
                 message = {"reason": reason, "group": self._group.name}
                 registry.abort([label], {**message, "disagreement": disagreement})
             else:  # no verb of this rank may use the wire before the other's signal arrives
                 registry.break_here(label, reason, disagreement=disagreement)
         except StoreError as lost:  # then no rank can say what the others called
-            found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {STORE_LOST}"
+            found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {lost.summary}"
             disagreement = {**disagreement, "found": found}
             registry.break_here(label, str(lost), disagreement=disagreement)
         return disagreement
+
+
+def _disagreement(value: dict[str, str]) -> dict[str, str]:
+    """The fields of an AgreementError."""
+    return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
 
 
 def last_call_text(answer: Answer | None) -> str:
@@ -140,13 +148,17 @@ def last_call_text(answer: Answer | None) -> str:
 
 
 def silent_ranks(world: World, ranks: tuple[int, ...]) -> str:
-    """Which of some ranks, other than this one, give no sign of life; "" where all do."""
+    """Which of some ranks have left, or give no sign of life; "" where all others do."""
     if world.is_simulated:
         return ""
+    registry = get_registry(world)
     others = tuple(rank for rank in ranks if rank != world.rank)
     try:
+        endings = {rank: text for rank in others if (text := registry.find_ending(rank))}
+        if endings:
+            return "\n".join(f"rank {rank} {text}" for rank, text in endings.items())
         answers = ask(world, others, patience_s=_LIFE_SIGN_S)
-    except RuntimeError:  # the store is lost, as other lines say
+    except StoreError:  # as other lines say
         return ""
     silent = [rank for rank in others if rank not in answers]
     if not silent:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed import Store
 
+from ..bootstrap.bounded_store import read_json, read_number
 from ..runtime.deadlines import Grace, clock
 
 __all__ = ["PausedClocks", "change_pause"]
@@ -59,7 +61,9 @@ class PausedClocks:
         for name, pause in self._pauses.items():
             if pause is None:
                 continue
-            beats = int(self._store.add(f"clock/{name}/beat", int(pause.rank == self._rank)))
+            key = f"clock/{name}/beat"
+            is_mine = pause.rank == self._rank
+            beats = self._store.add(key, 1) if is_mine else read_number(self._store, key)
             if beats != pause.num_beats:
                 pause.num_beats, pause.silence = beats, Grace(_SILENCE_S)
             if pause.limit.is_over or pause.silence.is_over:
@@ -75,8 +79,14 @@ class PausedClocks:
 
 def _read(store: Store) -> tuple[dict[str, tuple[int, float]], str]:
     """The table, and its text."""
-    text = store.get(_TABLE).decode() if store.check([_TABLE]) else ""
-    return json.loads(text) if text else {}, text
+    if not store.check([_TABLE]):
+        return {}, ""
+    text = store.get(_TABLE).decode(errors="replace")
+    return read_json(store, _TABLE, _parse), text
+
+
+def _parse(table: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    return {name: (int(rank), float(limit_s)) for name, (rank, limit_s) in table.items()}
 
 
 def change_pause(store: Store, name: str, pause: tuple[int, float] | None) -> None:
@@ -87,5 +97,5 @@ def change_pause(store: Store, name: str, pause: tuple[int, float] | None) -> No
         if pause is not None:
             table[name] = pause
         after = json.dumps(table)
-        if store.compare_set(_TABLE, before, after).decode() == after:
+        if store.compare_set(_TABLE, before, after) == after.encode():
             return

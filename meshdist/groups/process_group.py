@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
-from ..bootstrap.thread_stores import store_of_thread
 from ..bootstrap.world import World, find_world, get_usable_world, get_world
 from ..checking.calls import GroupFacts
 from ..error_text import ranks_text
@@ -258,8 +257,8 @@ class ProcessGroup(VerbMethods):
         if agreement is None:
             definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             offer = self.offer(device_type)
-            with registry.opening() as agreements:
-                agreed = agreements.agree(self.ranks, "group", definition, timeout, offer)
+            with registry.opening() as agree:
+                agreed = agree(self.ranks, "group", definition, timeout, offer)
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
         opening = self._opening(label, device_type, timeout)
@@ -288,7 +287,8 @@ class ProcessGroup(VerbMethods):
     def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
         world = self.world
         return Opening(
-            store=PrefixStore(label, store_of_thread(world)),
+            store=PrefixStore(label, world.store),
+            make_torch_store=lambda: PrefixStore(label, world.make_torch_store()),
             ranks=self.ranks,
             rank=self._group_rank,
             device_type=device_type,

@@ -11,30 +11,25 @@ from __future__ import annotations
 import atexit
 import json
 import multiprocessing.util
-import operator
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from ..bootstrap.thread_stores import (
-    check_store_served,
-    cloned,
-    lost_store_explained,
-    store_of_thread,
-)
+from ..bootstrap.bounded_store import read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.recorder import Recorder
-from ..runtime.deadlines import Grace, wait_until
+from ..errors import StoreError
+from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.endings import ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
 from ..wires.opening import Opening
 from ..wires.registry import Wire
-from .agreement import Agreements
+from .agreement import Agreement, Agreements
 from .header_tables import HeaderTables
 from .matching import Matching
 from .signal_thread import Answer, SignalThread, post, receipts_key
@@ -43,9 +38,9 @@ __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 
 _making = threading.Lock()
 _PATIENCE_S = 5.0
+_DONE_S = 30.0
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
-_NUM_OPENING = "group/opening"
 
 
 class User(Protocol):
@@ -103,38 +98,46 @@ class Registry:
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._signals: SignalThread | None = None
-        self._last_abort = 0
 
     def start(self) -> None:
         """Look for signals of other processes; simulated ranks need none."""
-        if not self._is_among_processes:
+        world = self.world
+        if not world.has_processes or world.handle is None:
             return
         self.header_tables.publish()
-        store = cloned(self.world.store)
-        self._signals = SignalThread(store, self.world.rank, self.answer, self._abort_here)
-        self.world.find_server = self._signals.is_store_served
+        self._signals = SignalThread(world, world.handle, self.answer, self._abort_here)
         atexit.register(self._end)  # runs before that of the signals, which was registered before
         if multiprocessing.parent_process() is not None:  # a forked worker runs no such handlers
             multiprocessing.util.Finalize(None, self._end, exitpriority=0)
 
     @contextmanager
-    def opening(self) -> Iterator[Agreements]:
-        """Agree in the context on what is made, and open it there.
+    def opening(self) -> Iterator[Callable[..., Agreement]]:
+        """Agree in the context on what is made, by what it gives, and open it there."""
+        made: list[Agreement] = []
 
-        Meanwhile the rank that serves the store does not end.
+        def agree(*definition: Any) -> Agreement:
+            made.append(self._agreements.agree(*definition))
+            return made[-1]
+
+        yield agree
+        for agreement in made:
+            self.finish(agreement.name, agreement.offers.keys())
+
+    def finish(self, call: str, members: Collection[int]) -> None:
+        """End this rank's part in a call of ``members``, which needs the store no more.
+
+        On the rank whose process serves the store this returns once all have come here: it may end
+        right after the call.
         """
-        if not self._is_among_processes:
-            yield self._agreements
+        world = self.world
+        if world.server is None or not world.has_processes or len(members) < 2:
             return
-        check_store_served(self.world)
-        store = store_of_thread(self.world)
-        store.add(_NUM_OPENING, 1)
-        try:
-            yield self._agreements
-        finally:
-            with suppress(RuntimeError):  # the store is lost, as the error under way says
-                check_store_served(self.world)
-                store.add(_NUM_OPENING, -1)
+        key = f"{call}/finished"
+        with suppress(StoreError):  # the next call that needs it says so
+            world.store.add(key, 1)
+            if world.server == world.rank:
+                self._await_count(key, len(members), Grace(_DONE_S))
+                world.store.delete_key(key)
 
     def acquire(self, wire: Wire, opening: Opening, label: str, user: User) -> OpenCommunicator:
         """Return the communicator called ``label``; opening a new one waits for all members.
@@ -158,10 +161,10 @@ class Registry:
         table = None if wire.compares_calls else self.header_tables.make(label, ranks)
         communicator = None
         try:
-            communicator = wire.open(opening)
-            if self._is_among_processes:
-                with lost_store_explained(world):
-                    store_of_thread(world).add(f"{label}/opened", 1)
+            with within(Deadline(opening.timeout)):
+                communicator = wire.open(opening)
+                if world.has_processes:
+                    world.store.add(f"{label}/opened", 1)
         except BaseException:
             if communicator is not None:
                 communicator.close()
@@ -207,15 +210,15 @@ class Registry:
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Free the ranks that wait in the named communicators, everywhere in the world."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
-        store = store_of_thread(self.world)
+        world = self.world
         try:
-            check_store_served(self.world)
             for label in labels:
-                store.set(f"{label}/abort", json.dumps(message))
-            if self._signals is not None:
-                message["number"] = post(store, message)
+                world.store.set(f"{label}/abort", json.dumps(message))
+            number = post(world, message) if self._signals is not None else 0
         finally:
             self._abort_here(message)
+        if number and world.server == world.rank:  # it may end right after this call
+            self._await_count(receipts_key(number), world.size, Grace(_RECEIPTS_S))
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
         """Refuse every later verb of this rank on a failed communicator, with the reason."""
@@ -226,10 +229,9 @@ class Registry:
         """Which rank aborted a communicator and why, if one did; asks the store."""
         known = self.aborts.get(label)
         if known is None:
-            check_store_served(self.world)
-            store = store_of_thread(self.world)
+            store = self.world.store
             if store.check([f"{label}/abort"]):
-                known = json.loads(store.get(f"{label}/abort"))
+                known = read_json(store, f"{label}/abort", _abort_message)
                 # Its signal may not have arrived yet, and the next verb must not use the wire.
                 self._abort_here(known)
         return known
@@ -254,10 +256,10 @@ class Registry:
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
-        self._leave()
+        self._leave("destroyed its process group")
         if self._signals is not None:
             self._signals.stop()
-            self._signals = self.world.find_server = None
+            self._signals = None
         opened = self._all_opened()
         for entry in opened:
             for user in entry.users:
@@ -271,35 +273,35 @@ class Registry:
             entry.close()
         self.header_tables.close()
 
-    @property
-    def _is_among_processes(self) -> bool:
-        return self.world.size > 1 and not self.world.is_simulated
-
     def _all_opened(self) -> list[OpenCommunicator]:
         with self._lock:
             return list(self._by_label.values())
 
-    def _leave(self) -> None:
-        """Wait, a little, for ranks that still need this one to open what it has open already."""
+    def find_ending(self, rank: int) -> str:
+        """How a rank says that it has left the world; "" where it has not."""
+        if not self.world.has_processes or not self.world.store.check([_ending_key(rank)]):
+            return ""
+        return read_json(self.world.store, _ending_key(rank), str)
+
+    def _leave(self, how: str) -> None:
+        """Say so, and wait a little for ranks that still need this one to open what it has open."""
         atexit.unregister(self._end)
-        if not self._is_among_processes or self.world.process_id != os.getpid():
+        if not self.world.has_processes or self.world.process_id != os.getpid():
             return
+        with suppress(StoreError):
+            self.world.store.set(_ending_key(self.world.rank), json.dumps(how))
         self._await_members(self._all_opened())
-        if self.world.rank == 0:  # it serves the store as a rule
-            if self._last_abort:
-                have_all_received = partial(operator.le, self.world.size)
-                self._await_count(
-                    receipts_key(self._last_abort), have_all_received, Grace(_RECEIPTS_S)
-                )
-            self._await_count(_NUM_OPENING, partial(operator.ge, 0), Grace(_PATIENCE_S))
 
     def _end(self) -> None:
-        """Announce to the others that this process exits normally, unless an exception ends it."""
-        self._leave()
-        has_failed = hasattr(sys, "last_value") or sys.exc_info()[0] is not None
-        if self.world.process_id == os.getpid() and not has_failed:
-            for entry in self._all_opened():
+        """Leave, and let the others see how, before this process ends."""
+        if self.world.process_id != os.getpid():
+            return
+        self._leave(ending_text())
+        for entry in self._all_opened():
+            if not is_ending_by_exception():
                 entry.leave()
+            if self.world.server == self.world.rank:  # others may need this process for long
+                entry.close()
 
     def _await_members(self, opened: list[OpenCommunicator]) -> None:
         """Wait until every member has opened its side.
@@ -307,30 +309,21 @@ class Registry:
         A member that ends first closes its connections, and Gloo then fails on the members that are
         still connecting to each other.
         """
-        if not self._is_among_processes:
+        if not self.world.has_processes:
             return
         grace = Grace(_PATIENCE_S)  # for all of them together
         for entry in opened:
             size = entry.communicator.size
             if entry.label not in self.aborts and size > 1:
-                have_all_opened = partial(operator.le, size)
-                self._await_count(f"{entry.label}/opened", have_all_opened, grace)
+                self._await_count(f"{entry.label}/opened", size, grace)
 
-    def _await_count(self, key: str, is_enough: Callable[[int], bool], grace: Grace) -> None:
-        """Return when a count in the store ``is_enough``, at the deadline, or without the store."""
-        store = store_of_thread(self.world)
-
-        def is_over() -> bool:
-            asking = nullcontext(True) if self._signals is None else self._signals.asking()
-            with asking as is_served:
-                return not is_served or is_enough(int(store.add(key, 0)))
-
-        with suppress(RuntimeError):  # the store is lost
-            wait_until(is_over, grace)
+    def _await_count(self, key: str, number: int, grace: Grace) -> None:
+        """Return when a count in the store is ``number``, at the deadline, or without the store."""
+        with suppress(StoreError):
+            wait_until(lambda: read_number(self.world.store, key) >= number, grace)
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:
-            self._last_abort = max(self._last_abort, message.get("number", 0))
             for label in message["labels"]:
                 self.aborts.setdefault(label, message)
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
@@ -338,6 +331,16 @@ class Registry:
                 entry.share_key = None  # no group that is made later shares a broken one
         for entry in opened:
             entry.communicator.abort()
+
+
+def _ending_key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
+    """What ``abort`` writes."""
+    texts = {"rank": int(value["rank"]), "reason": str(value["reason"])}
+    return {**value, **texts, "labels": [str(label) for label in value["labels"]]}
 
 
 def get_registry(world: World) -> Registry:

@@ -13,29 +13,29 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
 from uuid import uuid4
 
 from torch.distributed import Store
 
-from ..bootstrap.server_watch import ServerWatch, find_readable
-from ..bootstrap.thread_stores import check_store_served, store_of_thread
+from ..bootstrap.bounded_store import BoundedStore, read_json
+from ..bootstrap.server_watch import find_readable
 from ..bootstrap.world import World
+from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, clock, wait_until
 from .paused_clocks import PausedClocks, change_pause
 
 __all__ = ["Answer", "SignalThread", "ask", "clocks_paused", "collect", "post", "receipts_key"]
 
+_log = logging.getLogger("meshdist.signals")
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
-# A store may be slow to answer (a name server that its accepting side asks, a loaded machine), and
-# Python must not end before the thread is back from it.
-_END_S = 20.0
+_END_S = 20.0  # a request to the store ends in a few seconds
 
 
 class Answer(TypedDict):
@@ -51,28 +51,28 @@ class SignalThread:
     """Acts on the signals of other ranks.
 
     Args:
-        store: a connection that this thread alone uses.
-        rank: this rank.
+        world: whose ranks signal to each other.
+        handle: what makes the requests to its store.
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
     """
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
+        world: World,
+        handle: BoundedStore,
         answer: Callable[[dict[str, Any]], Answer],
         abort: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._store = store
-        self._rank = rank
+        self._world = world
+        self._store = store = world.store
+        self._rank = rank = world.rank
         self._answer = answer
         self._abort = abort
-        self._seen = int(store.add("signal/count", 0))
+        self._handle = handle
+        self._seen = 0
         self._paused_clocks = PausedClocks(store, rank)
         self._paused_clocks.read()  # a rank may have paused the clocks already
-        self._server = ServerWatch(store)
-        self._asking = threading.Lock()
         self._stopping, self._stop = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
@@ -80,16 +80,6 @@ class SignalThread:
         self._thread.start()
         # A thread that Python ends inside torch's C++ would take the process down with it.
         atexit.register(self.stop)
-
-    def is_store_served(self) -> bool:
-        """Whether the process that serves the store is still there."""
-        return self._server.is_served()
-
-    @contextmanager
-    def asking(self) -> Iterator[bool]:
-        """Whether the store is served; the serving process exits only after this context."""
-        with self._asking:
-            yield self.is_store_served()
 
     def stop(self) -> None:
         """End the thread; in a forked child, where it does not run, do nothing."""
@@ -105,32 +95,32 @@ class SignalThread:
             os.close(self._stopping)
 
     def _run(self) -> None:
-        ends = [self._stopping, *self._server.connections]
-        try:
-            while not (ended := find_readable(ends, _PERIOD_S)):
-                self._act_on_all()
-                self._paused_clocks.check()
-            if ended == {self._stopping}:  # rank 0 may be waiting for this one's receipt
-                self._act_on_all()
-        except RuntimeError:  # the store is lost: the job ends, and verbs raise
-            pass
-        finally:
-            self._paused_clocks.release()
-            with self._asking:
-                self._server.close()
+        ends = [self._stopping, *self._handle.ends]
+        while not (ended := find_readable(ends, _PERIOD_S)):
+            self._act_on_all()
+        if ended == {self._stopping}:  # another rank may be waiting for this one's receipt
+            self._act_on_all()
+        else:
+            self._handle.let_server_end()
+        self._paused_clocks.release()
 
     def _act_on_all(self) -> None:
-        count = int(self._store.add("signal/count", 0))
-        while self._seen < count:
-            self._seen += 1
-            self._act(self._seen)
+        # A store that does not answer may do so later; one that is lost ends this thread.
+        with suppress(RuntimeError):
+            while self._store.check([_signal_key(self._seen + 1)]):
+                self._seen += 1
+                self._world.latest_signal = max(self._world.latest_signal, self._seen)
+                try:
+                    self._act(self._seen, read_json(self._store, _signal_key(self._seen), dict))
+                except (KeyError, TypeError, AttributeError, ValueError, StoreError) as junk:
+                    _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
+            self._paused_clocks.check()
 
-    def _act(self, number: int) -> None:
-        message = json.loads(self._store.get(f"signal/{number}"))
+    def _act(self, number: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "ask":
             answer = json.dumps(self._answer(message["about"]))
-            self._store.set(f"signal/{number}/answer/{self._rank}", answer)
+            self._store.set(f"{_signal_key(number)}/answer/{self._rank}", answer)
         elif kind == "abort":
             self._abort({**message, "number": number})
             self._store.add(receipts_key(number), 1)
@@ -140,27 +130,21 @@ class SignalThread:
 
 def receipts_key(number: int) -> str:
     """Under which the signal threads count the ranks that have acted on an abort."""
-    return f"signal/{number}/received"
+    return f"{_signal_key(number)}/received"
 
 
-def post(store: Store, message: dict[str, Any]) -> int:
-    """Post ``message`` to all signal threads; returns its number.
+def _signal_key(number: int) -> str:
+    return f"signal/{number}"
 
-    A message that is counted and does not come would keep every signal thread waiting. So both are
-    done in a thread, which no handler of a Unix signal interrupts.
-    """
-    done: Future[int] = Future()
 
-    def do() -> None:
-        try:
-            number = int(store.add("signal/count", 1))
-            store.set(f"signal/{number}", json.dumps(message))
-            done.set_result(number)
-        except RuntimeError as error:  # the store is lost
-            done.set_exception(error)
-
-    threading.Thread(target=do, name="meshdist-post").start()
-    return done.result()
+def post(world: World, message: dict[str, Any]) -> int:
+    """Post ``message`` to all signal threads; returns its number, the next from 1."""
+    text = json.dumps({**message, "by": uuid4().hex})
+    number = world.latest_signal + 1
+    while world.store.compare_set(_signal_key(number), "", text) != text.encode():
+        number += 1
+    world.latest_signal = max(world.latest_signal, number)
+    return number
 
 
 @contextmanager
@@ -177,9 +161,8 @@ def clocks_paused(world: World, limit_s: float) -> Iterator[None]:
 
     def change(pause: tuple[int, float] | None) -> None:
         with suppress(RuntimeError):
-            check_store_served(world)
-            change_pause(store_of_thread(world), name, pause)
-            post(store_of_thread(world), {"kind": "clock"})
+            change_pause(world.store, name, pause)
+            post(world, {"kind": "clock"})
 
     clock.pause(here)
     try:
@@ -206,12 +189,10 @@ def ask(
         about: a call or message of one communicator that the answer describes as well.
         patience_s: how long to wait for answers.
     """
-    check_store_served(world)
-    store = store_of_thread(world)
-    number = post(store, {"kind": "ask", "about": about or {}})
+    number = post(world, {"kind": "ask", "about": about or {}})
     answers: dict[int, Answer] = {}
-    keys = {rank: f"signal/{number}/answer/{rank}" for rank in ranks}
-    collect(store, keys, answers, Grace(patience_s), lambda: check_store_served(world))
+    keys = {rank: f"{_signal_key(number)}/answer/{rank}" for rank in ranks}
+    collect(world.store, keys, answers, Grace(patience_s))
     return answers
 
 
@@ -220,14 +201,13 @@ def collect(
     keys: dict[int, str],
     found: dict[int, Any],
     deadline: Deadline,
-    check: Callable[[], object] | None = None,
 ) -> None:
     """Add to ``found`` what each rank writes in JSON under its key, until all have written."""
 
     def is_complete() -> bool:
         for rank in keys.keys() - found.keys():
             if store.check([keys[rank]]):
-                found[rank] = json.loads(store.get(keys[rank]))
+                found[rank] = read_json(store, keys[rank], lambda value: value)
         return found.keys() >= keys.keys()
 
-    wait_until(is_complete, deadline, check)
+    wait_until(is_complete, deadline)

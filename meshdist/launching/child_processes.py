@@ -9,10 +9,12 @@ import contextlib
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +65,7 @@ class Launch:
 
     Attributes:
         mark: the name of the launch, which must stand in the environment of its processes.
+        directory: for files of its processes, which only this user may enter; ends with the launch.
         running: the children that have not ended, by rank.
         endings: how the others have ended, first one first.
         failed: how the first child that failed has ended; None as long as none has.
@@ -71,6 +74,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
+        self.directory = tempfile.mkdtemp(prefix="meshdist-")
         self.running: dict[int, subprocess.Popen[Any]] = {}
         self.endings: list[Ending] = []
         self.failed: Ending | None = None
@@ -78,7 +82,7 @@ class Launch:
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._family = Family(self.mark)
-        self._guard = Guard(self.mark)
+        self._guard = Guard(self.mark, self.directory)
         self._is_stopped = False
 
     def start(
@@ -204,17 +208,23 @@ class Launch:
         for rank in list(self._handles):
             self._forget_handle(rank)
         self._selector.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
         self._guard.dismiss()
 
 
 class Guard:
-    """A process that ends a launch's family if this process dies, however it dies."""
+    """A process that ends a launch's family if this process dies, however it dies.
 
-    def __init__(self, mark: str) -> None:
+    Args:
+        mark: the name of the launch.
+        directory: what to remove then; "" for nothing.
+    """
+
+    def __init__(self, mark: str, directory: str = "") -> None:
         # Without the mark of an outer launch, which could end the guard before its work is done.
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, mark],
+            [sys.executable, "-I", "-S", guard.__file__, mark, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -127,7 +128,7 @@ def _leads_a_group(pid: int) -> bool:
         return False
 
 
-def _guard(mark: str) -> None:
+def _guard(mark: str, directory: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     family = Family(mark)
@@ -136,7 +137,9 @@ def _guard(mark: str) -> None:
     family.kill()
     time.sleep(_SECOND_LOOK_S)
     family.kill()
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    _guard(sys.argv[1])
+    _guard(*sys.argv[1:])

@@ -267,6 +267,7 @@ def run_processes(
     address = master_addr or "127.0.0.1"
     # Port 0 asks for a free one, as it does everywhere.
     port = master_port or None
+    meets_here = nnodes == 1 and master_addr is None and port is None
     with contextlib.ExitStack() as stack:
         reservation = None
         if nnodes == 1:
@@ -292,6 +293,7 @@ def run_processes(
                 master_port=port,
                 mark=launch.mark,
                 listen_fd=None if listener is None else listener.fileno(),
+                directory=launch.directory if meets_here else None,
             )
             job.start(local_rank, environment, listener)
         return job.finish()

@@ -9,6 +9,8 @@ What a started process finds in its environment:
     MESHDIST_RUN_ID                one random hexadecimal number for all ranks of a job on one host
     MESHDIST_LISTEN_FD             rank 0 of a job on one host: an inherited TCP socket, bound to
                                    MASTER_ADDR and MASTER_PORT, on which it is to listen
+    MESHDIST_DIRECTORY             on one host, where the user names no address: the launch's own
+                                   directory, in which the ranks meet
     MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
 
 And mpiexec, which says all this in its own way: the one of this interpreter, and its environment.
@@ -58,7 +60,7 @@ _FOREIGN = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", r"MV2_COMM_WORLD_.*"),
 )
 _OF_ANOTHER_LAUNCH = re.compile(
-    r"TORCHELASTIC_.*|ROLE_(NAME|RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MESHDIST_(LISTEN_FD|RUN_ID)"
+    r"TORCHELASTIC_.*|ROLE_(NAME|RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MESHDIST_(LISTEN_FD|RUN_ID|DIRECTORY)"
 )
 
 
@@ -95,6 +97,7 @@ def rank_environment(
     master_port: int,
     mark: str,
     listen_fd: int | None = None,
+    directory: str | None = None,
 ) -> dict[str, str]:
     """Return the environment of one rank: base, with its place in the job.
 
@@ -108,6 +111,7 @@ def rank_environment(
         master_port: its port there.
         mark: the name of this launch, random hexadecimal digits.
         listen_fd: the inherited socket on which this rank is to listen, for rank 0 alone.
+        directory: where the ranks meet; None where they meet at the address.
     """
     foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
     environment = {name: value for name, value in base.items() if name not in foreign}
@@ -121,6 +125,8 @@ def rank_environment(
         environment["MESHDIST_RUN_ID"] = mark
     if listen_fd is not None:
         environment["MESHDIST_LISTEN_FD"] = str(listen_fd)
+    if directory is not None:
+        environment["MESHDIST_DIRECTORY"] = directory
     if nprocs > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

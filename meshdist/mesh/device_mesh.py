@@ -166,8 +166,8 @@ class DeviceMesh:
         for axis, group in enumerate(self._groups):
             offer |= group.offer(definition.device_type, f"{axis}/")
         registry, entries = get_registry(definition.world), definition.entries()
-        with registry.opening() as agreements:
-            agreement = agreements.agree(members, "mesh", entries, definition.timeout, offer)
+        with registry.opening() as agree:
+            agreement = agree(members, "mesh", entries, definition.timeout, offer)
             for axis, group in enumerate(self._groups):
                 group.open_channel(definition.device_type, agreement, f"{axis}/")
 

@@ -13,7 +13,6 @@ import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from ..bootstrap.thread_stores import cloned
 from ..bootstrap.world import World
 from ..errors import BackendError, KindError, MeshError
 from ..groups.registry import get_registry
@@ -38,8 +37,8 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
     everyone = tuple(range(world.size))
     definition = {**mesh.entries(), "text": f"to_torch() of {mesh.text}"}
     timeout = world.timeout or DEFAULT_TIMEOUT
-    with get_registry(world).opening() as agreements:
-        agreements.agree(everyone, "mesh for torch", definition, timeout)
+    with get_registry(world).opening() as agree:
+        agree(everyone, "mesh for torch", definition, timeout)
         _start_torch_world(world)
         groups: list[Any] = []
         for axis in range(layout.ndim):
@@ -48,7 +47,7 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
                 if world.rank in ranks:
                     groups.append(group)
         # A rank that ended now would close its connections while others still open theirs.
-        agreements.agree(everyone, "mesh for torch", definition, timeout)
+        agree(everyone, "mesh for torch", definition, timeout)
     ranks_tensor = torch.from_numpy(layout.ranks()).to(torch.int)
     if world.rank not in layout.ranks():
         return TorchMesh(
@@ -106,7 +105,7 @@ def _start_torch_world(world: World) -> None:
     }
     torch_distributed.init_process_group(
         ",".join(f"{device}:{wire}" for device, wire in usable.items() if wire),
-        store=PrefixStore("torch", cloned(world.store)),
+        store=PrefixStore("torch", world.make_torch_store()),
         rank=world.rank,
         world_size=world.size,
         timeout=world.timeout,

@@ -12,7 +12,9 @@ import secrets
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+from ..bootstrap.bounded_store import read_json
 from ..checking.calls import Call, fingerprint_of
 from ..checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
@@ -113,8 +115,13 @@ class Comparison:
     def _find_region(self, member: int) -> tuple[SharedWordsView | None, int] | None:
         if not self._store.check([_key_of(member)]):
             return None
-        key, address = json.loads(self._store.get(_key_of(member)))
-        return find_view(WordsAddress(*address)), key
+        key, address = read_json(self._store, _key_of(member), _parse)
+        return find_view(address), key
+
+
+def _parse(value: tuple[int, list[Any]]) -> tuple[int, WordsAddress]:
+    key, address = value
+    return int(key), WordsAddress(*address)
 
 
 def _key_of(member: int) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as torch_distributed
 from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, Store
 
+from ..bootstrap.bounded_store import BoundedStore, within
 from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.recorder import Recorder
@@ -36,6 +37,7 @@ from ..errors import (
 )
 from ..groups.failures import Explainer, opening_error
 from ..groups.verb_methods import Asked
+from ..runtime.deadlines import Deadline
 from ..runtime.hosts import num_forks
 from ..verb_table import ROOTED_VERBS
 from ..wires.communicator import Communicator
@@ -66,6 +68,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         wire: what moves tensors of its device types.
         opening: the group, as the wire is to open it.
         name: what torch calls the group.
+        handle: makes the requests to the opening's store, for this group alone; None where others
+            use it, too.
 
     Raises:
         BackendError: the wire could not be opened; CollectiveTimeoutError: a member did not come.
@@ -75,8 +79,11 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, wire: Wire, opening: Opening, name: str) -> None:
+    def __init__(
+        self, wire: Wire, opening: Opening, name: str, handle: BoundedStore | None = None
+    ) -> None:
         super().__init__(opening.rank, len(opening.ranks))
+        self._handle = handle
         self._wire = wire
         self._opening = opening
         self._facts = GroupFacts(
@@ -143,7 +150,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     def get_group_store(self) -> Store:
         """The store whose keys belong to the group."""
-        return self._opening.store
+        return self._opening.make_torch_store()
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -217,7 +224,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                 found=f"{limit}",
             )
         outcome = MonitoredBarrier(
-            store, "meeting", ranks, rank, self._num_meetings, limit, wait_all_ranks, where
+            store, "meeting", ranks, rank, self._num_meetings, limit, wait_all_ranks
         ).wait()
         if outcome.failure:
             raise CollectiveTimeoutError(
@@ -254,6 +261,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             self._comparison.close()
         for group in self._others.values():
             group.shutdown()
+        if self._handle is not None:
+            self._handle.close()
 
     def leave(self) -> None:
         """Let the others know that this process ends in good order."""
@@ -428,7 +437,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
                 fix="move the tensor to the CPU, or make a group of another backend for it",
             )
-        store, ranks = PrefixStore(kind, self._opening.store), self._facts.ranks
+        store, ranks = PrefixStore(kind, self._opening.make_torch_store()), self._facts.ranks
         place, size = self._facts.rank, len(ranks)
         options: Any = torch_distributed.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
@@ -447,10 +456,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Communicator:
     """What moves tensors of a device type."""
     if kind != opening.device_type:
-        store = PrefixStore(kind, opening.store)
-        opening = replace(opening, device_type=kind, store=store)
+        opening = opening.below(kind, device_type=kind)
     try:
-        return wire.open(opening)
+        with within(Deadline(opening.timeout)):
+            return wire.open(opening)
     except WireFailure as failure:
         raise opening_error(failure, group.name, wire, group.here) from None
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore, Store
 
+from ..bootstrap.bounded_store import BoundedStore
 from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
+from ..bootstrap.stores import cloned
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.opening import Opening
@@ -28,11 +30,13 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
         BackendError: no such wire on this machine, or it could not be opened.
         CollectiveTimeoutError: a member did not come.
     """
-    size = options.group_size
+    size, store = options.group_size, _store_of(options)
+    handle = BoundedStore(cloned(store), options.timeout)
     return WireGroup(
         get_wire(wire),
         Opening(
-            store=_store_of(options),
+            store=handle,
+            make_torch_store=lambda: store,
             ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
             rank=options.group_rank,
             device_type="cpu",
@@ -42,6 +46,7 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
             num_local=_num_local(size),
         ),
         options.group_id,
+        handle,
     )
 
 
@@ -66,6 +71,7 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
         wire,
         Opening(
             store=PrefixStore(name, joined.store),
+            make_torch_store=lambda: PrefixStore(name, joined.make_torch_store()),
             ranks=members,
             rank=members.index(joined.rank),
             device_type="cpu",
@@ -95,7 +101,8 @@ def _store_of(options: Any) -> Store:
     while isinstance(root, PrefixStore):
         root = root.underlying_store
     if type(root) is Store:
-        store = PrefixStore(f"torch's group {options.group_id}", _joined_under_mpi().store)
+        joined = _joined_under_mpi()
+        store = PrefixStore(f"torch's group {options.group_id}", joined.make_torch_store())
     generation = store.add(f"opened by {options.group_rank}", 1)
     return PrefixStore(f"opened {generation}", store)
 

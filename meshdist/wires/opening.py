@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 __all__ = ["Opening"]
 
@@ -19,6 +19,8 @@ class Opening:
 
     Args:
         store: a store whose keys belong to this communicator alone.
+        make_torch_store: returns the same keys on a connection of its own, for classes of torch's
+            that use a store in threads of theirs.
         ranks: the members' global ranks, in group order.
         rank: this member's place in ``ranks``.
         device_type: the device type of the tensors that it will carry.
@@ -34,6 +36,7 @@ class Opening:
     """
 
     store: Store
+    make_torch_store: Callable[[], Store]
     ranks: tuple[int, ...]
     rank: int
     device_type: str
@@ -45,3 +48,12 @@ class Opening:
     num_local: int = 1
     hosts: tuple[int, ...] = ()
     look: Callable[[], None] | None = None
+
+    def below(self, prefix: str, **changes: Any) -> Opening:
+        """This opening, with other keys, which begin with ``prefix``, and with ``changes``."""
+        return replace(
+            self,
+            store=PrefixStore(prefix, self.store),
+            make_torch_store=lambda: PrefixStore(prefix, self.make_torch_store()),
+            **changes,
+        )

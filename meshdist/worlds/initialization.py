@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,6 +27,7 @@ from ..bootstrap.world import (
 )
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupMember, ProcessGroup, resolve_group, world_group
+from ..groups.registry import get_registry
 from ..runtime import buffer_pool
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..wires.names import (
@@ -142,6 +142,7 @@ def init_process_group(
     install_world(world)
     try:
         world_group(world).open_all()
+        get_registry(world).finish("the world", range(world.size))
     except BaseException:
         world.close()
         remove_world(world)
@@ -440,16 +441,21 @@ def _make_world(
         origin=joined.origin,
         options=options,
         device=device,
+        given_torch_store=joined.make_torch_store,
+        handle=joined.handle,
+        server=joined.server,
     )
-    world.kept += [given_store, joined.handle]
+    world.kept.append(given_store)
     world.closers.append(functools.partial(_leave, world, joined.leave))
     return world
 
 
 def _leave(world: World, leave: Callable[[], None]) -> None:
     # Release the store first: the end of its last handle touches what leaving may remove.
+    if world.handle is not None:
+        world.handle.close()
     world.kept.clear()
-    world.store_clones = threading.local()
+    world.handle = world.given_torch_store = None
     world.store = PrefixStore("closed", HashStore())
     leave()
 

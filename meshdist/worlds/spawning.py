@@ -108,6 +108,7 @@ def spawn(
                 master_port=reservation.port,
                 mark=launch.mark,
                 listen_fd=None if listener is None else listener.fileno(),
+                directory=launch.directory,
             )
             team.start(rank, environment, call.fileno(), listener)
         # Only rank 0 listens from now on, so that the port refuses connections once it has ended.

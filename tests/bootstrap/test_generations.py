@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import meshdist as md
+from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.generations import Attempt, Joined
 from meshdist.runtime.hosts import my_card
 
@@ -44,7 +45,9 @@ def join_all(
 def as_rank(
     rank: int | None, size: int, timeout: timedelta = LONG, **settings: Any
 ) -> Callable[[md.Store], Joined]:
-    return lambda store: Attempt(store, rank, size, timeout, "a test", **settings).join()
+    return lambda store: Attempt(
+        BoundedStore(store, LONG), rank, size, timeout, "a test", **settings
+    ).join()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -117,7 +120,9 @@ def test_after_a_failure_the_next_generation_begins() -> None:
 
 def test_one_rank_claimed_twice() -> None:
     def latecomer(store: md.Store) -> Joined:
-        while md.PrefixStore("0", store).add("joined", 0) < 2:  # when the others wait for it
+        while (
+            md.PrefixStore("meshdist/0", store).add("joined", 0) < 2
+        ):  # when the others wait for it
             time.sleep(0.01)
         return as_rank(1, 3)(store)
 
@@ -145,11 +150,11 @@ def test_more_processes_than_ranks() -> None:
 
 def test_a_lost_store_is_told_as_such() -> None:
     class Lost(md.Store):
-        def add(self, key: str, amount: int) -> int:
+        def check(self, keys: list[str]) -> bool:
             raise md.DistNetworkError("connection reset by peer")
 
     with pytest.raises(md.RendezvousError, match="the store was lost while the ranks were joining"):
-        Attempt(Lost(), 0, 2, LONG, "a test").join()
+        Attempt(BoundedStore(Lost(), LONG), 0, 2, LONG, "a test").join()
 
 
 # -- what a process that crashed has left -------------------------------------------------------
@@ -158,7 +163,7 @@ def test_a_lost_store_is_told_as_such() -> None:
 def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     """Write what a process that died before its world was complete has written."""
     card = dataclasses.replace(my_card(), **changes)
-    keys = md.PrefixStore("0", store)
+    keys = md.PrefixStore("meshdist/0", store)
     keys.compare_set("size", "", "2")
     keys.add(f"claim/{rank}", 1)
     keys.set(f"card/{rank}", json.dumps({**card.to_json(), "local_rank": None}))
@@ -168,7 +173,9 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
 def test_a_rank_that_comes_when_others_give_up() -> None:
     store = md.HashStore()
     leave_claim(store, 1)
-    md.PrefixStore("0", store).add("joined", -1)  # it has left its card, and is not counted yet
+    md.PrefixStore("meshdist/0", store).add(
+        "joined", -1
+    )  # it has left its card, and is not counted yet
     (error,) = join_all(store, [as_rank(0, 2, SHORT)])
     assert str(error).startswith("the last ranks of the world of 2 came after 0.3 s")
 
@@ -215,7 +222,7 @@ def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as patch:
             patch.setattr(Attempt, "_wait_for", raise_interrupt)
             try:
-                return Attempt(store, 0, 2, LONG, "a test").join()
+                return Attempt(BoundedStore(store, LONG), 0, 2, LONG, "a test").join()
             except KeyboardInterrupt:
                 raise md.WorldError("interrupted") from None
 
@@ -223,7 +230,7 @@ def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     join_all(store, [interrupted])
-    state = json.loads(md.PrefixStore("0", store).get("state"))
+    state = json.loads(md.PrefixStore("meshdist/0", store).get("state"))
     assert (state["kind"], state["summary"]) == ("failed", "rank 0 was interrupted")
 
 
@@ -238,7 +245,9 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Joined]:
         def call(
             store: md.Store, rank: int = rank, host: str = host, local: int | None = local
         ) -> Joined:
-            attempt = Attempt(store, rank, len(hosts), LONG, "a test", (), local)
+            attempt = Attempt(
+                BoundedStore(store, LONG), rank, len(hosts), LONG, "a test", (), local
+            )
             attempt._card = dataclasses.replace(my_card(), host=host, hostname=host)
             joined = attempt.try_generation(0)
             assert joined is not None

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import meshdist as md
 from meshdist.bootstrap.environments import Surroundings
-from meshdist.bootstrap.mpi_address import remove_directory, store_by_directory
-from meshdist.runtime.hosts import my_card
+from meshdist.bootstrap.mpi_address import directory_of_mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = timedelta(seconds=60)
@@ -35,56 +29,40 @@ def ranks(size: int) -> list[Surroundings]:
     return [Surroundings("Hydra", rank, size, is_one_host=True) for rank in range(size)]
 
 
-def test_a_private_directory_tells_the_address(tmp_path: Path) -> None:
+def test_the_ranks_of_one_mpiexec_meet_in_one_private_directory(tmp_path: Path) -> None:
     first, second = ranks(2)
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(store_by_directory(second, LONG)))
-    waiting.start()
-    time.sleep(0.05)
-    server = store_by_directory(first, LONG)
-    waiting.join(60)
-    server.set("key", "1")
-    assert found[0].get("key") == b"1"
-    (folder,) = tmp_path.iterdir()
+    folder = Path(directory_of_mpiexec(first))
+    assert str(folder) == directory_of_mpiexec(second)
+    assert list(tmp_path.iterdir()) == [folder]
     assert folder.name.startswith(f"meshdist-{os.getuid()}-{os.getppid()}-")
     assert folder.stat().st_mode & 0o777 == 0o700
-    remove_directory(first)
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_rank_0_is_missed_in_time() -> None:
-    with pytest.raises(md.RendezvousError, match="rank 0 has not joined: it wrote no address"):
-        store_by_directory(ranks(2)[1], timedelta(seconds=0.1))
+def test_what_killed_jobs_have_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / f"meshdist-{os.getuid()}-{os.getpid()}-1-job"  # of an earlier process
+    others = [tmp_path / f"meshdist-{os.getuid() + 1}-1-1-", tmp_path / "meshdist-report"]
+    for folder in (left, *others):
+        folder.mkdir()
+        (folder / "store").write_text("")
+    mine = Path(directory_of_mpiexec(ranks(1)[0]))
+    assert set(tmp_path.iterdir()) == {mine, *others}
 
 
-def test_what_a_crashed_program_left_does_not_count(tmp_path: Path) -> None:
-    first, second = ranks(2)
-    store_by_directory(first, LONG)
-    (folder,) = tmp_path.iterdir()
-    dead = dataclasses.replace(my_card(), start="1")
-    (folder / "address").write_text(json.dumps({"port": 1, **dead.to_json()}))
-    with pytest.raises(md.RendezvousError, match=r"it wrote no address within 0\.1 s"):
-        store_by_directory(second, timedelta(seconds=0.1))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, rank: int) -> None:
-    store_by_directory(ranks(2)[0], LONG)
-    (folder,) = tmp_path.iterdir()
+def test_a_directory_that_others_may_enter_is_refused() -> None:
+    folder = Path(directory_of_mpiexec(ranks(2)[0]))
     folder.chmod(0o755)
     with pytest.raises(md.RendezvousError, match="is not this user's own directory") as caught:
-        store_by_directory(ranks(2)[rank], LONG)
+        directory_of_mpiexec(ranks(2)[1])
     assert "mode 0755" in str(caught.value)
 
 
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
-    store_by_directory(ranks(2)[0], LONG)
-    (folder,) = tmp_path.iterdir()
+    folder = Path(directory_of_mpiexec(ranks(2)[0]))
     elsewhere = tmp_path / "elsewhere"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
     with pytest.raises(md.RendezvousError, match="is not this user's own directory"):
-        store_by_directory(ranks(2)[1], LONG)
+        directory_of_mpiexec(ranks(2)[1])
 
 
 # -- with mpiexec -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from meshdist.bootstrap import server_watch
-from meshdist.bootstrap.server_watch import ServerWatch
+from meshdist.bootstrap.server_watch import ServerWatch, accept_clients
 from meshdist.bootstrap.stores import bind_listener, connect_store, serve_store
 from tests.load import is_within
 
@@ -28,7 +29,8 @@ server_watch._CLOSING_S = {patience_s}
 listener = {listener}
 store = serve_store(listener, "127.0.0.1", 0, timedelta(seconds=60))
 print(store.port, flush=True)
-sys.stdin.readline()
+if sys.stdin.readline().strip():
+    raise ValueError("no data")
 """
 
 
@@ -40,7 +42,7 @@ def served(
     code = _SERVER.format(listener=listener, patience_s=patience_s)
     command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as server:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
@@ -49,9 +51,9 @@ def served(
             server.kill()
 
 
-def tell_to_end(server: subprocess.Popen[str]) -> None:
+def tell_to_end(server: subprocess.Popen[str], how: str = "") -> None:
     assert server.stdin is not None
-    server.stdin.write("\n")
+    server.stdin.write(f"{how}\n")
     server.stdin.flush()
 
 
@@ -71,27 +73,41 @@ def test_only_a_store_that_a_process_serves_is_watched() -> None:
 
 @pytest.mark.parametrize("listener", ["None", 'bind_listener("127.0.0.1", 0)'])
 def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(listener: str) -> None:
-    with served(listener, patience_s=30.0) as (server, store):
-        watch = ServerWatch(store)
+    with served(listener) as (server, store):
+        watch, late = ServerWatch(store), ServerWatch(store)
         assert len(watch.connections) == 2
-        assert watch.is_served()
         tell_to_end(server)
-        assert select.select(watch.connections, [], [], 10.0)[0] == [watch.connections[1]]
-        assert not watch.is_served()
-        assert is_up(store)  # a request that comes just then is answered
+        assert select.select(watch.connections, [], [], 1.0)[0] == []
+        assert watch.is_served()
         watch.close()
+        assert is_up(store)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(0.5)
+        late.close()
         assert server.wait(10) == 0
 
 
-def test_a_client_that_keeps_its_watch_is_not_waited_for_long() -> None:
-    with served("None") as (server, store):
+def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
+    with served("None", patience_s=30.0) as (server, store):
         watch = ServerWatch(store)
         start = time.monotonic()
+        tell_to_end(server, "fail")
+        assert is_up(store)  # the others may still read what it has left for them
+        assert select.select(watch.connections, [], [], 20.0)[0] == [watch.connections[1]]
+        assert not watch.is_served()
+        assert is_up(store)  # a request that comes just then is answered
+        watch.close()
+        assert server.wait(10) == 1
+        assert is_within(time.monotonic() - start, 10)
+
+
+def test_an_interrupt_ends_a_server_that_waits_for_its_clients() -> None:
+    with served("None") as (server, store):
+        watch = ServerWatch(store)
         tell_to_end(server)
-        assert server.wait(20) == 0
-        took = time.monotonic() - start
-        assert took > 0.9
-        assert is_within(took, 10)
+        time.sleep(0.3)
+        server.send_signal(signal.SIGINT)
+        server.wait(10)
         watch.close()
 
 
@@ -101,6 +117,7 @@ def test_watches_that_were_closed_leave_room_for_others(monkeypatch: pytest.Monk
     start = time.monotonic()
     for _ in range(40):
         watch = ServerWatch(store)
+        accept_clients()
         assert len(watch.connections) == 2
         watch.close()
     assert is_within(time.monotonic() - start, 10.0)

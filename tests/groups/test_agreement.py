@@ -8,9 +8,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
+from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.groups.agreement import Agreement, Agreements, digest_of_ranks
 
@@ -119,17 +121,25 @@ def test_a_communicator_is_shared_only_where_all_members_have_it_still() -> None
 
 def test_a_lost_store_is_reported_as_such() -> None:
     def body(world: World) -> None:
-        class Lost:
-            def set(self, *_: object) -> None:
-                raise RuntimeError("Broken pipe\nmore")
-
-        world.store = Lost()
+        world.store = BoundedStore(world.store, LONG)
+        world.store.close()
         Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
 
     (error,) = together(1, body)
     assert isinstance(error, md.StoreError)
-    assert "the store was lost while ranks agreed on a mesh" in str(error)
-    assert "found:    Broken pipe" in str(error)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff", b"{}", b"[1, 2]", b'[{"text": "a mesh"}]', b"null"])
+def test_a_definition_that_no_rank_has_written_is_named(junk: bytes) -> None:
+    def body(world: World) -> None:
+        key = f"agree/mesh/{digest_of_ranks((0, 1))}/1/1"
+        world.store.set(key, junk)
+        Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
+
+    (error,) = together(1, body)
+    assert isinstance(error, md.StoreError)
+    assert "the store holds under 'agree/mesh/" in str(error)
+    assert "what no rank of this job has written" in str(error)
 
 
 def test_names_of_rank_lists() -> None:

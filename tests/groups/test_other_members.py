@@ -21,6 +21,8 @@ FACTS = GroupFacts("a group", (0, 1, 2), 0)
 CALL = Call(3, FACTS, "all_reduce", (torch.Size([2]), torch.float32))
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
 
+LOST = md.StoreError("rank 0 does not answer")
+
 
 def answer(*calls: tuple[str, int], about: str | None = None) -> dict[str, Any]:
     """That a rank has called these on communicators, as label and number."""
@@ -80,8 +82,8 @@ def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     )
     message = CALL._replace(message=(True, 1, 0, 1))
     assert members().report(message).splitlines()[1] == "rank 2: has called no verb"
-    asked.answers = RuntimeError("reset")
-    assert members().report(CALL) == STORE_LOST
+    asked.answers = LOST
+    assert members().report(CALL) == f"{STORE_LOST}: rank 0 does not answer"
 
 
 def test_silent_ranks_are_named(asked: Asked) -> None:
@@ -93,8 +95,16 @@ def test_silent_ranks_are_named(asked: Asked) -> None:
     assert members().silent() == "rank 1: gives no answer: it has ended or is stopped"
     asked.answers = {1: answer(), 2: answer()}
     assert silent_ranks(world, (0, 1, 2)) == ""
-    asked.answers = RuntimeError("reset")
+    asked.answers = LOST
     assert silent_ranks(world, (0, 1, 2)) == ""
+
+
+def test_ranks_that_have_left_are_named_with_what_they_left(asked: Asked) -> None:
+    store = HashStore()
+    store.set("ended/2", json.dumps("ended by ValueError: no data (train.py:7)"))
+    assert members(store).silent() == "rank 2 ended by ValueError: no data (train.py:7)"
+    assert asked.calls == []
+    assert "rank 2: ended by ValueError: no data (train.py:7)" in members(store).report(CALL)
 
 
 def test_simulated_ranks_are_not_asked(asked: Asked) -> None:
@@ -111,14 +121,15 @@ def test_the_first_failure_is_quoted_by_later_ones() -> None:
     later = members(store, 2).find_first_failure(CALL, "closed")
     assert later == f"rank 0 failed first, in {CALL.title}: reset"
     lost = mock.Mock()
-    lost.compare_set.side_effect = RuntimeError("reset")
-    assert members(lost).find_first_failure(CALL, "reset") == STORE_LOST
+    lost.compare_set.side_effect = LOST
+    found = members(lost).find_first_failure(CALL, "reset")
+    assert found == f"{STORE_LOST}: rank 0 does not answer"
 
 
 def test_an_abort_is_looked_up_as_long_as_there_is_a_store(registry: mock.Mock) -> None:
     registry.find_abort.return_value = {"rank": 2, "reason": "no data"}
     assert members().find_abort() == {"rank": 2, "reason": "no data"}
-    registry.find_abort.side_effect = RuntimeError("reset")
+    registry.find_abort.side_effect = LOST
     assert members().find_abort() is None
     members().break_here("late")
     registry.break_here.assert_called_once_with("label", "late")
@@ -153,8 +164,10 @@ def test_the_peer_of_a_message_alone_is_asked(registry: mock.Mock, asked: Asked)
 
 
 def test_without_the_store_the_others_calls_stay_unknown(registry: mock.Mock, asked: Asked) -> None:
-    asked.answers = md.StoreError("the process that serves the store has ended")
+    asked.answers = LOST
     fields = members().agree_on_error(FIELDS, CALL, {"sequence": 3})
-    assert fields["found"] == f"rank 0: {CALL.text}\nthe others: unknown, since {STORE_LOST}"
+    assert (
+        fields["found"] == f"rank 0: {CALL.text}\nthe others: unknown, since rank 0 does not answer"
+    )
     assert registry.break_here.call_args.kwargs == {"disagreement": fields}
     registry.abort.assert_not_called()

@@ -8,10 +8,12 @@ import resource
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.groups.paused_clocks import change_pause
 from meshdist.groups.signal_thread import (
@@ -23,6 +25,13 @@ from meshdist.groups.signal_thread import (
 )
 from meshdist.runtime.deadlines import clock
 from tests.load import is_within
+
+LONG = timedelta(seconds=30)
+
+
+def thread_of(store, rank, answer, abort) -> SignalThread:
+    """A signal thread of ``rank``."""
+    return SignalThread(World(rank, 2, store, {}), BoundedStore(store, LONG), answer, abort)
 
 
 def until(is_so) -> bool:
@@ -36,7 +45,7 @@ def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     aborted: list[tuple[int, str]] = []
     threads = [
-        SignalThread(
+        thread_of(
             server.clone(),
             rank,
             lambda about, rank=rank: {"calls": [{"verb": f"verb of {rank}"}], "about": about},
@@ -50,10 +59,9 @@ def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
         assert ask(world, (0, 1)) == {rank: {"calls": calls[rank], "about": {}} for rank in (0, 1)}
         about = {"label": "group/1", "sequence": 7}
         assert ask(world, (1,), about) == {1: {"calls": calls[1], "about": about}}
-        assert post(server, {"kind": "abort", "reason": "enough"}) == 3
+        assert post(world, {"kind": "abort", "reason": "enough"}) == 3
         assert until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(0, "enough"), (1, "enough")]
-        assert all(thread.is_store_served() for thread in threads)
     finally:
         for thread in threads:
             thread.stop()
@@ -61,33 +69,51 @@ def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
     assert not [t for t in threading.enumerate() if t.name == "meshdist-signals"]
 
 
-def test_signals_of_before_are_not_acted_on() -> None:
-    store = HashStore()
-    post(store, {"kind": "abort", "reason": "old"})
-    aborted: list[dict] = []
-    thread = SignalThread(store, 0, list, aborted.append)
-    post(store, {"kind": "abort", "reason": "new"})
+def test_signals_of_before_are_acted_on() -> None:
+    # A rank that opens its first group late must see that another one was aborted meanwhile.
+    store, aborted = HashStore(), list[dict]()
+    post(World(1, 2, store, {}), {"kind": "abort", "reason": "old"})
+    thread = thread_of(store, 0, list, aborted.append)
+    post(World(1, 2, store, {}), {"kind": "abort", "reason": "new"})
     try:
-        assert until(lambda: bool(aborted))
-        assert [message["reason"] for message in aborted] == ["new"]
+        assert until(lambda: len(aborted) == 2)
+        assert [message["reason"] for message in aborted] == ["old", "new"]
+    finally:
+        thread.stop()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"\xff", b"{}", b"[]", b"7", b'{"kind": "abort"}', b'{"kind": "ask"}', b"{" * 9999],
+)
+def test_a_signal_that_no_rank_has_posted_is_told_and_passed_over(
+    junk: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, aborted = HashStore(), list[str]()
+    store.set("signal/1", junk)
+    thread = thread_of(store, 0, list, lambda message: aborted.append(message["reason"]))
+    post(World(1, 2, store, {}), {"kind": "abort", "reason": "enough"})
+    try:
+        assert until(lambda: aborted == ["enough"])
+        assert "rank 0 ignores signal 1" in caplog.text
     finally:
         thread.stop()
 
 
 def test_clocks_are_paused_and_resumed_by_messages() -> None:
     store = HashStore()
-    thread = SignalThread(store, 1, list, lambda message: None)
+    thread = thread_of(store, 1, list, lambda message: None)
     try:
         change_pause(store, "one", (0, 60.0))
-        post(store, {"kind": "clock"})
+        post(World(1, 2, store, {}), {"kind": "clock"})
         assert until(clock.is_paused)
         time.sleep(0.6)
         assert clock.is_paused()
         change_pause(store, "one", None)
-        post(store, {"kind": "clock"})
+        post(World(1, 2, store, {}), {"kind": "clock"})
         assert until(lambda: not clock.is_paused())
         change_pause(store, "two", (0, 60.0))
-        late = SignalThread(store, 2, list, lambda message: None)
+        late = thread_of(store, 2, list, lambda message: None)
         assert clock.is_paused()
         late.stop()
         assert not clock.is_paused()
@@ -98,13 +124,13 @@ def test_clocks_are_paused_and_resumed_by_messages() -> None:
 def test_the_clocks_of_a_world_are_paused_within_a_context() -> None:
     store = HashStore()
     world = World(0, 2, store, {})
-    thread = SignalThread(store, 1, list, lambda message: None)
+    thread = thread_of(store, 1, list, lambda message: None)
     here = clock.now()
     try:
         with clocks_paused(world, 60.0):
             assert clock.now() - here < 0.5
             assert clock.is_paused()
-            assert json.loads(store.get("signal/1")) == {"kind": "clock"}
+            assert json.loads(store.get("signal/1"))["kind"] == "clock"
             assert [list(pause) for pause in json.loads(store.get("clock/pauses")).values()] == [
                 [0, 60.0]
             ]
@@ -118,9 +144,9 @@ def test_the_clocks_of_a_world_are_paused_within_a_context() -> None:
 
 
 def test_where_the_store_is_lost_the_clock_of_this_process_is_paused_alone() -> None:
-    world = World(0, 2, HashStore(), {})
-    world.find_server = lambda: False
-    with clocks_paused(world, 60.0):
+    store = BoundedStore(HashStore(), LONG)
+    store.close()
+    with clocks_paused(World(0, 2, store, {}), 60.0):
         assert clock.is_paused()
     assert not clock.is_paused()
 
@@ -128,9 +154,9 @@ def test_where_the_store_is_lost_the_clock_of_this_process_is_paused_alone() -> 
 def test_a_message_of_no_known_kind_is_left_alone() -> None:
     store = HashStore()
     aborted: list[dict] = []
-    thread = SignalThread(store, 0, list, aborted.append)
-    post(store, {"kind": "greeting"})
-    post(store, {"kind": "abort", "reason": "enough"})
+    thread = thread_of(store, 0, list, aborted.append)
+    post(World(1, 2, store, {}), {"kind": "greeting"})
+    post(World(1, 2, store, {}), {"kind": "abort", "reason": "enough"})
     try:
         assert until(lambda: bool(aborted))
         assert [message["reason"] for message in aborted] == ["enough"]
@@ -141,8 +167,8 @@ def test_a_message_of_no_known_kind_is_left_alone() -> None:
 def test_a_thread_that_is_stopped_acts_on_what_came_before() -> None:
     store = HashStore()
     aborted: list[dict] = []
-    thread = SignalThread(store, 0, list, aborted.append)
-    number = post(store, {"kind": "abort", "reason": "enough"})
+    thread = thread_of(store, 0, list, aborted.append)
+    number = post(World(1, 2, store, {}), {"kind": "abort", "reason": "enough"})
     thread.stop()
     assert [message["reason"] for message in aborted] == ["enough"]
     assert store.add(receipts_key(number), 0) == 1  # else rank 0 waits for it when it ends
@@ -158,7 +184,7 @@ def test_a_rank_that_gives_no_answer_is_left_out() -> None:
 
 def test_a_signal_thread_stops_at_once_though_a_forked_child_lives() -> None:
     # A child pauses copies of all ends of its parent's pipes, those of data loaders for example.
-    thread = SignalThread(HashStore(), 0, list, lambda message: None)
+    thread = thread_of(HashStore(), 0, list, lambda message: None)
     child = os.fork()
     if child == 0:
         time.sleep(20)
@@ -184,42 +210,13 @@ def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> Non
         while not opened or opened[-1] < 1100:
             opened.append(os.dup(0))
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        thread = SignalThread(server, 0, list, lambda message: None)
-        assert thread.is_store_served()
+        handle = BoundedStore(server, LONG)
+        thread = SignalThread(World(0, 2, server, {}), handle, list, lambda message: None)
+        assert handle.is_served
         thread.stop()
-        assert not thread.is_store_served()
+        handle.close()
+        assert not handle.is_served
     finally:
         for number in opened:
             os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-class Interrupted(Exception):
-    pass
-
-
-class Interrupting:
-    """A store under whose ``add`` a signal comes."""
-
-    def __init__(self) -> None:
-        self.store = HashStore()
-        self.set, self.get = self.store.set, self.store.get
-
-    def add(self, key: str, amount: int) -> int:
-        found = self.store.add(key, amount)
-        signal.raise_signal(signal.SIGALRM)
-        return found
-
-
-def test_a_message_that_is_counted_comes() -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    store = Interrupting()
-    try:
-        with pytest.raises(Interrupted):
-            post(store, {"kind": "clock"})
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert json.loads(store.get("signal/1")) == {"kind": "clock"}

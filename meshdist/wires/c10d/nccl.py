@@ -66,7 +66,7 @@ class C10dWire(Wire):
 
     def _make_group(self, opening: Opening) -> Any:
         kind = getattr(torch_distributed, self.class_name)
-        return kind(opening.store, opening.rank, len(opening.ranks), opening.timeout)
+        return kind(opening.make_torch_store(), opening.rank, len(opening.ranks), opening.timeout)
 
 
 class NcclWire(C10dWire):
@@ -91,7 +91,7 @@ class NcclWire(C10dWire):
         options._timeout = opening.timeout
         # A failure is raised where it is waited for, never by ending the process behind its back.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        group = kind(opening.store, opening.rank, len(opening.ranks), options)
+        group = kind(opening.make_torch_store(), opening.rank, len(opening.ranks), options)
         if opening.device is not None and opening.device.type == "cuda":
             group.eager_connect_single_device(opening.device)
         return group

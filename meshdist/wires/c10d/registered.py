@@ -50,14 +50,14 @@ class RegisteredWire(Wire):
         try:
             if self.extended_api:
                 options: Any = distributed_c10d._DistributedBackendOptions()
-                options.store = opening.store
+                options.store = opening.make_torch_store()
                 options.group_rank = opening.rank
                 options.group_size = size
                 options.timeout = opening.timeout
                 options.global_ranks_in_group = list(opening.ranks)
                 group = self.make(options, opening.options)
             else:
-                group = self.make(opening.store, opening.rank, size, opening.timeout)
+                group = self.make(opening.make_torch_store(), opening.rank, size, opening.timeout)
         except RuntimeError as error:
             raise WireFailure(str(error).splitlines()[0]) from error
         if isinstance(group, ProcessGroupGloo):

@@ -14,13 +14,12 @@ others, whatever level they wait on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, wait_until
@@ -245,9 +244,8 @@ def _among(
     opening: Opening, part: str, members: tuple[int, ...], *, is_one_host: bool = False
 ) -> Opening:
     """The opening of a communicator among some of the members."""
-    return replace(
-        opening,
-        store=PrefixStore(part, opening.store),
+    return opening.below(
+        part,
         ranks=tuple(opening.ranks[k] for k in members),
         rank=members.index(opening.rank),
         hosts=tuple(opening.hosts[k] for k in members),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import PrefixStore
 
 from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
@@ -203,8 +202,7 @@ class ShmCommunicator(Communicator):
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
         stride = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
         self._num_buffers += 1
-        store = PrefixStore(f"buffer {self._num_buffers}", self._opening.store)
-        opening = replace(self._opening, store=store, timeout=timeout)
+        opening = self._opening.below(f"buffer {self._num_buffers}", timeout=timeout)
         memory = _share(opening, partial(_make_memory, stride * self.size), _attach_memory)
         self._core.add_memory(memory)
         start = self.rank * stride

@@ -1,0 +1,294 @@
+"""A store whose requests end in time, also where its server is stopped or has ended.
+
+Torch's clients wait for an answer without a limit, report a lost server on stderr with a stack, and
+keep every other thread waiting that uses the same connection. A BoundedStore leaves the requests to
+a thread of its own, so that the caller can give up; it looks first whether the server lives; and it
+waits for a key by asking for it. What it reads is checked: other processes may have written it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, TimeoutError as NoAnswerYet
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from torch.distributed import DistNetworkError, FileStore, Store
+
+from ..errors import StoreError
+from ..runtime.deadlines import Deadline, Grace, wait_until
+from .server_watch import ServerWatch, accept_clients
+from .stores import cloned
+
+__all__ = ["BoundedStore", "read_json", "read_jsons", "read_number", "within"]
+
+T = TypeVar("T")
+
+_ANSWER_S = 5.0
+"""How long a server may take to answer, and longer where a deadline is in force."""
+# A server may be slow to answer (a name server that its accepting side asks, a loaded machine), and
+# Python must not end before the thread is back from it.
+_END_S = 20.0
+_POLL_S = 0.2
+
+_deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
+
+
+@contextmanager
+def within(deadline: Deadline) -> Iterator[None]:
+    """Let requests of this thread wait for an answer, and for keys, until ``deadline``."""
+    token = _deadline.set(deadline)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+class BoundedStore(Store):
+    """A client of ``raw``, for all threads of this process.
+
+    Keep a reference while a PrefixStore is in use: it holds the C++ half only.
+
+    Args:
+        raw: what serves the requests, on a connection that nothing else uses.
+        timeout: how long to wait for a key where no deadline is in force.
+        is_served_here: whether this process serves it.
+
+    Every method raises StoreError where the server has ended, has closed the connection, or does
+    not answer in time.
+    """
+
+    def __init__(self, raw: Store, timeout: timedelta, *, is_served_here: bool = False) -> None:
+        super().__init__()
+        self._patience = timeout
+        self.is_served_here = is_served_here
+        self.server = "the process that serves the store"
+        self.client = f"process {os.getpid()}"
+        """What messages call it, and this process."""
+        self._raw = raw
+        if is_served_here:
+            accept_clients()
+        self._watch = None if is_served_here else ServerWatch(raw)
+        self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+        self._requests = SimpleQueue()
+        self._busy_since: float | None = None
+        self._process_id = os.getpid()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    # -- torch's methods ---------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set ``key``, whatever it held."""
+        self._ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes are taken too
+
+    def get(self, key: str) -> bytes:
+        """Wait for ``key`` and return its value."""
+        value = self._ask(lambda raw: raw.get(key) if raw.check([key]) else None)
+        if value is None:
+            self.wait([key])
+            return self._ask(lambda raw: raw.get(key))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, 0 at first, and return the sum."""
+        return int(self._ask(lambda raw: raw.add(key, amount)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` are set."""
+        return bool(self._ask(lambda raw: raw.check(list(keys))))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` are set."""
+        in_force = _deadline.get() if timeout is None else None
+        deadline = in_force or Deadline(timeout or self._patience)
+        with within(deadline):
+            is_there = wait_until(lambda: self.check(keys), deadline)
+        if not is_there:
+            raise StoreError(
+                "a wait for the store ended: wait timeout",  # as torch words it
+                expected=f"the keys {', '.join(keys)}",
+                found="no process has set them in time",
+            )
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
+
+        Returns:  what the key holds afterwards.
+        """
+        return self._ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all ``keys`` and return their values."""
+        self.wait(keys)
+        return self._ask(lambda raw: raw.multi_get(list(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        """Forget ``key``; whether it was there."""
+        return bool(self._ask(lambda raw: raw.delete_key(key)))
+
+    deleteKey = delete_key  # the name under which torch's PrefixStore looks for it
+
+    def has_extended_api(self) -> bool:
+        """False: torch's classes need no more than these."""
+        return False
+
+    def clone(self) -> BoundedStore:
+        """This store itself: a thread that waits on it keeps no other one waiting."""
+        return self
+
+    # -- the server --------------------------------------------------------------------------------
+
+    @property
+    def ends(self) -> list[Any]:
+        """What becomes readable when the server ends."""
+        return [] if self._watch is None else self._watch.connections
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the server still lives; True where no process serves the store."""
+        return self._watch is None or self._watch.is_served()
+
+    def raw_clone(self) -> Store:
+        """A connection of its own, for torch's classes that use a store in threads of theirs."""
+        return self._ask(cloned)
+
+    def let_server_end(self) -> None:
+        """Close the watch, for which a server waits that ends, once no request is under way."""
+        if self._watch is not None:
+            watch = self._watch
+            self._requests.put((lambda _: watch.close(), Future()))
+
+    def close(self) -> None:
+        """End the thread; in a forked child, where it does not run, do nothing."""
+        atexit.unregister(self.close)
+        if self._process_id != os.getpid() or self._is_closed:
+            return
+        self._is_closed = True
+        self._requests.put(None)
+        self._thread.join(0.0 if self._is_silent() else _END_S)
+        if self._watch is not None:
+            self._watch.close()
+
+    # -- the requests ------------------------------------------------------------------------------
+
+    def _ask(self, request: Callable[[Store], T]) -> T:
+        """Return what ``request`` returns, in the thread that makes all requests."""
+        if self._is_closed or self._process_id != os.getpid():
+            raise StoreError("the store of this world is closed in this process")
+        if not self.is_served:
+            raise self._lost("has ended")
+        answer: Future[T] = Future()
+        self._requests.put((request, answer))
+        deadline, grace = _deadline.get(), Grace(_ANSWER_S - self._busy_s())
+        while True:
+            try:
+                return answer.result(_POLL_S)
+            except NoAnswerYet:
+                if grace.is_over and (deadline is None or deadline.is_over):
+                    answer.cancel()
+                    raise self._lost("does not answer") from None
+            except DistNetworkError:
+                if self.is_served_here or self.is_served:
+                    raise self._refused() from None
+                raise self._lost("has ended") from None
+
+    def _run(self) -> None:
+        while (asked := self._requests.get()) is not None:
+            request, answer = asked
+            if not answer.set_running_or_notify_cancel():
+                continue
+            self._busy_since = time.monotonic()
+            try:
+                answer.set_result(request(self._raw))
+            except DistNetworkError as error:
+                if self.is_served:  # it closes the connection of a client whose request is wrong
+                    with suppress(RuntimeError, NotImplementedError):
+                        self._raw = cloned(self._raw)
+                answer.set_exception(error)
+            except BaseException as error:
+                answer.set_exception(error)
+            finally:
+                self._busy_since = None
+
+    def _busy_s(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _is_silent(self) -> bool:
+        return self._busy_s() > _ANSWER_S
+
+    def _lost(self, what: str) -> StoreError:
+        found = None
+        if isinstance(self._raw, FileStore):
+            found = "a process that is stopped may keep the store's file locked"
+        return StoreError(
+            f"{self.server} {what}",
+            where=self.client,
+            expected="it to live, and to answer, as long as other ranks need it",
+            found=found,
+            fix="look at what that process wrote last, and whether it is stopped",
+        )
+
+    def _refused(self) -> StoreError:
+        return StoreError(
+            f"{self.server} has closed this process's connection",
+            where=self.client,
+            expected="keys that the ranks of this job alone write",
+            found="a key that was to be counted up may hold what is no number",
+            fix="let no other program write to the store",
+        )
+
+
+def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
+    """Return what ``parse`` makes of the JSON value under ``key``, which is there.
+
+    Raises:
+        StoreError: it is not what a rank of this job writes there.
+    """
+    return read_jsons(store, [key], parse)[0]
+
+
+def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
+    """``read_json`` of several keys, in one request."""
+    found = []
+    for key, value in zip(keys, store.multi_get(list(keys)), strict=True):
+        try:
+            found.append(parse(json.loads(value)))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            raise _junk(key, value) from None
+    return found
+
+
+def read_number(store: Store, key: str) -> int:
+    """Return the number under ``key``, 0 where it is not set; unlike ``add``, write nothing.
+
+    Raises:
+        StoreError: it holds no number.
+    """
+    if not store.check([key]):
+        return 0
+    value = store.get(key)
+    try:
+        return int(value)
+    except ValueError:
+        raise _junk(key, value) from None
+
+
+def _junk(key: str, value: bytes) -> StoreError:
+    return StoreError(
+        f"the store holds under {key!r} what no rank of this job has written",
+        expected="what a rank writes there",
+        found=f"{value[:80]!r}" + (", ..." if len(value) > 80 else ""),
+        fix="let no other program write to the store: see what docs/worlds.md says of who can",
+    )
