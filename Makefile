@@ -3,11 +3,16 @@
 #   VENV         where that environment lies (default: .venv)
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
 #   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
+#   WIRE, COUNT, EXITS, SEED   of soak-faults: over what, how many faults and exits, drawn from what
 
 PYTHON      ?= python3
 VENV        ?= .venv
 PYTEST_ARGS ?=
 WORKERS     ?= 4
+WIRE        ?= shm
+COUNT       ?= 1000
+EXITS       ?= 300
+SEED        ?= 1
 
 # The tests start some hundred processes: without compiled files each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak torch-conformance sanitize bench clean
+.PHONY: help demo test soak soak-faults torch-conformance sanitize bench clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -33,6 +38,10 @@ test: $(VENV)/.installed-test ## format, lint, types, and every test but the soa
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or leave, at random; writes a report
+	$(BIN)/python -m tests.faults.run --wire $(WIRE) --faults $(COUNT) --exits $(EXITS) --seed $(SEED) \
+		--report tests/faults/report-$(WIRE).md
 
 torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group tests on our backends, and on Gloo
 	$(BIN)/python tests/conformance/run.py

@@ -6,7 +6,6 @@ Within a second of the end every rank that waits raises, and names the rank; not
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -178,18 +177,6 @@ def test_a_rank_that_ends_otherwise_is_named_as_well(
     verb: str, way: str, pool: Pool, tmp_path: Path
 ) -> None:
     kill_one(pool, verb, way, tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("verb", VERBS)
-def test_fifty_rounds_of_every_end(verb: str, pool: Pool, tmp_path: Path) -> None:
-    draw = random.Random(verb)
-    for _ in range(50):
-        # Who raises here goes on to close its groups; a third rank might still send to anyone.
-        ways = ["killed", "exits"] if verb == "recv from anyone" else ["killed", "exits", "raises"]
-        way = draw.choice(ways)
-        num_bytes = draw.choice([12, 4096, 100_000, MIB, 16 * MIB, 64 * MIB])
-        kill_one(pool, verb, way, tmp_path, num_bytes, draw.uniform(0.0, 0.1))
 
 
 @pytest.mark.soak

@@ -1,0 +1,309 @@
+"""Cases: a program, what befalls one of its ranks and when, all drawn from a seed.
+
+A case has a name, as in "shm fault 1 17": its wire, what it is drawn as, the seed and its number;
+``case_of(name)`` is the same case on every machine. It is drawn as a *fault* at a random point of a
+random program, or as an *exit*, where a rank leaves right after a call.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.faults.programs import ALL_WAIT, COMPARED, MESSAGES, Program, Step, draw_program
+
+__all__ = ["ABRUPT", "EXIT", "FAULT", "KINDS", "MISCALLS", "SIGNALLED", "Case", "case_of"]
+
+FAULT, EXIT = "fault", "exit"
+
+BEFORE, INSIDE, AFTER = "before", "inside", "after"
+EVERYWHERE = (BEFORE, INSIDE, INSIDE, AFTER)
+OUTSIDE = (BEFORE, AFTER)
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "SIGKILL": EVERYWHERE,
+    "SIGTERM": EVERYWHERE,
+    "SIGINT": EVERYWHERE,
+    "SIGABRT": EVERYWHERE,
+    "SIGSTOP, SIGCONT": EVERYWHERE,
+    "SIGSTOP, SIGKILL": EVERYWHERE,
+    "pause": EVERYWHERE,
+    "os._exit(0)": EVERYWHERE,
+    "os._exit(3)": EVERYWHERE,
+    "sys.exit": OUTSIDE,
+    "raise": OUTSIDE,
+    "raise in a handler": (INSIDE,),
+    "return": OUTSIDE,
+    "destroy": OUTSIDE,
+    "abort": (BEFORE, INSIDE, AFTER),
+    "other count": (BEFORE,),
+    "other dtype": (BEFORE,),
+    "other verb": (BEFORE,),
+    "skipped call": (BEFORE,),
+    "dropped Work": (BEFORE,),
+    "dropped group": OUTSIDE,
+    "thread dies": (BEFORE,),
+}
+"""The kinds of faults, and the moments of a step at which each can strike."""
+
+SIGNALLED = frozenset(name for name in KINDS if name.startswith("SIG")) | {
+    "pause",
+    "raise in a handler",
+}
+"""The kinds that come from another process, where they strike inside a call."""
+ABRUPT = frozenset(
+    ("SIGKILL", "SIGTERM", "SIGABRT", "SIGSTOP, SIGKILL", "os._exit(0)", "os._exit(3)")
+)
+"""The kinds that end a process before it can close anything."""
+SKIPPING = ("skipped call", "thread dies", "dropped group")
+MISCALLS = frozenset(("other count", "other dtype", "other verb"))
+
+WAYS = (
+    "os._exit(0)",
+    "os._exit(3)",
+    "return",
+    "sys.exit",
+    "raise",
+    "SIGKILL",
+    "destroy, return",
+    "destroy, os._exit(0)",
+    "destroy, raise",
+)
+"""The ways of leaving right after a call."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls one rank.
+
+    Args:
+        kind: of KINDS, or "" for none; of WAYS in an exit.
+        rank: the rank.
+        step: the number of the step.
+        moment: before, inside or after it.
+        delay_s: how long after the begin of the step, inside it.
+    """
+
+    kind: str
+    rank: int = 0
+    step: int = 0
+    moment: str = BEFORE
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        inside = f" ({self.delay_s * 1e3:.2f} ms)" if self.moment == INSIDE else ""
+        return f"{self.kind}: rank {self.rank}, {self.moment}{inside} step {self.step}"
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that comes late to a step: it sleeps before it, or is stopped inside it."""
+
+    rank: int
+    step: int
+    is_stopped: bool
+    delay_s: float
+    pause_s: float = 0.4
+
+    def __str__(self) -> str:
+        how = f"stopped {self.delay_s * 1e3:.2f} ms into" if self.is_stopped else "asleep before"
+        return f"rank {self.rank} is {how} step {self.step} for {self.pause_s} s"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program on one wire, with one fault.
+
+    Args:
+        name: what ``case_of`` draws it from.
+        wire: the backend.
+        program: what all ranks do.
+        init_method: "env", "tcp" or "file"; MPI's ranks are started by mpiexec.
+        ending: what each rank does at the end: nothing, or ``destroy``, or a barrier before that.
+        after_error: whether a rank that sees an error ends by it, or destroys its world first.
+        fault: what befalls which rank.
+        late: a rank that comes late.
+        is_exit: whether all others must end well, since the rank had done all its calls.
+        timeout_s: of the world and its groups.
+    """
+
+    name: str
+    wire: str
+    program: Program
+    init_method: str
+    ending: str
+    after_error: str
+    fault: Fault
+    late: Late | None = None
+    is_exit: bool = False
+    timeout_s: float = 2.0
+
+    @property
+    def size(self) -> int:
+        return self.program.size
+
+    def __str__(self) -> str:
+        steps = (f"  {number:2} {step}" for number, step in enumerate(self.program.steps))
+        return "\n".join(
+            [
+                f"{self.name}: {self.size} ranks, {self.init_method}, timeout {self.timeout_s} s, "
+                f"at the end: {self.ending}; after an error: {self.after_error}",
+                f"  {self.fault}",
+                *([f"  {self.late}"] if self.late else []),
+                *steps,
+            ]
+        )
+
+
+def case_of(name: str) -> Case:
+    """The case of this name."""
+    wire, kind, seed, number = name.split()
+    if kind == EXIT:
+        return draw_exit(name, wire, int(seed), int(number))
+    return draw_fault(name, wire)
+
+
+def draw_fault(name: str, wire: str) -> Case:
+    """A fault at a random point of a random program."""
+    draw = random.Random(name)
+    size = draw.choice((2, 2, 3, 3, 5))
+    program = draw_program(draw, size, draw.randint(3, 10))
+    kind = draw.choice(list(KINDS))
+    rank = draw.choice((0, draw.randrange(1, size)))
+    step = draw_place(draw, program, kind, rank)
+    moment = draw.choice(KINDS[kind])
+    delay_s = draw.uniform(0.0, reach_s(program.steps[step]))
+    return Case(
+        name,
+        wire,
+        program,
+        "mpiexec" if wire == "mpi" else draw.choice(("env", "env", "tcp", "file")),
+        draw.choice(("return", "destroy", "barrier, destroy")),
+        "raise" if wire == "mpi" else draw.choice(("raise", "raise", "destroy")),
+        Fault(kind, rank, step, moment, delay_s),
+        draw_late(draw, program) if draw.random() < 0.15 else None,
+    )
+
+
+def draw_place(draw: random.Random, program: Program, kind: str, rank: int) -> int:
+    """The step that a fault of this kind strikes: one in which the rank takes part."""
+    steps = program.steps
+    own = [number for number, step in enumerate(steps) if program.takes_part(step, rank)]
+    if kind in ("abort", "dropped group", "destroy", *SKIPPING):
+        own = [number for number in own if number > 0] or own
+    if kind in SKIPPING:
+        own = [number for number in own if can_be_missed(program, rank, number)] or own[-1:]
+    if kind in MISCALLS or kind == "dropped Work":
+        fit = [number for number in own if steps[number].call in COMPARED]
+        if not fit:  # a call that can be struck so
+            steps.append(Step("all_reduce"))
+            fit = [len(steps) - 1]
+        own = fit
+    return draw.choice(own)
+
+
+def can_be_missed(program: Program, rank: int, number: int) -> bool:
+    """Whether the rank's next call on the group differs, so that others can see that one lacks."""
+    step, steps = program.steps[number], program.steps
+    members = program.members(step, rank)
+    for later in steps[number + 1 :]:
+        if later.call == "reinit":
+            return True
+        if program.takes_part(later, rank) and program.members(later, rank) == members:
+            return header_of(later) != header_of(step)
+    return True
+
+
+def header_of(step: Step) -> tuple[object, ...]:
+    """What members compare of a call."""
+    verb = step.call.replace("_single", "").replace("_into_tensor", "").replace("_tensor", "")
+    return verb, step.count, step.dtype, step.op, step.root, step.peer
+
+
+def reach_s(step: Step) -> float:
+    """How long a step may take, about."""
+    if step.call in ("init", "reinit"):
+        return 0.15
+    if step.call in ("new_group", "mesh", "ddp", "monitored_barrier", "shared_empty"):
+        return 0.03
+    return 0.001 + step.count * 2e-8
+
+
+def draw_late(draw: random.Random, program: Program) -> Late:
+    """A rank that comes late to a step."""
+    step = draw.randrange(len(program.steps))
+    delay_s = draw.uniform(0.0, reach_s(program.steps[step]))
+    return Late(draw.randrange(program.size), step, draw.random() < 0.5, delay_s)
+
+
+# -- exits ----------------------------------------------------------------------------------------
+
+BY_STORE = ("init", "reinit", "new_group", "two groups", "mesh", "monitored_barrier")
+EXITS = (
+    *(BY_STORE * 4),  # rank 0 serves the store, as a rule
+    *COMPARED,
+    *sorted(ALL_WAIT - {*COMPARED, *BY_STORE}),
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "shared_empty",
+    "ddp",
+    *MESSAGES,
+)
+LATE = ("", "asleep", "stopped")
+
+
+NUM_EXITS = len(EXITS) * len(WAYS) * 2 * len(LATE)
+"""Every call, every way, rank 0 or another that leaves, and its followers late in every way."""
+
+
+def draw_exit(name: str, wire: str, seed: int, number: int) -> Case:
+    """A rank leaves right after its own call is complete.
+
+    The numbers are shuffled by the seed, so that any first part of them is a fair sample.
+    """
+    order = list(range(NUM_EXITS))
+    random.Random(seed).shuffle(order)
+    place, late = divmod(order[number % NUM_EXITS], len(LATE))
+    place, is_other = divmod(place, 2)
+    place, way = divmod(place, len(WAYS))
+    draw = random.Random(name)
+    size = draw.choice((2, 3))
+    leaver = draw.randrange(1, size) if is_other else 0
+    program = Program(size, [Step("init")], [(tuple(range(size)),)])
+    if EXITS[place] != "init":
+        call, times = ("new_group", 2) if EXITS[place] == "two groups" else (EXITS[place], 1)
+        program.steps += [draw_call_to_leave(draw, program, call, leaver) for _ in range(times)]
+    last = len(program.steps) - 1
+    follower = draw.choice([rank for rank in range(size) if rank != leaver])
+    delay_s = draw.uniform(0.0, reach_s(program.steps[last]))
+    return Case(
+        name,
+        wire,
+        program,
+        "mpiexec" if wire == "mpi" else draw.choice(("env", "tcp", "file")),
+        "return",
+        "raise",
+        Fault(WAYS[way], leaver, last, AFTER),
+        Late(follower, last, LATE[late] == "stopped", delay_s) if late else None,
+        is_exit=True,
+    )
+
+
+def draw_call_to_leave(draw: random.Random, program: Program, call: str, leaver: int) -> Step:
+    """The call that one rank leaves after."""
+    size = program.size
+    if call == "new_group":
+        ranks = tuple(sorted({leaver, *draw.sample(range(size), 2)}))
+        if draw.random() < 0.3:
+            ranks = tuple(rank for rank in range(size) if rank != leaver)
+        program.groups.append((ranks,))
+        return Step(call, ranks=ranks, makes=(len(program.groups) - 1,))
+    if call == "mesh":
+        program.groups.append((tuple(range(size)),))
+        return Step(call, shape=(size,), makes=(1,))
+    root = draw.randrange(size)
+    peer = (root + draw.randrange(1, size)) % size
+    if call in MESSAGES and leaver not in (root, peer):
+        root = leaver
+    return Step(call, count=draw.choice((1, 1000, 40_000)), root=root, peer=peer)
