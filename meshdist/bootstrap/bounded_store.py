@@ -25,7 +25,7 @@ from torch.distributed import DistNetworkError, FileStore, Store
 
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from .server_watch import ServerWatch, accept_clients
+from .server_watch import ServerWatch, accept_clients, find_readable
 from .stores import cloned
 
 __all__ = ["BoundedStore", "read_json", "read_jsons", "read_number", "within"]
@@ -38,6 +38,7 @@ _ANSWER_S = 5.0
 # Python must not end before the thread is back from it.
 _END_S = 20.0
 _POLL_S = 0.2
+_CLOSING_S = 1.0
 
 _deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
 
@@ -212,7 +213,9 @@ class BoundedStore(Store):
             try:
                 answer.set_result(request(self._raw))
             except DistNetworkError as error:
-                if self.is_served:  # it closes the connection of a client whose request is wrong
+                # A server that ends closes this connection first, perhaps. One that goes on has
+                # closed it for a request that was wrong.
+                if not find_readable(self.ends, _CLOSING_S):
                     with suppress(RuntimeError, NotImplementedError):
                         self._raw = cloned(self._raw)
                 answer.set_exception(error)

@@ -83,16 +83,23 @@ def enter(path: str, rank: int | None, size: int, job: str = "") -> Entry:
 
 
 def leave(entry: Entry) -> None:
-    """Leave the generation; the last member removes its store, and the file with the last one."""
+    """Leave the generation; the last member removes its store, and the file with the last one.
+
+    Members that have ended without leaving, as can be seen on this host, count as gone.
+    """
     with _locked(entry.path, may_create=False) as record:
         for generation in record:
             if generation["name"] != entry.generation:
                 continue
             generation["members"][entry.member]["has_left"] = True
-            if all(member["has_left"] for member in generation["members"].values()):
+            if not any(map(_may_live, generation["members"].values())):
                 record.remove(generation)
                 Path(entry.store_path).unlink(missing_ok=True)
             return
+
+
+def _may_live(member: dict[str, Any]) -> bool:
+    return not member["has_left"] and is_alive(ProcessCard.from_json(member)) is not False
 
 
 def _is_gathering(generation: dict[str, Any]) -> bool:

@@ -32,7 +32,10 @@ from ..runtime.hosts import ProcessCard, is_alive, my_card
 from .bounded_store import BoundedStore, read_json, read_jsons, read_number, within
 from .stores import PrefixStore, Store
 
-__all__ = ["Attempt", "Joined"]
+__all__ = ["SERVER", "Attempt", "Joined"]
+
+SERVER = "rank {}, which serves the store,"
+"""What messages call a rank whose process serves the store."""
 
 _CARD_S = 2.0
 """How long a process that has claimed a rank may take to leave its card."""
@@ -93,6 +96,7 @@ class Attempt:
         local_rank: this process's number on its host, where its launcher numbers them.
         is_unique: whether a launcher sees to it that no rank runs twice at once.
         prefix: what the keys of the attempt begin with.
+        serves: whether this process serves the store.
     """
 
     handle: BoundedStore
@@ -104,6 +108,7 @@ class Attempt:
     local_rank: int | None = None
     is_unique: bool = False
     prefix: str = "meshdist"
+    serves: bool = False
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout)
@@ -149,7 +154,7 @@ class Attempt:
             about = {
                 "local_rank": self.local_rank,
                 "wires": sorted(self.wires),
-                "serves": self.handle.is_served_here,
+                "serves": self.serves,
             }
             card = {**self._card.to_json(), **about}
             keys.set(f"card/{mine}", json.dumps(card))
@@ -228,7 +233,7 @@ class Attempt:
         server = state["server"]
         self.handle.client = f"rank {rank} of {self.size}"
         if server is not None:
-            self.handle.server = f"rank {server}, which serves the store,"
+            self.handle.server = SERVER.format(server)
         return Joined(
             rank,
             self.size,

@@ -24,13 +24,15 @@ from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from . import file_records
 from .bounded_store import BoundedStore
 from .environments import Surroundings, read_surroundings
-from .generations import Attempt, Joined
+from .generations import SERVER, Attempt, Joined
 from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
     FileStore,
+    PrefixStore,
     ServedStore,
     Store,
+    TCPStore,
     bind_listener,
     cloned,
     connect_store,
@@ -92,7 +94,10 @@ def meet(
     _check_arguments(init_method, rank, world_size, store)
     terms = _Terms(group_name, timeout, wires)
     if store is not None:
-        return _meet_in(_own_handle(store), rank, world_size, origin, terms)
+        # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
+        is_served_by_0 = isinstance(_root_of(store), TCPStore)
+        own = _own_handle(store)
+        return _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
     url = urlsplit("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
@@ -237,6 +242,12 @@ def _own_handle(store: Store) -> Store:
         return store
 
 
+def _root_of(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _meet_in(
     store: Store,
     rank: int,
@@ -245,13 +256,16 @@ def _meet_in(
     terms: _Terms,
     *,
     attempt: str = "",
+    is_served_by_0: bool = False,
     **known: Any,
 ) -> Joined:
     prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
     patience = max(terms.timeout, LEAST_STORE_TIMEOUT)
     handle = BoundedStore(store, patience, is_served_here=isinstance(store, ServedStore))
+    if is_served_by_0:
+        handle.server = SERVER.format(0)
     given = rank if rank >= 0 else None
-    known["prefix"] = prefix
+    known |= {"prefix": prefix, "serves": handle.is_served_here or (is_served_by_0 and rank == 0)}
     try:
         return Attempt(handle, given, size, terms.timeout, origin, terms.wires, **known).join()
     except BaseException:
@@ -284,6 +298,7 @@ def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Joined:
         attempt=surroundings.attempt,
         local_rank=local_rank,
         is_unique=launcher == "torchrun",
+        is_served_by_0=not surroundings.has_agent_store,
     )
 
 
@@ -348,8 +363,9 @@ def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joine
         return serve_store(listener, address, port, terms.timeout)
 
     store = keep_store(("tcp", numeric_loopback(address), port), make)
+    is_served_by_0 = rank >= 0 and not terms.group_name
     origin = f"tcp://{url.netloc}"
-    return _meet_in(store, rank, size, origin, terms)
+    return _meet_in(store, rank, size, origin, terms, is_served_by_0=is_served_by_0)
 
 
 def _address_of(url: SplitResult) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
@@ -96,13 +97,14 @@ def accept_clients() -> None:
             clients.update()
 
 
-def offer_server_watch(store: Store, host: str) -> None:
+def offer_server_watch(store: Store, host: str, timeout: timedelta) -> None:
     """Let the clients of ``store``, which this process serves, watch this process until it ends.
 
     Args:
         store: the store.
         host: the number of the address at which it listens. Where no second one can be had,
             clients have only the connection to the store itself.
+        timeout: how long the end of this process may wait for the clients.
     """
     is_v6 = ":" in host
     try:
@@ -114,7 +116,7 @@ def offer_server_watch(store: Store, host: str) -> None:
         )
     except OSError:
         return
-    clients = _Clients(listener)
+    clients = _Clients(listener, timeout)
     store.set(_KEY, str(listener.getsockname()[1]))
     with _lock:
         _served.append(clients)
@@ -128,9 +130,11 @@ class _Clients:
 
     Args:
         listener: where they connect to.
+        timeout: how long to wait for them at the end.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, timeout: timedelta) -> None:
+        self._timeout = timeout
         listener.setblocking(False)
         self._listener = listener
         self._connections: list[socket.socket] = []
@@ -161,7 +165,7 @@ class _Clients:
         atexit.unregister(self.close)
         if self._process_id != os.getpid():
             return
-        patience = Grace(_FAILING_S if is_ending_by_exception() else None)
+        patience = Grace(_FAILING_S if is_ending_by_exception() else self._timeout)
         self.update()
         while self._connections and not patience.is_over:
             self.update(patience.slice_s(_SLICE_S))

@@ -147,7 +147,8 @@ def serve_store(
 ) -> ServedStore:
     """Return a store whose server runs in this process and listens on ``listener`` alone.
 
-    Takes the socket over. Without one the server listens on every interface, at ``port``.
+    Takes the socket over. Without one the server listens on every interface, at ``port``. The end
+    of this process waits until no other one needs the store, for ``timeout`` at most.
     """
     taken: dict[str, Any] = {}
     if listener is None:
@@ -158,7 +159,7 @@ def serve_store(
         taken = {"master_listen_fd": listener.detach()}
     limit = max(timeout, LEAST_STORE_TIMEOUT)
     store = ServedStore(address, port, None, True, limit, wait_for_workers=False, **taken)
-    offer_server_watch(store, bound)
+    offer_server_watch(store, bound, timeout)
     return store
 
 

@@ -157,15 +157,20 @@ class Registry:
                 shared.users.add(user)
                 return shared
         world, ranks, options = self.world, opening.ranks, opening.options
+        opened_key = f"{label}/opened"
         # The table comes first, so that members that have opened their side find it.
         table = None if wire.compares_calls else self.header_tables.make(label, ranks)
         communicator = None
         try:
             with within(Deadline(opening.timeout)):
                 communicator = wire.open(opening)
-                if world.has_processes:
-                    world.store.add(f"{label}/opened", 1)
+                if world.has_processes and len(ranks) > 1:
+                    # A member that ended now would fail others that still connect to each other.
+                    world.store.add(opened_key, 1)
+                    self._await_count(opened_key, len(ranks), Grace(_PATIENCE_S))
         except BaseException:
+            with suppress(StoreError):
+                world.store.add(opened_key, len(ranks))  # the others need not wait
             if communicator is not None:
                 communicator.close()
             if table is not None:
@@ -204,7 +209,6 @@ class Registry:
             opened.users.discard(user)
             if opened.users or self._by_label.pop(opened.label, None) is None:
                 return
-        self._await_members([opened])
         opened.close()
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
@@ -284,13 +288,11 @@ class Registry:
         return read_json(self.world.store, _ending_key(rank), str)
 
     def _leave(self, how: str) -> None:
-        """Say so, and wait a little for ranks that still need this one to open what it has open."""
+        """Tell the others that this rank leaves the world, and how."""
         atexit.unregister(self._end)
-        if not self.world.has_processes or self.world.process_id != os.getpid():
-            return
-        with suppress(StoreError):
-            self.world.store.set(_ending_key(self.world.rank), json.dumps(how))
-        self._await_members(self._all_opened())
+        if self.world.has_processes and self.world.process_id == os.getpid():
+            with suppress(StoreError):
+                self.world.store.set(_ending_key(self.world.rank), json.dumps(how))
 
     def _end(self) -> None:
         """Leave, and let the others see how, before this process ends."""
@@ -302,20 +304,6 @@ class Registry:
                 entry.leave()
             if self.world.server == self.world.rank:  # others may need this process for long
                 entry.close()
-
-    def _await_members(self, opened: list[OpenCommunicator]) -> None:
-        """Wait until every member has opened its side.
-
-        A member that ends first closes its connections, and Gloo then fails on the members that are
-        still connecting to each other.
-        """
-        if not self.world.has_processes:
-            return
-        grace = Grace(_PATIENCE_S)  # for all of them together
-        for entry in opened:
-            size = entry.communicator.size
-            if entry.label not in self.aborts and size > 1:
-                self._await_count(f"{entry.label}/opened", size, grace)
 
     def _await_count(self, key: str, number: int, grace: Grace) -> None:
         """Return when a count in the store is ``number``, at the deadline, or without the store."""
