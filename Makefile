@@ -37,7 +37,7 @@ test: $(VENV)/.installed-test ## format, lint, types, and every test but the soa
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
-	$(BIN)/python -m pytest -m soak --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or leave, at random; writes a report
 	$(BIN)/python -m tests.faults.run --wire $(WIRE) --faults $(COUNT) --exits $(EXITS) --seed $(SEED) \

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
+from meshdist.launching.guard import end_with_parent
 
-def pytest_configure() -> None:
-    """Let Ctrl-C interrupt again: a shell that starts tests in the background has it ignored."""
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Ctrl-C interrupt, and let a worker of pytest-xdist end with the process that started it.
+
+    (A shell that starts tests in the background has Ctrl-C ignored.)
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):
+        end_with_parent(os.getppid())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ whoever asks next.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._mpi import environment, job_command
+from meshdist.launching.guard import end_with_parent
 from tests.pool import QUICK_NAMES, Pool, Worker, worker_main
 
 START_S = 60.0
@@ -63,6 +65,7 @@ class MpiJob(Pool):
                     env=environment(**QUICK_NAMES),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
+                    preexec_fn=functools.partial(end_with_parent, os.getpid()),
                 )
                 listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
                 found = {}
@@ -111,6 +114,7 @@ def in_world(rank: int, fn: Callable[..., Any], args: Sequence[Any], timeout_s: 
 def main(address: str, folder: str) -> None:
     from multiprocessing.connection import Client
 
+    end_with_parent(os.getppid())
     gc.disable()  # what is imported is there to stay
     import meshdist.collectives.verbs
     import meshdist.mesh.device_mesh  # noqa: F401

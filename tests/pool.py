@@ -15,7 +15,6 @@ then. They too are forked from the warm parent: what starts a program is not tes
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -39,11 +38,11 @@ from typing import Any
 
 import cloudpickle
 
+from meshdist.launching.guard import end_with_parent
 from tests.load import load_factor
 
 TESTS = Path(__file__).resolve().parent
 GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MESHDIST_")
 # Torch asks the name server for the name of every peer of a store, loopback included; where that
 # does not answer at once a test should not wait for it.
@@ -309,8 +308,25 @@ class Pool:
         self.close()
 
     def _collect(self, team: list[Worker], timeout_s: float, grace_s: float | None) -> list[Any]:
-        outcomes: list[Any] = [None] * len(team)
         waiting = {worker.connection: rank for rank, worker in enumerate(team)}
+        try:
+            return self._answers(team, waiting, timeout_s, grace_s)
+        except BaseException:  # Ctrl-C, or the time limit of the test
+            for rank in waiting.values():
+                print(f"rank {rank} was here:\n{team[rank].show_stacks()}", file=sys.stderr)
+            for rank in waiting.values():
+                self._replace(team[rank])
+            raise
+
+    def _answers(
+        self,
+        team: list[Worker],
+        waiting: dict[Connection, int],
+        timeout_s: float,
+        grace_s: float | None,
+    ) -> list[Any]:
+        """Return the outcomes; take from ``waiting`` each that has come."""
+        outcomes: list[Any] = [None] * len(team)
         begin, has_more = time.monotonic(), True
         end = begin + timeout_s
         order = 0
@@ -366,7 +382,7 @@ class Pool:
 
     def _replace(self, worker: Worker) -> None:
         worker.end()
-        self.workers.remove(worker)
+        self.workers = [one for one in self.workers if one is not worker]
 
     def _fork(self) -> Worker:
         if self._parent is None:
@@ -410,13 +426,6 @@ class Failure:
 
 
 # -- in the workers and their parent ------------------------------------------------------------
-
-
-def end_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def parent_main(descriptor: int, parent: int) -> None:

@@ -66,6 +66,38 @@ def test_the_flags_for_several_hosts_in_both_spellings(script: Path) -> None:
         assert told(launch(*spelling, script)) == [[0, ["--local-rank=0"]]]
 
 
+SIGNALS = """
+import os, signal
+wanted = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+heeded = [n.name for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
+os.write(1, (" ".join(heeded) + "\\n").encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "heeded"),
+    [
+        ("meshdist", "SIGINT SIGQUIT"),  # nohup holds for the ranks, too
+        ("torch", "SIGINT SIGHUP SIGQUIT"),
+    ],
+)
+def test_ranks_heed_ctrl_c_also_where_the_launcher_was_started_in_the_background(
+    tmp_path: Path, launcher: str, heeded: str
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SIGNALS)
+    module = "meshdist.launch" if launcher == "meshdist" else "torch.distributed.run"
+    start = 'trap "" INT HUP; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", start, "sh", sys.executable, "-m", module, "--nproc-per-node=2", str(path)],
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{heeded}\n" * 2)
+
+
 def test_no_python_needs_use_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--no-python", "true"]) == 2
     assert capsys.readouterr().err.splitlines() == [

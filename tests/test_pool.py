@@ -134,19 +134,30 @@ def is_running(pid: int) -> bool:
         return False
 
 
+SESSION = """
+import os, sys
+from tests.mpi_job import MpiJob
+from tests.pool import Pool
+
+def spin(rank):
+    os.write(1, b"spinning\\n")
+    while True:
+        pass
+
+pool = MpiJob(2) if "mpi" in sys.argv else Pool()
+pids = pool.call(lambda rank: (os.getpid(), os.getppid()), 2)
+print(*(pid for pair in pids for pid in pair), flush=True)
+pool.call(spin, 2)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_workers_end_with_a_killed_test_session(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["forked", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_workers_that_spin_end_with_a_killed_test_session(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "session.py"
-    script.write_text(
-        "import os, time\n"
-        "from tests.pool import Pool\n"
-        "pool = Pool()\n"
-        "pids = pool.call(lambda rank: (os.getpid(), os.getppid()), 2)\n"
-        "print(*(pid for pair in pids for pid in pair), flush=True)\n"
-        "time.sleep(60)\n"
-    )
+    script.write_text(SESSION)
     session = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), kind],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)},
@@ -156,6 +167,7 @@ def test_workers_end_with_a_killed_test_session(tmp_path: Path) -> None:
         pids = [int(word) for word in session.stdout.readline().split()]
         assert len(pids) == 4
         assert all(map(is_running, pids))
+        assert [session.stdout.readline() for _ in range(2)] == ["spinning\n"] * 2
         session.send_signal(signal.SIGKILL)
         session.wait()
         end = time.monotonic() + 10

@@ -11,6 +11,7 @@ Runs as a plain script, hence imports the standard library only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import sys
 import time
 from typing import NamedTuple
 
-__all__ = ["MARK", "Family", "mark_value"]
+__all__ = ["MARK", "Family", "end_with_parent", "mark_value"]
 
 MARK = "MESHDIST_LAUNCH"
 _PROC = "/proc"
@@ -26,6 +27,7 @@ _PROC = "/proc"
 # guard believes that no process is left only after it has looked again this much later.
 _SECOND_LOOK_S = 0.1
 _KILLING_PERIOD_S = 0.005
+_PR_SET_PDEATHSIG = 1
 
 
 class _Process(NamedTuple):
@@ -38,6 +40,18 @@ class _Process(NamedTuple):
 def mark_value(outer: str | None, mark: str) -> str:
     """Return the value of MARK for a launch named mark, inside the launch named outer if any."""
     return f"{outer or ''}/{mark}"
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the system end this process when ``parent`` ends, however it ends and whatever runs here.
+
+    Holds for this process alone, not for those that it forks, and needs Linux; elsewhere, and where
+    the parent has ended before, only the present is looked at.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _read_process(pid: int, needle: bytes) -> _Process | None:

@@ -5,13 +5,11 @@ Imports neither torch nor numpy, which the function to call may not need.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import io
 import multiprocessing.spawn
 import os
 import pickle
-import signal
 import sys
 import time
 import traceback
@@ -20,9 +18,10 @@ from typing import Any
 
 import cloudpickle
 
+from ..launching.guard import end_with_parent
+
 __all__ = ["is_loading_main", "serve_rank"]
 
-_PR_SET_PDEATHSIG = 1
 _is_loading = False
 
 
@@ -33,7 +32,7 @@ def is_loading_main() -> bool:
 
 def serve_rank(call: int, answer: int, parent: int) -> None:
     """Load the call from a file descriptor, make it, send the answer: the whole life of a rank."""
-    _end_with(parent)
+    end_with_parent(parent)
     for descriptor in (call, answer):
         os.set_inheritable(descriptor, False)
     code = 0
@@ -64,13 +63,6 @@ def serve_rank(call: int, answer: int, parent: int) -> None:
         sys.last_value = message[1]  # so that nothing at exit takes this for an end in good order
     gc.freeze()  # else the interpreter looks for cycles among all of torch's objects: half a second
     sys.exit(code)
-
-
-def _end_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _load(call: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -252,6 +252,14 @@ def alive(pids: list[int]) -> list[int]:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Lets SIGHUP end what the test starts; with nohup it would not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @linux
 def test_a_deaf_rank_and_all_grandchildren_end_within_five_seconds(script: Script) -> None:
     path = script(
@@ -281,14 +289,13 @@ def test_what_a_rank_left_running_ends_with_the_job(script: Script) -> None:
 
 
 @linux
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_to_the_launcher_ends_all(
     script: Script, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("these tests were started with nohup, which the launcher honours")
     path = script(
         "def tidy_up(*_):\n"
         f"    open(f'{tmp_path}/{{rank}}', 'w').close()\n"

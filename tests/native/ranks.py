@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from meshdist.launching.guard import end_with_parent
 from meshdist.wires import native
 from tests.load import load_factor
 from tests.native.named_core import NamedCore
@@ -32,7 +33,8 @@ class Killed:
         self.exitcode = exitcode
 
 
-def _main(rank: int, fd: int, pipe: Any, body: Callable[..., Any]) -> None:
+def _main(rank: int, parent: int, fd: int, pipe: Any, body: Callable[..., Any]) -> None:
+    end_with_parent(parent)
     torch.set_num_threads(1)  # the ranks share two cores
     pids = pipe.recv()
     pidfds = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
@@ -67,7 +69,7 @@ def run_ranks(
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, fd, theirs, body))
+            process = context.Process(target=_main, args=(rank, os.getpid(), fd, theirs, body))
             process.start()
             theirs.close()
             pipes.append(ours)
