@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="tell the local rank by LOCAL_RANK alone, not by an argument",
     )
+    for value in (True, False):
+        spellings = (
+            f"--{name}={text}" for name in ("use-env", "use_env") for text in (value, int(value))
+        )
+        action = "store_true" if value else "store_false"
+        parser.add_argument(*spellings, dest="use_env", action=action, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.no_python and not arguments.use_env:
         return report_usage_error(

@@ -50,10 +50,15 @@ def test_the_script_is_handed_its_local_rank(script: Path, flag: str) -> None:
     assert told(done) == [[rank, [f"--local-rank={rank}", "--epochs", "3"]] for rank in range(2)]
 
 
-@pytest.mark.parametrize("flag", ["--use-env", "--use_env"])
+@pytest.mark.parametrize("flag", ["--use-env", "--use_env", "--use-env=True", "--use_env=1"])
 def test_with_use_env_it_is_not(script: Path, flag: str) -> None:
     done = launch("--nproc-per-node", 2, flag, script, "--epochs", "3")
     assert told(done) == [[rank, ["--epochs", "3"]] for rank in range(2)]
+
+
+def test_with_use_env_false_it_is(script: Path) -> None:
+    told_to_script = ["--local-rank=0", "--use-env=True"]
+    assert told(launch("--use-env=False", script, "--use-env=True")) == [[0, told_to_script]]
 
 
 def test_a_module_is_handed_it_too(script: Path) -> None:

@@ -33,6 +33,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "rank_environment",
             "child_processes",
             "root_cause",
+            "output",
             "launcher",
         ),
         "bootstrap": (
@@ -181,7 +182,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},
-    {"cli": ("arguments", "run", "bench", "checkup", "doctor", "main")},
+    {"cli": ("torchrun_flags", "arguments", "run", "bench", "checkup", "doctor", "main")},
     {"launch": ("launch",), "__main__": ("__main__",)},
 )
 # On these floors a folder may also import from the folders listed above it there.

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from ..error_text import explain
 from ..launching.launcher import LaunchError, run_processes
+from .torchrun_flags import add_torchrun_flags, launch_settings
 
 __all__ = [
     "Parser",
@@ -40,46 +41,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(report_usage_error(self.prog, text))
 
 
-_PLACE = (
-    ("nproc-per-node", int, 1, "N", "processes to start on this host (default: 1)"),
-    ("nnodes", int, 1, "M", "hosts in the job, each with its own launcher (default: 1)"),
-    ("node-rank", int, 0, "K", "number of this host, from 0 (default: 0)"),
-    (
-        "master-addr",
-        str,
-        None,
-        "ADDRESS",
-        "name or address of host 0, where rank 0 serves the store; needed with several hosts",
-    ),
-    (
-        "master-port",
-        int,
-        None,
-        "PORT",
-        "port of that store (default: a free one on a single host, else 29500)",
-    ),
-)
-"""Name, type, default, placeholder and help of the arguments that place the processes."""
-
-
 def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
     """Add the arguments that start a program; with short, -n for the number of processes."""
-    for name, kind, default, metavar, text in _PLACE:
-        names = ["-n"] if short and metavar == "N" else []
-        names += dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
-        parser.add_argument(*names, type=kind, default=default, metavar=metavar, help=text)
-    parser.add_argument(
-        "-m",
-        "--module",
-        action="store_true",
-        help="start a module, found as `python -m` finds it, instead of a script",
-    )
-    parser.add_argument(
-        "--no-python",
-        "--no_python",
-        action="store_true",
-        help="start a program that is not Python",
-    )
+    add_torchrun_flags(parser, short=short)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="script.py ...", help="script and arguments"
     )
@@ -94,16 +58,18 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
             expected="a script, or -m and a module, after the launcher's own arguments",
             fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
         )
-    if arguments.module and arguments.no_python:
+    is_python = arguments.run_path or not arguments.no_python
+    is_module = arguments.module and not arguments.run_path
+    if is_module and not is_python:
         raise LaunchError(
             "-m and --no-python exclude each other",
             expected="a Python module (-m), or a program that is not Python (--no-python)",
             fix="leave one out",
         )
     target, *rest = words
-    if arguments.no_python:
+    if not is_python:
         start = [target]
-    elif arguments.module:
+    elif is_module:
         start = [sys.executable, "-u", "-m", target]
     else:
         # A directory or zip file with a __main__.py is a script to Python, too.
@@ -134,14 +100,6 @@ def launch(
             handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
             return [*start, *handed, *rest]
 
-        return run_processes(
-            command,
-            arguments.nproc_per_node,
-            nnodes=arguments.nnodes,
-            node_rank=arguments.node_rank,
-            master_addr=arguments.master_addr,
-            master_port=arguments.master_port,
-            prefix=prefix,
-        )
+        return run_processes(command, **launch_settings(arguments, prefix=prefix))
     except LaunchError as error:
         return report_usage_error(program, str(error))

@@ -17,6 +17,7 @@ from .arguments import (
     launch,
     report_usage_error,
 )
+from .torchrun_flags import number_of_processes
 
 __all__ = ["SUMMARY", "main"]
 
@@ -60,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.launcher == "mpi":
-            return _become_mpiexec(arguments)
+            given = {
+                name for name, value in vars(arguments).items() if value != parser.get_default(name)
+            }
+            return _become_mpiexec(arguments, given)
         if arguments.mpi_args is not None:
             raise LaunchError(
                 "--mpi-args are for mpiexec, which this command does not start",
@@ -71,21 +75,24 @@ def main(argv: Sequence[str]) -> int:
     return launch(_PROGRAM, arguments, prefix=arguments.prefix)
 
 
-def _become_mpiexec(arguments: argparse.Namespace) -> int:
+_OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "run_path", "command", "launcher"}
+
+
+def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
     """Let mpiexec take this process's place, so that signals and exit codes are its own."""
     start, rest = command_of(_PROGRAM, arguments)
-    if arguments.nproc_per_node < 1:
+    nprocs = number_of_processes(arguments.nproc_per_node)
+    if nprocs < 1:
         raise LaunchError(
-            f"cannot start {arguments.nproc_per_node} processes",
+            f"cannot start {nprocs} processes",
             where="-n",
             expected="at least 1",
             fix="meshdist run --launcher mpi -n 4 script.py",
         )
-    is_placed = arguments.nnodes != 1 or arguments.node_rank or arguments.master_addr
-    if is_placed or arguments.master_port or arguments.prefix:
+    if given - _OF_MPIEXEC_TOO - {"mpi_args"}:
         raise LaunchError(
             "mpiexec places its ranks, finds their hosts and shows their output by itself",
-            expected="of this command's options -n, -m and --no-python alone",
+            expected="of this command's options -n, -m, --no-python and --run-path alone",
             fix='tell mpiexec, for example --mpi-args="--host a:4,b:4"',
         )
     mpiexec = find_mpiexec()
@@ -97,6 +104,6 @@ def _become_mpiexec(arguments: argparse.Namespace) -> int:
             fix='pip install "meshdist[mpi]", which brings Open MPI',
         )
     options = shlex.split(arguments.mpi_args or "")
-    command = [mpiexec, "-n", str(arguments.nproc_per_node), *options, *start, *rest]
+    command = [mpiexec, "-n", str(nprocs), *options, *start, *rest]
     sys.stdout.flush()
     os.execve(mpiexec, command, mpiexec_environment(os.environ))

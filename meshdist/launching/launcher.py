@@ -8,119 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
 from .child_processes import GRACE_S, Ending, Launch
+from .output import LINE_S, Output, Sink, Stream, show
 from .rank_environment import LaunchError, rank_environment, reserve_port
-from .root_cause import TRACEBACK, Failure, find_cause
+from .root_cause import Failure, find_cause
 
 __all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
 
 DEFAULT_PORT = 29500
 """The port of rank 0's store where several hosts must agree on one in advance; torch's."""
 
-_KEPT_BYTES = 32 * 1024
 _DRAIN_S = 0.5
-# How long a line may wait for its end; too short for a person to notice at a prompt.
-_LINE_S = 0.05
 # How long ranks may end by themselves once one has failed: the others then report what they saw,
 # and the cause may be among those that take longer to end. Then how long after SIGTERM.
 _ENDING_S = 2.0
 _STOPPING_S = 2.0
-
-
-# -- what the ranks write -----------------------------------------------------------------------
-
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n|\Z))")
-
-
-class _Stream:
-    """Shows what one rank writes into a pipe, and keeps the end of it.
-
-    Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
-
-    Attributes:
-        pipe: what the rank writes into; close it at the end.
-        has_ended: whether the rank, and all that inherited the pipe, have closed it.
-        reported_at: when the last traceback began to come; None where none has come.
-    """
-
-    def __init__(self, pipe: BinaryIO, screen: TextIO, prefix: bytes) -> None:
-        self._kept = b""
-        self.pipe = pipe
-        self._screen = screen
-        self._prefix = prefix
-        self._partial = b""
-        self._latest = 0.0
-        self.has_ended = False
-        self.reported_at: float | None = None
-        os.set_blocking(pipe.fileno(), False)
-
-    def read(self) -> bool:
-        """Show what there is to read; return False at the end."""
-        try:
-            data = os.read(self.pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            self.has_ended = True
-            return False
-        self._kept = (self._kept + data)[-_KEPT_BYTES - 1 :]  # one more shows that some are lost
-        data = self._partial + data
-        lines = _LINE.findall(data)
-        self._partial = data[sum(map(len, lines)) :]
-        self._latest = time.monotonic()
-        if any(TRACEBACK in line for line in lines):
-            self.reported_at = self._latest
-        if lines:
-            _show(self._screen, b"".join(self._prefix + line for line in lines))
-        return True
-
-    def is_holding(self) -> bool:
-        """Return whether a line without an end waits to be shown."""
-        return bool(self._partial) and not self._prefix
-
-    def show_late_part(self) -> None:
-        """Show a line without an end, as in a prompt, if its end is long in coming."""
-        if self.is_holding() and time.monotonic() - self._latest >= _LINE_S:
-            _show(self._screen, self._partial)
-            self._partial = b""
-
-    def flush(self) -> None:
-        """Show what is held at the end of the output."""
-        if self._partial:
-            _show(self._screen, self._prefix + self._partial + (b"\n" if self._prefix else b""))
-            self._partial = b""
-
-    def tail(self) -> bytes:
-        """Return the last lines, whole ones."""
-        is_whole = len(self._kept) <= _KEPT_BYTES
-        return self._kept if is_whole else self._kept.partition(b"\n")[2]
-
-
-def _show(screen: TextIO, data: bytes) -> None:
-    # A reader that has gone away must not end the job.
-    with contextlib.suppress(OSError, ValueError):
-        binary = getattr(screen, "buffer", None)
-        if binary is None:
-            screen.write(data.decode(errors="replace"))
-        else:
-            screen.flush()
-            binary.write(data)
-        screen.flush()
 
 
 # -- signals to the launcher --------------------------------------------------------------------
@@ -137,13 +52,13 @@ class _Signals:
         launch.attend(self._reader, lambda: bool(os.read(self._reader, 64)))
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
         """Note signals while the block runs. Only the main thread can."""
         before = {}
         if threading.current_thread() is threading.main_thread():
-            wanted = [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-                wanted.append(signal.SIGHUP)
+            if wanted is None:
+                is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+                wanted = [signal.SIGINT, signal.SIGTERM, *([] if is_nohup else [signal.SIGHUP])]
             before = {number: signal.signal(number, self._note) for number in wanted}
         try:
             yield
@@ -235,7 +150,10 @@ def run_processes(
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
-    prefix: bool = False,
+    role: str = "default",
+    output: Output = Output(),  # noqa: B008 - it is frozen
+    signals: Sequence[int] | None = None,
+    stopping_s: float | None = None,
 ) -> int:
     """Run command as nprocs ranks on this host, and return when all have ended.
 
@@ -253,12 +171,16 @@ def run_processes(
         node_rank: the number of this host, from 0.
         master_addr: where every host reaches host 0; not needed on a single host.
         master_port: the port there; a free one is chosen on a single host, else 29500.
-        prefix: whether every line of output begins with the rank that wrote it.
+        role: the name of what the ranks do, in their ROLE_NAME.
+        output: what of the ranks' output is shown, and what is kept in files.
+        signals: those that end the job; SIGINT, SIGTERM and, unless it is ignored, SIGHUP if None.
+        stopping_s: how long ranks that were asked to end may take before they are killed; if None,
+            2 seconds after a failure, and 3 to 3.5 after a signal.
 
     Returns:
         0 if all ranks succeeded; the exit code of the rank that failed first, 128 + N if signal N
-        ended it; 130, 143 or 129 if this process was asked to end by SIGINT, SIGTERM or SIGHUP
-        (which is noticed in the main thread only).
+        ended it; 128 + N if this process was asked to end by signal N (which is noticed in the
+        main thread only).
 
     Raises:
         LaunchError: the job cannot be started as asked; nothing is left running.
@@ -278,9 +200,11 @@ def run_processes(
         if node_rank == 0:
             _say_where_the_store_listens(address, port, nnodes)
         launch = stack.enter_context(contextlib.closing(Launch()))
-        signals = _Signals(launch)
-        stack.enter_context(signals.noted())
-        job = stack.enter_context(contextlib.closing(_Job(launch, signals, command, prefix)))
+        asked = _Signals(launch)
+        stack.enter_context(asked.noted(signals))
+        job = stack.enter_context(
+            contextlib.closing(_Job(launch, asked, command, output, stopping_s))
+        )
         for local_rank in range(nprocs):
             listener = reservation.listener if reservation and local_rank == 0 else None
             environment = rank_environment(
@@ -292,6 +216,7 @@ def run_processes(
                 master_addr=address,
                 master_port=port,
                 mark=launch.mark,
+                role=role,
                 listen_fd=None if listener is None else listener.fileno(),
                 directory=launch.directory if meets_here else None,
             )
@@ -306,9 +231,11 @@ class _Job:
     _launch: Launch
     _signals: _Signals
     _command: Sequence[str] | Callable[[int], Sequence[str]]
-    _prefix: bool
-    _errors: dict[int, _Stream] = field(default_factory=dict)
-    _streams: list[_Stream] = field(default_factory=list)
+    _output: Output
+    _stopping_s: float | None
+    _errors: dict[int, Stream] = field(default_factory=dict)
+    _streams: list[Stream] = field(default_factory=list)
+    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
@@ -318,13 +245,19 @@ class _Job:
             return
         rank = int(environment["RANK"])
         command = self._command(local_rank) if callable(self._command) else self._command
+        sinks = {
+            kind: self._files.enter_context(
+                contextlib.closing(self._output.sink(kind, rank=rank, local_rank=local_rank))
+            )
+            for kind in ("stdout", "stderr")
+        }
         try:
             child = self._launch.start(
                 rank,
                 command,
                 environment,
                 listener=listener,
-                stdout=subprocess.PIPE if self._prefix else None,
+                stdout=None if sinks["stdout"].is_inherited else subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
@@ -334,14 +267,13 @@ class _Job:
                 expected="a program that can be executed",
                 fix="check its path and its permissions",
             ) from None
-        prefix = f"[rank {rank}] ".encode() if self._prefix else b""
         if child.stdout is not None:
-            self._show(child.stdout, sys.stdout, prefix)
+            self._read(child.stdout, sinks["stdout"])
         if child.stderr is not None:
-            self._errors[rank] = self._show(child.stderr, sys.stderr, prefix)
+            self._errors[rank] = self._read(child.stderr, sinks["stderr"])
 
-    def _show(self, pipe: Any, screen: TextIO, prefix: bytes) -> _Stream:
-        stream = _Stream(pipe, screen, prefix)
+    def _read(self, pipe: Any, sink: Sink) -> Stream:
+        stream = Stream(pipe, sink)
         self._streams.append(stream)
         self._launch.attend(pipe, stream.read)
         return stream
@@ -357,18 +289,22 @@ class _Job:
             while launch.running and signals.received is None and not grace.is_over:
                 self._step(grace.left_s)
             ended, stopped = tuple(launch.endings), len(launch.running)
-            launch.stop(((signal.SIGTERM, _STOPPING_S),))
+            launch.stop(((signal.SIGTERM, self._patience_s(_STOPPING_S)),))
             self._drain()
             return self._report(ended, stopped)
-        by_signal = ((received or signal.SIGTERM, GRACE_S),)
-        launch.stop(_ON_INTERRUPT if received == signal.SIGINT else by_signal)
+        is_quick = received == signal.SIGINT and self._stopping_s is None
+        by_signal = ((received or signal.SIGTERM, self._patience_s(GRACE_S)),)
+        launch.stop(_ON_INTERRUPT if is_quick else by_signal)
         self._drain()
         return 0 if received is None else 128 + received
+
+    def _patience_s(self, default_s: float) -> float:
+        return default_s if self._stopping_s is None else self._stopping_s
 
     def _step(self, timeout_s: float | None = None) -> None:
         """Wait until something happens."""
         if any(stream.is_holding() for stream in self._streams):
-            timeout_s = _LINE_S if timeout_s is None else min(timeout_s, _LINE_S)
+            timeout_s = LINE_S if timeout_s is None else min(timeout_s, LINE_S)
         self._launch.step(timeout_s)
         for stream in self._streams:
             stream.show_late_part()
@@ -396,9 +332,9 @@ class _Job:
         if stopped:
             summary += f"; stopped {stopped} other rank(s) of this host"
         summary += ". The end of its stderr:" if tail.strip() else ". It wrote nothing to stderr."
-        _show(sys.stderr, f"{summary}\n".encode() + tail)
+        show(sys.stderr, f"{summary}\n".encode() + tail)
         if tail and not tail.endswith(b"\n"):
-            _show(sys.stderr, b"\n")
+            show(sys.stderr, b"\n")
         return ending.exit_code
 
     def _failure(self, ending: Ending) -> Failure:
@@ -409,8 +345,9 @@ class _Job:
         return Failure(ending, at, stream.tail())
 
     def close(self) -> None:
-        """End what still runs, and close the pipes from the ranks."""
+        """End what still runs, and close the pipes from the ranks and the files."""
         if self._launch.running:
             self._launch.stop(())
         for stream in self._streams:
             stream.pipe.close()
+        self._files.close()

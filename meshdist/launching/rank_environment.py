@@ -4,7 +4,8 @@ What a started process finds in its environment:
 
     RANK, WORLD_SIZE               its number in the job, and how many there are
     LOCAL_RANK, LOCAL_WORLD_SIZE   the same on this host
-    GROUP_RANK                     the number of this host
+    GROUP_RANK, GROUP_WORLD_SIZE   the number of this host; how many hosts there are
+    ROLE_NAME, ROLE_RANK, ...      what torchrun says of a job in which all ranks have one role
     MASTER_ADDR, MASTER_PORT       where rank 0 serves the job's store
     MESHDIST_RUN_ID                one random hexadecimal number for all ranks of a job on one host
     MESHDIST_LISTEN_FD             rank 0 of a job on one host: an inherited TCP socket, bound to
@@ -96,6 +97,7 @@ def rank_environment(
     master_addr: str,
     master_port: int,
     mark: str,
+    role: str = "default",
     listen_fd: int | None = None,
     directory: str | None = None,
 ) -> dict[str, str]:
@@ -110,6 +112,7 @@ def rank_environment(
         master_addr: where rank 0 serves the store.
         master_port: its port there.
         mark: the name of this launch, random hexadecimal digits.
+        role: what the ranks are called in ROLE_NAME.
         listen_fd: the inherited socket on which this rank is to listen, for rank 0 alone.
         directory: where the ranks meet; None where they meet at the address.
     """
@@ -117,6 +120,9 @@ def rank_environment(
     environment = {name: value for name, value in base.items() if name not in foreign}
     place = (node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs, node_rank)
     environment.update(zip(_AGREED, map(str, place), strict=True))
+    environment["GROUP_WORLD_SIZE"] = str(nnodes)
+    environment["ROLE_NAME"] = role
+    environment["ROLE_RANK"], environment["ROLE_WORLD_SIZE"] = map(str, place[:2])
     environment["MASTER_ADDR"] = master_addr
     environment["MASTER_PORT"] = str(master_port)
     environment[MARK] = mark_value(base.get(MARK), mark)

@@ -80,7 +80,7 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "summary"),
     [
-        (("-n", "many"), "argument -n/--nproc-per-node/--nproc_per_node: invalid int value"),
+        (("--node-rank", "one"), "argument --node-rank/--node_rank: invalid int value"),
         (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
         (("--nproc", "2", "x.py"), "unrecognized arguments: --nproc"),
     ],

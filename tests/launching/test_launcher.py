@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshdist.launching.launcher import LaunchError, run_processes
+from meshdist.launching.output import Output
 
 PYTHON = [sys.executable, "-S", "-c"]
 SLEEP = [*PYTHON, "import time; time.sleep(60)"]
@@ -155,7 +156,7 @@ def test_prefixed_lines_stay_whole(capfd: pytest.CaptureFixture[str]) -> None:
         "    sys.stdout.write(part); sys.stdout.flush(); time.sleep(0.02)\n"
         "print('!', file=sys.stderr)\n"
     )
-    assert run_processes([*PYTHON, code], 2, prefix=True) == 0
+    assert run_processes([*PYTHON, code], 2, output=Output(prefix=True)) == 0
     out, err = capfd.readouterr()
     shown = out.replace("\r\n", "\n").replace("\r", "\n")
     for rank in range(2):

@@ -1,0 +1,327 @@
+"""torchrun's flags: those that place the processes, their output, and those that its agent needs.
+
+As with torchrun, ``PET_NAME`` in the environment is the default of ``--name``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+from typing import Any
+
+from ..launching.launcher import LaunchError
+from ..launching.output import Output
+from ..runtime.hosts import num_cores
+
+__all__ = ["add_torchrun_flags", "launch_settings", "number_of_processes"]
+
+# Name, type, default, placeholder and help.
+_PLACE: tuple[tuple[str, Any, Any, str, str], ...] = (
+    (
+        "nproc-per-node",
+        str,
+        "1",
+        "N",
+        "processes to start on this host: a number, cpu (as many as cores), gpu or xpu (as many as "
+        "there are), auto (accelerators, else cores); default: 1",
+    ),
+    ("nnodes", str, "1", "M", "hosts in the job, each with its own launcher (default: 1)"),
+    ("node-rank", int, 0, "K", "number of this host, from 0 (default: 0)"),
+    (
+        "master-addr",
+        str,
+        None,
+        "ADDRESS",
+        "name or address of host 0, where rank 0 serves the store; needed with several hosts",
+    ),
+    (
+        "master-port",
+        int,
+        None,
+        "PORT",
+        "port of that store (default: a free one on a single host, else 29500)",
+    ),
+    ("local-addr", str, None, "ADDRESS", "of host 0: the same as --master-addr"),
+    ("rdzv-endpoint", str, "", "HOST:PORT", "--master-addr and --master-port in one"),
+    ("role", str, "default", "NAME", "the ranks' ROLE_NAME (default: default)"),
+    (
+        "signals-to-handle",
+        str,
+        None,
+        "NAMES",
+        "the signals that end the job, with commas between (default: SIGINT,SIGTERM,SIGHUP)",
+    ),
+    (
+        "shutdown-timeout",
+        float,
+        None,
+        "S",
+        "seconds between asking ranks to end and killing them (default: 2 to 3.5)",
+    ),
+)
+# Name, short form, placeholder and help.
+_OUTPUT: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("log-dir", (), "DIR", "keep the ranks' output in files of a new folder in DIR, and show it"),
+    (
+        "redirects",
+        ("-r",),
+        "STREAMS",
+        "output to files alone: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ...",
+    ),
+    ("tee", ("-t",), "STREAMS", "output to files and to the console: as for --redirects"),
+    ("local-ranks-filter", (), "RANKS", "show the output of these local ranks alone, as in 0,2"),
+    ("rdzv-id", (), "NAME", "how the name of the folder in --log-dir begins (default: none)"),
+)
+_WITHOUT_EFFECT: tuple[tuple[str, Any], ...] = (
+    ("start-method", {"choices": ("spawn", "fork", "forkserver")}),
+    ("monitor-interval", {"type": float}),
+)
+_TORCHRUN = "start it by torchrun instead: programs of meshdist run unchanged under it"
+# Name, the one value that is served, why no other is, and what to use instead.
+_ELSEWHERE = (
+    (
+        "max-restarts",
+        "0",
+        "restarts need an elastic agent, which this launcher is not",
+        "torchrun --max-restarts, under which programs of meshdist run unchanged; or start the "
+        "command again, from the program's last checkpoint",
+    ),
+    (
+        "rdzv-conf",
+        "",
+        "the launchers of several hosts do not meet: the ranks do",
+        "init_process_group(timeout=...) is how long ranks wait for each other",
+    ),
+    ("event-log-handler", "null", "events are those of torchrun's elastic agent", _TORCHRUN),
+    ("logs-specs", "", "it names a class of torchrun's elastic agent", _TORCHRUN),
+    ("numa-binding", "", "the ranks of this launcher are bound to no cores", _TORCHRUN),
+    (
+        "duplicate-stdout-filters",
+        "",
+        "lines are not chosen",
+        "--log-dir keeps all of them in files, for grep",
+    ),
+    (
+        "duplicate-stderr-filters",
+        "",
+        "lines are not chosen",
+        "--log-dir keeps all of them in files, for grep",
+    ),
+)
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
+
+
+def _default(name: str, otherwise: Any) -> Any:
+    return os.environ.get(f"PET_{name.replace('-', '_').upper()}", otherwise)
+
+
+def _add_switch(parser: argparse.ArgumentParser, name: str, text: str, *short: str) -> None:
+    is_on = _default(name, "0") not in ("", "0")
+    names = (*short, *_spellings(name))
+    parser.add_argument(*names, action="store_true", default=is_on, help=text)
+
+
+def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
+    """Add the flags of torchrun; with short, -n for the number of processes."""
+    for name, kind, default, metavar, text in _PLACE:
+        names = ["-n"] if short and metavar == "N" else []
+        names += _spellings(name)
+        value = _default(name, default)
+        parser.add_argument(*names, type=kind, default=value, metavar=metavar, help=text)
+    _add_switch(parser, "standalone", "one host, at a free port whatever else is given")
+    backends = ("static", "c10d")
+    text = "static, or on one host c10d, which is the same there (default: static)"
+    default = _default("rdzv-backend", "static")
+    parser.add_argument(
+        *_spellings("rdzv-backend"), metavar="|".join(backends), default=default, help=text
+    )
+    _add_switch(
+        parser, "module", "start a module, found as `python -m` finds it, not a script", "-m"
+    )
+    _add_switch(parser, "no-python", "start a program that is not Python")
+    _add_switch(parser, "run-path", "start a script, whatever --module and --no-python say")
+    for name, letters, placeholder, text in _OUTPUT:
+        names = [*letters, *_spellings(name)]
+        parser.add_argument(*names, default=_default(name, None), metavar=placeholder, help=text)
+    for name, settings in _WITHOUT_EFFECT:
+        text = "has no effect: the ranks are new interpreters, and watched without polling"
+        parser.add_argument(*_spellings(name), default=_default(name, None), help=text, **settings)
+    for name, served, _, _ in _ELSEWHERE:
+        hidden = argparse.SUPPRESS
+        parser.add_argument(*_spellings(name), default=_default(name, served), help=hidden)
+    _add_switch(parser, "virtual-local-rank", argparse.SUPPRESS)
+
+
+# -- what they mean -----------------------------------------------------------------------------
+
+
+def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
+    for name, served, why, fix in _ELSEWHERE:
+        given = getattr(arguments, name.replace("-", "_"))
+        if given != served:
+            raise LaunchError(
+                f"--{name}={given} is not served: {why}",
+                expected=f"--{name}={served}, or nothing" if served else f"no --{name}",
+                fix=fix,
+            )
+    if arguments.virtual_local_rank:
+        raise LaunchError(
+            "--virtual-local-rank is not served: LOCAL_RANK is the rank's number on its host",
+            expected="no --virtual-local-rank",
+            fix=_TORCHRUN,
+        )
+
+
+def launch_settings(arguments: argparse.Namespace, *, prefix: bool = False) -> dict[str, Any]:
+    """What ``run_processes`` is called with, beside the command.
+
+    Raises:
+        LaunchError: a flag has no meaning, or needs what this launcher is not.
+    """
+    _refuse_what_is_served_elsewhere(arguments)
+    nnodes = _number_of_hosts(arguments.nnodes)
+    address, port = _place_of_the_store(arguments, nnodes)
+    names = arguments.signals_to_handle
+    return {
+        "nprocs": number_of_processes(arguments.nproc_per_node),
+        "nnodes": nnodes,
+        "node_rank": arguments.node_rank,
+        "master_addr": address,
+        "master_port": port,
+        "role": arguments.role,
+        "output": _output(arguments, prefix),
+        "signals": None if names is None else [_signal(name) for name in names.split(",")],
+        "stopping_s": arguments.shutdown_timeout,
+    }
+
+
+def number_of_processes(text: str) -> int:
+    """The number that ``--nproc-per-node`` names; only the names of accelerators load torch."""
+    if re.fullmatch(r"-?\d+", text, re.ASCII):
+        return int(text)
+    if text == "cpu":
+        return num_cores()
+    expected = "a number, or cpu, gpu, xpu (or torch's name of another accelerator), or auto"
+    try:
+        import torch
+
+        if text == "auto":
+            return torch.accelerator.device_count() or num_cores()
+        found: int = torch.get_device_module({"gpu": "cuda"}.get(text, text)).device_count()
+    except (ImportError, RuntimeError, AttributeError):
+        raise LaunchError(
+            f"{text!r} is no number of processes",
+            where="-n (nprocs)",
+            expected=expected,
+            fix="meshdist run -n 4 script.py",
+        ) from None
+    if found == 0:
+        raise LaunchError(
+            f"there is no {text} on this host that torch can use",
+            where="-n (nprocs)",
+            expected=expected,
+            fix="-n auto starts a process for each core where there is no accelerator",
+        )
+    return found
+
+
+def _number_of_hosts(text: str) -> int:
+    least, _, most = text.partition(":")
+    if not re.fullmatch(r"-?\d+(:-?\d+)?", text, re.ASCII):
+        raise LaunchError(
+            f"{text!r} is no number of hosts",
+            where="--nnodes",
+            expected="a number, as in --nnodes=2 or --nnodes=2:2",
+            fix="leave it out where the job runs on one host",
+        )
+    if most and int(least) != int(most):
+        raise LaunchError(
+            f"--nnodes={text} is not served: hosts that come and go need an elastic agent, which "
+            "this launcher is not",
+            expected="a number, as in --nnodes=2 or --nnodes=2:2",
+            fix=_TORCHRUN,
+        )
+    return int(least)
+
+
+def _place_of_the_store(
+    arguments: argparse.Namespace, nnodes: int
+) -> tuple[str | None, int | None]:
+    local_addr = arguments.local_addr if arguments.node_rank == 0 else None
+    if arguments.standalone:
+        if nnodes != 1:
+            raise LaunchError(
+                f"--standalone is for one host, and --nnodes says {nnodes}",
+                fix="leave one of them out",
+            )
+        return local_addr, None
+    backend = arguments.rdzv_backend
+    if backend != "static" and (backend != "c10d" or nnodes != 1):
+        raise LaunchError(
+            f"--rdzv-backend={backend} on {nnodes} host(s) is not served: hosts that number "
+            "themselves need an elastic agent, which this launcher is not",
+            expected="static, where each host is given its number; on one host also c10d",
+            fix="--rdzv-backend=static, with --node-rank=K and --master-addr=HOST0; or "
+            f"{_TORCHRUN}",
+        )
+    if not arguments.rdzv_endpoint:
+        return arguments.master_addr or local_addr, arguments.master_port
+    parts = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+)(?::(\d+))?", arguments.rdzv_endpoint, re.ASCII)
+    if parts is None:
+        raise LaunchError(
+            f"{arguments.rdzv_endpoint!r} is no endpoint",
+            where="--rdzv-endpoint",
+            expected="HOST or HOST:PORT, with brackets around an address of IPv6",
+        )
+    host, port = parts.groups()
+    return host.strip("[]"), arguments.master_port if port is None else int(port)
+
+
+def _output(arguments: argparse.Namespace, prefix: bool) -> Output:
+    redirects, tee, ranks = arguments.redirects, arguments.tee, arguments.local_ranks_filter
+    if arguments.log_dir and redirects is None and tee is None:
+        tee = "3"
+    if ranks and not re.fullmatch(r"\d+(,\d+)*", ranks, re.ASCII):
+        raise LaunchError(
+            f"{ranks!r} names no local ranks",
+            where="--local-ranks-filter",
+            expected="numbers with commas between, as in 0,2",
+        )
+    return Output(
+        prefix=prefix,
+        shown=frozenset(map(int, ranks.split(","))) if ranks else None,
+        redirects=_streams("--redirects", redirects or "0"),
+        tee=_streams("--tee", tee or "0"),
+        log_dir=arguments.log_dir,
+        job=arguments.rdzv_id or "none",
+    )
+
+
+def _streams(flag: str, text: str) -> int | dict[int, int]:
+    if re.fullmatch(r"[0-3]", text):
+        return int(text)
+    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text, re.ASCII):
+        pairs = (pair.split(":") for pair in text.split(","))
+        return {int(rank): int(streams) for rank, streams in pairs}
+    raise LaunchError(
+        f"{text!r} names no streams",
+        where=flag,
+        expected="0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2",
+    )
+
+
+def _signal(name: str) -> signal.Signals:
+    found = signal.Signals.__members__.get(name.strip())
+    if found in (None, signal.SIGKILL, signal.SIGSTOP):
+        raise LaunchError(
+            f"{name.strip()!r} is no signal that a program can handle",
+            where="--signals-to-handle",
+            expected="names with commas between, as in SIGTERM,SIGINT,SIGUSR1",
+        )
+    assert found is not None
+    return found

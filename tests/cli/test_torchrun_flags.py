@@ -1,0 +1,300 @@
+"""torchrun's flags: served with torchrun's meaning, or explained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from meshdist.cli import run as run_command
+from meshdist.cli.torchrun_flags import add_torchrun_flags, launch_settings, number_of_processes
+from meshdist.launching.output import Output
+from meshdist.launching.rank_environment import LaunchError
+from meshdist.runtime.hosts import num_cores
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [sys.executable, "-m", "meshdist", "run"]
+ENV = dict(os.environ, PYTHONPATH=str(ROOT))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    add_torchrun_flags(made, short=True)
+    return made
+
+
+def settings_of(*words: str) -> dict[str, Any]:
+    return launch_settings(parser().parse_args(words))
+
+
+def changed(*words: str) -> dict[str, Any]:
+    """The settings that differ from those without words."""
+    without = settings_of()
+    return {name: x for name, x in settings_of(*words).items() if x != without[name]}
+
+
+def test_every_flag_of_torchrun_is_known_in_each_spelling() -> None:
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    ours = {name for action in parser()._actions for name in action.option_strings}
+    assert len(theirs) > 50
+    assert theirs - ours == set()
+    assert ours - theirs == {"-n"}
+
+
+def test_what_is_left_out_is_as_with_torchrun() -> None:
+    assert settings_of() == {
+        "nprocs": 1,
+        "nnodes": 1,
+        "node_rank": 0,
+        "master_addr": None,
+        "master_port": None,
+        "role": "default",
+        "output": Output(),
+        "signals": None,
+        "stopping_s": None,
+    }
+
+
+SERVED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("--nnodes=1:1", "--max-restarts=0", "--rdzv-backend=c10d", "--event-log-handler=null"), {}),
+    (("--start-method=fork", "--monitor-interval=0.5", "--run-path", "--rdzv-conf="), {}),
+    (("--nnodes=2:2", "--local-addr=h0"), {"nnodes": 2, "master_addr": "h0"}),
+    (("--nnodes=2", "--node-rank=1", "--local-addr=h1"), {"nnodes": 2, "node_rank": 1}),
+    (("--master-addr=a", "--local-addr=b"), {"master_addr": "a"}),
+    (("--rdzv-endpoint=a:12", "--master-addr=b"), {"master_addr": "a", "master_port": 12}),
+    (("--rdzv_endpoint=[::1]:0",), {"master_addr": "::1", "master_port": 0}),
+    (("--rdzv-endpoint=a", "--master-port=7"), {"master_addr": "a", "master_port": 7}),
+    (("--standalone", "--rdzv-backend=etcd", "--master-port=7"), {}),
+    (("--standalone", "--local-addr=127.0.0.2"), {"master_addr": "127.0.0.2"}),
+    (("--role=trainer",), {"role": "trainer"}),
+    (("--shutdown-timeout=30",), {"stopping_s": 30.0}),
+    (("--signals-to-handle=SIGTERM, SIGUSR1",), {"signals": [signal.SIGTERM, signal.SIGUSR1]}),
+    (("--log-dir=x",), {"output": Output(log_dir="x", tee=3)}),
+    (("--log-dir=x", "-r2", "--rdzv-id=j"), {"output": Output(log_dir="x", redirects=2, job="j")}),
+    (("-t", "0:3,2:1"), {"output": Output(tee={0: 3, 2: 1})}),
+    (("--local-ranks-filter=0,2",), {"output": Output(shown=frozenset({0, 2}))}),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), SERVED)
+def test_what_is_served(words: Sequence[str], expected: dict[str, Any]) -> None:
+    assert changed(*words) == expected
+
+
+def test_variables_of_torchrun_are_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_MODULE", "1")
+    monkeypatch.setenv("PET_NO_PYTHON", "0")
+    arguments = parser().parse_args(["--node-rank=2"])
+    settings = launch_settings(arguments)
+    assert (settings["nprocs"], settings["node_rank"]) == (3, 2)
+    assert (arguments.module, arguments.no_python) == (True, False)
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    with pytest.raises(LaunchError, match="--max-restarts=3 is not served"):
+        settings_of()
+
+
+def test_numbers_of_processes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert number_of_processes("12") == 12
+    assert number_of_processes("cpu") == num_cores()
+    for count, expected in ((0, num_cores()), (5, 5)):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
+        assert number_of_processes("auto") == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    assert number_of_processes("gpu") == 6
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(LaunchError) as caught:
+        number_of_processes("gpu")
+    assert str(caught.value).splitlines() == [
+        "there is no gpu on this host that torch can use",
+        "  where:    -n (nprocs)",
+        "  expected: a number, or cpu, gpu, xpu (or torch's name of another accelerator), or auto",
+        "  fix:      -n auto starts a process for each core where there is no accelerator",
+    ]
+    for word in ("many", "2.0", "²", ""):
+        with pytest.raises(LaunchError) as caught:
+            number_of_processes(word)
+        assert caught.value.summary == f"{word!r} is no number of processes"
+
+
+TORCHRUN = "start it by torchrun instead: programs of meshdist run unchanged under it"
+REFUSED = [
+    (
+        "--nnodes=1:4",
+        "--nnodes=1:4 is not served: hosts that come and go need an elastic agent, which this "
+        "launcher is not",
+        TORCHRUN,
+    ),
+    (
+        "--max-restarts=3",
+        "--max-restarts=3 is not served: restarts need an elastic agent, which this launcher is "
+        "not",
+        "torchrun --max-restarts, under which programs of meshdist run unchanged; or start the "
+        "command again, from the program's last checkpoint",
+    ),
+    (
+        "--rdzv-backend=etcd",
+        "--rdzv-backend=etcd on 1 host(s) is not served: hosts that number themselves need an "
+        "elastic agent, which this launcher is not",
+        f"--rdzv-backend=static, with --node-rank=K and --master-addr=HOST0; or {TORCHRUN}",
+    ),
+    (
+        "--nnodes=2 --rdzv-backend=c10d",
+        "--rdzv-backend=c10d on 2 host(s) is not served: hosts that number themselves need an "
+        "elastic agent, which this launcher is not",
+        f"--rdzv-backend=static, with --node-rank=K and --master-addr=HOST0; or {TORCHRUN}",
+    ),
+    (
+        "--rdzv-conf=timeout=9",
+        "--rdzv-conf=timeout=9 is not served: the launchers of several hosts do not meet: the "
+        "ranks do",
+        "init_process_group(timeout=...) is how long ranks wait for each other",
+    ),
+    (
+        "--event-log-handler=console",
+        "--event-log-handler=console is not served: events are those of torchrun's elastic agent",
+        TORCHRUN,
+    ),
+    (
+        "--logs-specs=mine",
+        "--logs-specs=mine is not served: it names a class of torchrun's elastic agent",
+        TORCHRUN,
+    ),
+    (
+        "--numa-binding=node",
+        "--numa-binding=node is not served: the ranks of this launcher are bound to no cores",
+        TORCHRUN,
+    ),
+    (
+        "--duplicate-stderr-filters=a,b",
+        "--duplicate-stderr-filters=a,b is not served: lines are not chosen",
+        "--log-dir keeps all of them in files, for grep",
+    ),
+    (
+        "--virtual-local-rank",
+        "--virtual-local-rank is not served: LOCAL_RANK is the rank's number on its host",
+        TORCHRUN,
+    ),
+    (
+        "--standalone --nnodes=2",
+        "--standalone is for one host, and --nnodes says 2",
+        "leave one of them out",
+    ),
+    (
+        "--nnodes=two",
+        "'two' is no number of hosts",
+        "leave it out where the job runs on one host",
+    ),
+    ("--rdzv-endpoint=a:b", "'a:b' is no endpoint", None),
+    ("-r4", "'4' names no streams", None),
+    ("--tee=0:1,x", "'0:1,x' names no streams", None),
+    ("--local-ranks-filter=0,,1", "'0,,1' names no local ranks", None),
+    ("--signals-to-handle=SIGKILL", "'SIGKILL' is no signal that a program can handle", None),
+    ("--signals-to-handle=TERM", "'TERM' is no signal that a program can handle", None),
+]
+
+
+@pytest.mark.parametrize(("words", "summary", "fix"), REFUSED)
+def test_what_is_not_served_says_what_to_use(words: str, summary: str, fix: str | None) -> None:
+    with pytest.raises(LaunchError) as caught:
+        settings_of(*words.split())
+    assert (caught.value.summary, caught.value.fix) == (summary, fix)
+
+
+def test_the_command_refuses_them_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command.main(["--max-restarts=3", __file__]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("meshdist run: --max-restarts=3 is not served: restarts need")
+    assert lines[1] == "  expected: --max-restarts=0, or nothing"
+
+
+# -- launches ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, sys
+rank = os.environ["RANK"]
+print("out", rank)
+print("err", rank, file=sys.stderr)
+print(json.dumps([os.environ[name] for name in sys.argv[1:]]))
+"""
+
+
+def run(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [*RUN, *(script if word == "SCRIPT" else word for word in words)]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=100, env=ENV, check=False
+    )
+
+
+def test_log_dir_keeps_the_output_in_torchruns_layout(tmp_path: Path) -> None:
+    logs = tmp_path / "new" / "logs"
+    done = run(tmp_path, "-n", 2, "--log-dir", logs, "--rdzv-id=job7", "SCRIPT", "RANK")
+    (folder,) = logs.glob("job7_*/attempt_0")
+    first, *errors = done.stderr.splitlines()
+    assert first == f"meshdist: the ranks' output goes to {folder}"
+    assert (done.returncode, sorted(errors)) == (0, ["err 0", "err 1"])
+    assert sorted(done.stdout.splitlines()) == ['["0"]', '["1"]', "out 0", "out 1"]
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.log")}
+    expected = {}
+    for rank in range(2):
+        expected[f"{rank}/stdout.log"] = f'out {rank}\n["{rank}"]\n'
+        expected[f"{rank}/stderr.log"] = f"err {rank}\n"
+    assert found == expected
+
+
+def test_streams_are_redirected_and_shown_as_asked(tmp_path: Path) -> None:
+    words = ("-n", 3, "--log-dir", tmp_path, "-r", "0:3,1:1", "-t", "2:2", "--prefix")
+    done = run(tmp_path, *words, "--local-ranks-filter=1,2", "SCRIPT")
+    (folder,) = tmp_path.glob("none_*/attempt_0")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[rank 2] []", "[rank 2] out 2"]
+    assert sorted(done.stderr.splitlines()[1:]) == ["[rank 1] err 1", "[rank 2] err 2"]
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.log"))
+    assert files == ["0/stderr.log", "0/stdout.log", "1/stdout.log", "2/stderr.log"]
+    assert (folder / "2" / "stderr.log").read_text() == "err 2\n"
+
+
+def test_ranks_are_told_their_role(tmp_path: Path) -> None:
+    names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+    options = ("--role=worker", "--local-addr=127.0.0.2", "--standalone", "--nnodes=1:1")
+    done = run(tmp_path, "-n", 2, *options, "--run-path", "--no-python", "SCRIPT", *names)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert sorted(lines) == [["worker", str(rank), "2", "1", "127.0.0.2"] for rank in range(2)]
+
+
+def test_a_chosen_signal_ends_the_job_after_the_chosen_time(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "def leave(*_):\n"
+        "    time.sleep(4)\n"  # longer than a rank is given otherwise
+        "    os.write(1, b'left')\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGUSR1, leave)\n"
+        "os.write(1, b'.')\n"
+        "while True: time.sleep(1)\n"
+    )
+    flags = ("--signals-to-handle=SIGUSR1", "--shutdown-timeout=60")
+    job = subprocess.Popen([*RUN, *flags, str(script)], stdout=subprocess.PIPE, env=ENV)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.read(1) == b"."
+        job.send_signal(signal.SIGUSR1)
+        out, _ = job.communicate(timeout=60)
+        assert (out, job.returncode) == (b"left", 128 + signal.SIGUSR1)
+    finally:
+        job.kill()
+        job.communicate()
