@@ -25,9 +25,11 @@ from tests.pool import Pool
 @pytest.fixture(scope="session")
 def pool():
     with Pool() as workers:
+        workers.call(int, 2)  # so that no test waits for their start
         yield workers
 """
 ENDLESS = """
+@pytest.mark.timeout(5, func_only=True)
 def test_that_spins(pool):
     def spin(rank):
         while True:
@@ -98,7 +100,7 @@ def test_a_suite_in_the_background_can_be_interrupted(workers: int) -> None:
 
 def test_a_time_limit_fails_the_test_and_shows_all_stacks(tests: Path) -> None:
     tests.write_text(OPENING + ENDLESS)
-    done = run_tests("-c", ROOT / "pyproject.toml", "--timeout", 5, tests)
+    done = run_tests("-c", ROOT / "pyproject.toml", tests)
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout
     assert "Failed: Timeout (>5.0s)" in done.stdout

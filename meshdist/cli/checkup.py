@@ -25,6 +25,7 @@ __all__ = [
     "find_shared_words_problem",
     "find_device_types",
     "find_gpus",
+    "find_huge_pages",
     "find_machine",
     "find_mpi",
     "find_versions",
@@ -35,11 +36,12 @@ __all__ = [
 
 _VARIABLES = re.compile(
     r"(NCCL|GLOO|UCC|UCX|MASTER|MESHDIST|OMPI_MCA|TORCHELASTIC|TORCH_GLOO|TORCH_NCCL)_\w+"
-    r"|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES|DIST_INIT_BARRIER)"
+    r"|THP_MEM_ALLOC_ENABLE|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES|DIST_INIT_BARRIER)"
     r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS|CUDA_VISIBLE_DEVICES|USE_LIBUV"
     r"|OMPI_COMM_WORLD_(RANK|SIZE)|PMI_(RANK|SIZE)|SLURM_(PROCID|NTASKS|JOB_ID)"
 )
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
+_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _MPI_S = 20.0
 _ASK_MPI = """
 import json
@@ -71,8 +73,17 @@ def find_versions() -> dict[str, str | None]:
 
 
 def find_machine() -> dict[str, Any]:
-    """The host's name, and how many cores this process may use."""
-    return {"host": socket.gethostname(), "cores": num_cores()}
+    """The host's name, how many cores this process may use, and the system's huge pages."""
+    return {"host": socket.gethostname(), "cores": num_cores(), "huge_pages": find_huge_pages()}
+
+
+def find_huge_pages() -> str | None:
+    """For whom Linux has pages of 2 MiB: "always", "madvise" or "never"; None where unknown."""
+    try:
+        found = re.search(r"\[(\w+)\]", Path(_HUGE_PAGES).read_text())
+    except OSError:
+        return None
+    return found and found[1]
 
 
 def find_gpus() -> list[str]:

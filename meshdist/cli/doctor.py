@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..launching.rank_environment import HUGE_PAGES
 from .arguments import Parser
 from .checkup import (
     check_wire,
@@ -99,7 +100,11 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     versions = report["versions"]
     _section(console, "versions", [(name, versions[name] or "-") for name in versions])
     machine = report["machine"]
-    shown = [("host", machine["host"]), ("cores", str(machine["cores"]))]
+    shown = [
+        ("host", machine["host"]),
+        ("cores", str(machine["cores"])),
+        ("huge pages", _huge_pages_text(machine["huge_pages"], os.environ.get(HUGE_PAGES))),
+    ]
     if "problem" in report:
         _section(console, "machine", shown)
         _section(console, "problem", [("torch", report["problem"]), ("fix", "pip install torch")])
@@ -134,6 +139,24 @@ def _wire_text(wire: dict[str, Any]) -> str:
     if wire["available"]:
         return "for " + (", ".join(wire["devices"]) or "devices that are not here")
     return f"not here: {wire['reason']}\nfix: {wire['fix']}"
+
+
+def _huge_pages_text(state: str | None, setting: str | None) -> str:
+    """In words: the system's state, and the variable that torch reads."""
+    if state is None:
+        return "this system tells of none"
+    if state == "never":
+        return (
+            "never: tensors lie on pages of 4 KiB, and large calls take longer\n"
+            "fix: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    if state == "always":
+        return "always: large tensors lie on pages of 2 MiB"
+    if setting is None:
+        return f"madvise: for large tensors of launched ranks, which have {HUGE_PAGES}=1"
+    if setting == "1":
+        return f"madvise: for large tensors, by {HUGE_PAGES}=1"
+    return f"madvise: not for tensors, by {HUGE_PAGES}={setting}\nfix: unset {HUGE_PAGES}"
 
 
 def _mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:

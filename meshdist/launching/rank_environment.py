@@ -13,6 +13,7 @@ What a started process finds in its environment:
     MESHDIST_DIRECTORY             on one host, where the user names no address: the launch's own
                                    directory, in which the ranks meet
     MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
+    OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE      unless they are set: what is faster for most programs
 
 And mpiexec, which says all this in its own way: the one of this interpreter, and its environment.
 """
@@ -34,6 +35,7 @@ from ..error_text import ExplainedError
 from .guard import MARK, mark_value
 
 __all__ = [
+    "HUGE_PAGES",
     "LaunchError",
     "Reservation",
     "find_mpiexec",
@@ -49,6 +51,9 @@ class LaunchError(ExplainedError, ValueError):
 
 
 # -- the environment of a rank ------------------------------------------------------------------
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""With it torch asks the system for pages of 2 MiB for tensors from that size on."""
 
 _AGREED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # What other launchers say about a process. The first two names of each are its rank and the number
@@ -133,6 +138,7 @@ def rank_environment(
         environment["MESHDIST_LISTEN_FD"] = str(listen_fd)
     if directory is not None:
         environment["MESHDIST_DIRECTORY"] = directory
+    environment.setdefault(HUGE_PAGES, "1")
     if nprocs > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
@@ -142,6 +148,7 @@ def rank_environment(
 
 _UNDER_MPIEXEC = {
     "OMP_NUM_THREADS": "1",
+    HUGE_PAGES: "1",
     # of Open MPI, release 5
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
@@ -161,7 +168,8 @@ def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which to execute it.
 
     Open MPI refuses more ranks than cores, and binds each rank to one core, unless variables
-    say otherwise: they do here, where the user has not set them.
+    say otherwise: they do here, where the user has not set them. So do those by which torch takes
+    one core and large pages.
     """
     mine = {name: value for name, value in environment.items() if name not in _AGREED}
     return {**_UNDER_MPIEXEC, **mine}

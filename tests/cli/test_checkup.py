@@ -14,10 +14,12 @@ import torch
 
 import meshdist as md
 from meshdist.checking import shared_words
+from meshdist.cli import checkup
 from meshdist.cli.checkup import (
     check_wire,
     find_device_types,
     find_gpus,
+    find_huge_pages,
     find_machine,
     find_mpi,
     find_shared_words_problem,
@@ -46,6 +48,19 @@ def test_machine() -> None:
     assert (len(find_gpus()) > 0) == torch.accelerator.is_available()
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("always [madvise] never\n", "madvise"), ("always madvise [never]\n", "never"), ("?", None)],
+)
+def test_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(checkup, "_HUGE_PAGES", str(tmp_path / "enabled"))
+    assert find_huge_pages() is None
+    (tmp_path / "enabled").write_text(text)
+    assert find_huge_pages() == find_machine()["huge_pages"] == expected
+
+
 def test_variables_that_steer_communication() -> None:
     steering = {
         "CUDA_VISIBLE_DEVICES": "0",
@@ -57,6 +72,7 @@ def test_variables_that_steer_communication() -> None:
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "1",
         "RANK": "0",
+        "THP_MEM_ALLOC_ENABLE": "1",
         "TORCH_CPP_LOG_LEVEL": "INFO",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         "TORCH_GLOO_LAZY_INIT": "1",

@@ -133,6 +133,54 @@ def test_a_terminal_gets_tables(
     assert "│" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("state", "setting", "lines"),
+    [
+        (None, None, ["this system tells of none"]),
+        ("always", "0", ["always: large tensors lie on pages of 2 MiB"]),
+        (
+            "madvise",
+            None,
+            ["madvise: for large tensors of launched ranks, which have THP_MEM_ALLOC_ENABLE=1"],
+        ),
+        ("madvise", "1", ["madvise: for large tensors, by THP_MEM_ALLOC_ENABLE=1"]),
+        (
+            "madvise",
+            "0",
+            [
+                "madvise: not for tensors, by THP_MEM_ALLOC_ENABLE=0",
+                "fix: unset THP_MEM_ALLOC_ENABLE",
+            ],
+        ),
+        (
+            "never",
+            "1",
+            [
+                "never: tensors lie on pages of 4 KiB, and large calls take longer",
+                "fix: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+            ],
+        ),
+    ],
+)
+def test_huge_pages(
+    untouched: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str | None,
+    setting: str | None,
+    lines: list[str],
+) -> None:
+    machine = {"host": "h", "cores": 2, "huge_pages": state}
+    monkeypatch.setattr(doctor, "find_machine", lambda: machine)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", setting)
+    assert doctor.main(["--no-check"]) == 0
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    start = shown.index(f"huge pages      {lines[0]}")
+    assert shown[start : start + len(lines)] == [f"huge pages      {lines[0]}", *lines[1:]]
+
+
 def test_the_whole_table(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--no-check", "--table"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

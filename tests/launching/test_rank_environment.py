@@ -10,6 +10,7 @@ import pytest
 from meshdist.launching.rank_environment import (
     LaunchError,
     foreign_rank_variables,
+    mpiexec_environment,
     rank_environment,
     reserve_port,
 )
@@ -38,6 +39,7 @@ def test_every_rank_is_told_its_place(nnodes: int, nprocs: int) -> None:
             assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host0", "1234")
             assert env.get("MESHDIST_RUN_ID") == ("abc" if nnodes == 1 else None)
             assert env.get("OMP_NUM_THREADS") == ("1" if nprocs > 1 else None)
+            assert env["THP_MEM_ALLOC_ENABLE"] == "1"
             assert "MESHDIST_LISTEN_FD" not in env
             ranks.append(int(env["RANK"]))
     assert ranks == list(range(nnodes * nprocs))
@@ -55,8 +57,11 @@ def place_of(base: dict[str, str], listen_fd: int | None = None) -> dict[str, st
     )
 
 
-def test_the_users_number_of_threads_is_kept() -> None:
-    assert place_of({"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+def test_the_users_number_of_threads_and_size_of_pages_are_kept() -> None:
+    mine = {"OMP_NUM_THREADS": "7", "THP_MEM_ALLOC_ENABLE": "0"}
+    assert mine.items() <= place_of(mine).items()
+    assert mine.items() <= mpiexec_environment(mine).items()
+    assert mpiexec_environment({})["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
 def test_a_launch_inside_another_is_told_nothing_of_the_outer_one() -> None:

@@ -64,13 +64,15 @@ def environment_and_sum(offset: int) -> dict[str, Any]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
     answer = {name: os.environ.get(name) for name in names}
     answer["sum"] = x.item()
-    answer["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
+    for name in ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"):
+        answer[name] = os.environ.get(name)
     md.destroy_process_group()
     return answer
 
 
 def test_ranks_find_themselves_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     monkeypatch.setenv("RANK", "7")  # of the caller's own launcher, which must not be inherited
     results = md.spawn(environment_and_sum, (10,), nprocs=2)
     expected = {
@@ -80,6 +82,7 @@ def test_ranks_find_themselves_in_the_environment(monkeypatch: pytest.MonkeyPatc
         "MASTER_ADDR": "127.0.0.1",
         "sum": 21,
         "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
     for rank, result in enumerate(results):
         assert result == {**expected, "RANK": str(rank), "LOCAL_RANK": str(rank)}
