@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,3 +29,11 @@ def pool() -> Iterator[Pool]:
     """Worker processes: ``pool.run(fn, 4, *args)`` gives the results by rank."""
     with Pool() as workers:
         yield workers
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Lets SIGHUP end what the test starts; with nohup it would not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -28,9 +28,13 @@ __all__ = ["Cell", "Entrant", "SideFailedError", "measure", "running"]
 _SAMPLE_S = 0.03
 _MOST_CALLS = 2000
 _START_S = 60.0
-# NumPy asks for huge pages for large arrays, torch does not: a copy to or from them takes up to a
-# third less time, whichever library makes it.
-_ALIKE = {"OMP_NUM_THREADS": "1", "NUMPY_MADVISE_HUGEPAGE": "0"}
+# NumPy asks for huge pages for large arrays by itself, torch only where it is told to: a copy to or
+# from them takes up to a third less time, whichever library makes it.
+_ALIKE = {
+    "OMP_NUM_THREADS": "1",
+    "NUMPY_MADVISE_HUGEPAGE": "0",
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
 _LOOK_S = 0.2
 
 

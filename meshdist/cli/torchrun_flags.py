@@ -6,6 +6,7 @@ As with torchrun, ``PET_NAME`` in the environment is the default of ``--name``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,14 @@ from ..launching.output import Output
 from ..runtime.hosts import num_cores
 
 __all__ = ["add_torchrun_flags", "launch_settings", "number_of_processes"]
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to a million")
+
 
 # Name, type, default, placeholder and help.
 _PLACE: tuple[tuple[str, Any, Any, str, str], ...] = (
@@ -55,7 +64,7 @@ _PLACE: tuple[tuple[str, Any, Any, str, str], ...] = (
     ),
     (
         "shutdown-timeout",
-        float,
+        _seconds,
         None,
         "S",
         "seconds between asking ranks to end and killing them (default: 2 to 3.5)",

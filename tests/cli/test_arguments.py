@@ -81,6 +81,14 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "summary"),
     [
         (("--node-rank", "one"), "argument --node-rank/--node_rank: invalid int value"),
+        (
+            ("--shutdown-timeout=inf", "x.py"),
+            "argument --shutdown-timeout/--shutdown_timeout: 'inf' is no number of seconds",
+        ),
+        (
+            ("--shutdown-timeout=soon", "x.py"),
+            "argument --shutdown-timeout/--shutdown_timeout: 'soon' is no number of seconds",
+        ),
         (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
         (("--nproc", "2", "x.py"), "unrecognized arguments: --nproc"),
     ],

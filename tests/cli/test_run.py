@@ -252,14 +252,6 @@ def alive(pids: list[int]) -> list[int]:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture
-def hangup() -> Iterator[None]:
-    """Lets SIGHUP end what the test starts; with nohup it would not."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @linux
 def test_a_deaf_rank_and_all_grandchildren_end_within_five_seconds(script: Script) -> None:
     path = script(
@@ -463,6 +455,7 @@ def test_mpiexecs_exit_code_is_the_commands(tmp_path: Path) -> None:
     ("words", "summary"),
     [
         (["--nnodes", 2], "mpiexec places its ranks, finds their hosts and shows their output"),
+        (["--log-dir", "x"], "mpiexec places its ranks, finds their hosts and shows their output"),
         (["--prefix"], "mpiexec places its ranks, finds their hosts and shows their output"),
         (["-n", 0], "cannot start 0 processes"),
     ],
