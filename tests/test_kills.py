@@ -147,7 +147,7 @@ def judge(found: list[Any], verb: str, note: Path, told: str) -> None:
 def shared_names() -> set[str]:
     """What of ours lies where others can see it; the tests' own folder aside."""
     names = [name for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder)]
-    others = ("meshdist-pool", f"meshdist-{os.getuid()}-")  # of tests that run beside this one
+    others = ("meshdist-pool", "meshdist-mpi-", f"meshdist-{os.getuid()}-")  # of tests beside this
     return {name for name in names if "meshdist" in name and not name.startswith(others)}
 
 
