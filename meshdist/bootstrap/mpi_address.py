@@ -7,18 +7,14 @@ store listens, which starts MPI in every rank.
 
 from __future__ import annotations
 
-import atexit
-import glob
 import os
-import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 
 from ..errors import RendezvousError
+from ..launching.child_processes import remove_after
 from ..runtime.hosts import process_start, read_process
 from .environments import Surroundings
 from .mpi_library import find_mpi_problem, start_mpi
@@ -32,50 +28,31 @@ _LAUNCHERS = ("prterun", "prted", "orted", "orterun", "mpiexec", "mpirun", "hydr
 def directory_of_mpiexec(surroundings: Surroundings) -> str:
     """Return the directory in which the processes meet that one mpiexec has started on this host.
 
-    The first to come makes it; what jobs have left behind that were killed is removed.
+    The first to come makes it; it is removed when mpiexec has ended, however that happens.
     """
-    for folder in _left_behind():
-        shutil.rmtree(folder, ignore_errors=True)
-    folder = _folder(surroundings)
+    launcher = _launching_process()
+    start = (process_start(launcher) or "").replace(" ", "-")
+    job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
+    name = f"meshdist-{os.getuid()}-{launcher}-{start}-{job}"
+    folder = os.path.join(tempfile.gettempdir(), name)
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
         _check_private(folder)
-    atexit.register(_remove_if_empty, folder, os.getpid())
+    else:
+        remove_after(launcher, folder)
     return folder
 
 
-def _remove_if_empty(folder: str, pid: int) -> None:
-    if pid == os.getpid():
-        with suppress(OSError):
-            os.rmdir(folder)
-
-
-def _folder(surroundings: Surroundings) -> str:
+def _launching_process() -> int:
     pid = os.getppid()
-    ancestor = pid
     # A wrapper script may stand between mpiexec and this process.
-    while ancestor > 1 and (process := read_process(ancestor)) is not None:
+    while pid > 1 and (process := read_process(pid)) is not None:
         name, fields = process
         if name.startswith(_LAUNCHERS):
-            pid = ancestor
-            break
-        ancestor = int(fields[1])
-    start = (process_start(pid) or "").replace(" ", "-")
-    job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
-    return os.path.join(tempfile.gettempdir(), f"{_beginning()}{pid}-{start}-{job}")
-
-
-def _beginning() -> str:
-    return f"meshdist-{os.getuid()}-"
-
-
-def _left_behind() -> Iterator[str]:
-    """The directories of this user's jobs whose launching process has ended."""
-    for folder in glob.glob(os.path.join(tempfile.gettempdir(), f"{_beginning()}*-*-*")):
-        pid, start = os.path.basename(folder).removeprefix(_beginning()).split("-")[:2]
-        if pid.isdigit() and process_start(int(pid)) != start:
-            yield folder
+            return pid
+        pid = int(fields[1])
+    return os.getppid()
 
 
 def _check_private(folder: str) -> None:

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Grace
 from . import guard
-from .guard import MARK, Family
+from .guard import MARK, REMOVE_AFTER, Family
 
-__all__ = ["GRACE_S", "Ending", "Guard", "Launch"]
+__all__ = ["GRACE_S", "Ending", "Guard", "Launch", "remove_after"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -221,17 +221,7 @@ class Guard:
     """
 
     def __init__(self, mark: str, directory: str = "") -> None:
-        # Without the mark of an outer launch, which could end the guard before its work is done.
-        environment = {name: value for name, value in os.environ.items() if name != MARK}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, mark, directory],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment,
-            bufsize=0,
-        )
+        self._process = _start_script(mark, directory, stdin=subprocess.PIPE)
 
     def adopt(self, pid: int) -> None:
         """Let the guard end a started process, too."""
@@ -245,3 +235,24 @@ class Guard:
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
+
+
+def remove_after(pid: int, directory: str) -> None:
+    """Let a process of its own remove ``directory`` once process ``pid`` has ended."""
+    if hasattr(os, "pidfd_open"):  # else it stays
+        remover = _start_script(REMOVE_AFTER, str(pid), directory, stdin=subprocess.DEVNULL)
+        remover.returncode = 0  # it outlives this process, which never waits for it
+
+
+def _start_script(*arguments: str, stdin: int) -> subprocess.Popen[bytes]:
+    # Without the mark of an outer launch, which could end it before its work is done.
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, *arguments],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+        bufsize=0,
+    )

@@ -5,6 +5,8 @@ family can be found even after parents have died and sessions were changed. The 
 process of its own that waits on a pipe held by the launcher alone: the system closes that pipe
 however the launcher dies, SIGKILL included, and the guard then ends the family.
 
+The same script, called otherwise, removes a directory once a process has ended.
+
 Runs as a plain script, hence imports the standard library only.
 """
 
@@ -13,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import shutil
 import signal
 import sys
 import time
 from typing import NamedTuple
 
-__all__ = ["MARK", "Family", "end_with_parent", "mark_value"]
+__all__ = ["MARK", "REMOVE_AFTER", "Family", "end_with_parent", "mark_value"]
 
 MARK = "MESHDIST_LAUNCH"
+REMOVE_AFTER = "--remove-after"
 _PROC = "/proc"
 # Between fork and exec a new process still shows its parent's environment, without the mark: the
 # guard believes that no process is left only after it has looked again this much later.
@@ -155,5 +159,15 @@ def _guard(mark: str, directory: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _remove_after(pid: int, directory: str) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        handle = os.pidfd_open(pid)
+        select.select([handle], [], [])
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    _guard(*sys.argv[1:])
+    if sys.argv[1] == REMOVE_AFTER:
+        _remove_after(int(sys.argv[2]), sys.argv[3])
+    else:
+        _guard(*sys.argv[1:])

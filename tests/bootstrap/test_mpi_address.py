@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import meshdist as md
+from meshdist.bootstrap import mpi_address
 from meshdist.bootstrap.environments import Surroundings
 from meshdist.bootstrap.mpi_address import directory_of_mpiexec
+from meshdist.runtime.deadlines import Deadline, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = timedelta(seconds=60)
@@ -38,14 +41,18 @@ def test_the_ranks_of_one_mpiexec_meet_in_one_private_directory(tmp_path: Path) 
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_killed_jobs_have_left_is_removed(tmp_path: Path) -> None:
-    left = tmp_path / f"meshdist-{os.getuid()}-{os.getpid()}-1-job"  # of an earlier process
-    others = [tmp_path / f"meshdist-{os.getuid() + 1}-1-1-", tmp_path / "meshdist-report"]
-    for folder in (left, *others):
-        folder.mkdir()
+def test_the_directory_goes_with_the_launching_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        monkeypatch.setattr(mpi_address, "_launching_process", lambda: launcher.pid)
+        folder = Path(directory_of_mpiexec(ranks(1)[0]))
         (folder / "store").write_text("")
-    mine = Path(directory_of_mpiexec(ranks(1)[0]))
-    assert set(tmp_path.iterdir()) == {mine, *others}
+        time.sleep(0.3)
+        assert folder.exists()
+        launcher.kill()
+    assert wait_until(lambda: not folder.exists(), Deadline(20.0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_others_may_enter_is_refused() -> None:
@@ -120,7 +127,7 @@ def test_mpiexec_on_one_host_leaves_mpi_alone(tmp_path: Path, has_mpi4py: bool) 
     assert sorted(done.stdout.splitlines()) == [
         f"{rank} 2 3 {rank} 2 env://, started by Open MPI False" for rank in range(2)
     ]
-    assert [path.name for path in tmp_path.iterdir() if "meshdist" in path.name] == []
+    assert wait_until(lambda: not list(tmp_path.glob("*meshdist*")), Deadline(20.0))
 
 
 @pytest.mark.mpi
