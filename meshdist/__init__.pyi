@@ -85,6 +85,7 @@ from .errors import (
     LengthError as LengthError,
     MeshdistError as MeshdistError,
     MeshError as MeshError,
+    NestedVerbError as NestedVerbError,
     NotInGroupError as NotInGroupError,
     NotInitializedError as NotInitializedError,
     PicklingError as PicklingError,

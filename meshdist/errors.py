@@ -38,6 +38,7 @@ __all__ = [
     "LengthError",
     "MeshError",
     "MeshdistError",
+    "NestedVerbError",
     "NotInGroupError",
     "NotInitializedError",
     "PicklingError",
@@ -124,6 +125,10 @@ class CollectiveTimeoutError(BackendError, TimeoutError):
 
 class AbortedError(BackendError):
     """The group was aborted, by this rank or by another."""
+
+
+class NestedVerbError(MeshdistError, RuntimeError):
+    """A verb was called inside another, as by a signal's handler; nothing was sent."""
 
 
 class RankFailedError(MeshdistError, RuntimeError):

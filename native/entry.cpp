@@ -23,7 +23,7 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
              std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
-             nb::object disagree)
+             nb::object disagree, nb::object under_way, unsigned long main_thread)
     : num_forks_(forks),
       notes_(notes),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
@@ -41,7 +41,9 @@ Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::
       member_(member),
       fingerprint_of_(std::move(fingerprints)),
       message_fingerprint_of_(std::move(message_fingerprints)),
-      disagree_(std::move(disagree)) {}
+      disagree_(std::move(disagree)),
+      under_way_(std::move(under_way)),
+      main_thread_(main_thread) {}
 
 bool Entry::is_open() const {
   if (num_forks_ != forks) return false;

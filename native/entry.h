@@ -39,11 +39,31 @@ class Entry {
  public:
   // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
   // `fingerprints` and `message_fingerprints` make what is compared, as Python makes it.
-  // `disagree(number, message)` makes the error of members whose calls differ.
+  // `disagree(number, message)` makes the error of members whose calls differ. `under_way` has the
+  // verb that the main thread is in.
   Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
         std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
-        nb::object disagree);
+        nb::object disagree, nb::object under_way, unsigned long main_thread);
+
+  // Lets `under_way` say what the main thread is in: a verb that a signal's handler calls meanwhile
+  // is refused, in Python.
+  class UnderWay {
+   public:
+    UnderWay(const Entry& entry, nb::handle verb) : verbs_(entry.under_way_) {
+      is_said_ = PyThread_get_thread_ident() == entry.main_thread_;
+      if (is_said_ && PySet_Add(verbs_.ptr(), verb.ptr()) != 0) throw nb::python_error();
+    }
+    ~UnderWay() {
+      if (is_said_) PySet_Clear(verbs_.ptr());
+    }
+    UnderWay(const UnderWay&) = delete;
+    UnderWay& operator=(const UnderWay&) = delete;
+
+   private:
+    const nb::object& verbs_;
+    bool is_said_;
+  };
 
   // What must be equal on all members besides dtype and count; `number` is that of `op`.
   struct Call {
@@ -139,6 +159,8 @@ class Entry {
   const nb::tuple ranks_;
   const std::uint64_t size_, member_;
   const nb::object fingerprint_of_, message_fingerprint_of_, disagree_;
+  const nb::object under_way_;
+  const unsigned long main_thread_;
   std::vector<Words> others_;
   std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;
   std::vector<nb::object> verbs_;  // whose addresses are keys there

@@ -235,6 +235,7 @@ class FastPath {
     call.item = part.item;
     call.dtype = part.code;
     if (!runner_.takes(call)) return false;
+    const Entry::UnderWay under_way(entry_, call.header.verb);
     entry_.enter(call.header, plain, is_uneven ? &part.count : nullptr);
     if (call.written.is_valid()) entry_.note_write(call.written);
     runner_.run(call);
@@ -243,6 +244,7 @@ class FastPath {
 
   bool run(nb::handle x, Message& message) {
     if (!entry_.read(x, message) || !runner_.takes(message)) return false;
+    const Entry::UnderWay under_way(entry_, message.verb);
     runner_.run(message, x, entry_);
     return true;
   }

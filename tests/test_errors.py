@@ -28,6 +28,7 @@ CAUGHT_BY = {
     "NotInGroupError": (ValueError, RuntimeError),
     "NotInitializedError": (ValueError, RuntimeError),
     "PicklingError": (TypeError, pickle.PicklingError, AttributeError),
+    "NestedVerbError": (RuntimeError,),
     "RankFailedError": (RuntimeError,),
     "RendezvousError": (dist.DistNetworkError, ValueError),
     "ShapeError": (ValueError, RuntimeError),

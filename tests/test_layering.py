@@ -53,6 +53,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "header_table",
             "debug_levels",
             "call_sites",
+            "nesting",
             "calls",
             "recorder",
             "barrier_arrivals",

@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
+from ..checking.nesting import alone, check_alone, under_way
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..verb_table import OBJECT_VERBS
@@ -35,16 +36,18 @@ _WHY_NOT_TRACED = (
 )
 _FAST_CALL = """
 def {name}({parameters}):
+    if under_way:
+        check_alone({name!r})
     target = group if type(group) is ProcessGroup else resolve_group(group)
     if profiler._is_profiler_enabled:
         with profiler.record_function(title(function, ({arguments},), {{}})):
-            return function({arguments})
+            return alone({name!r}, function, {arguments})
     path = target.fast_path
     if path is not None{conditions}:
         found = path.{name}({given})
         if found is not False:
             return found
-    return function({arguments})
+    return alone({name!r}, function, {arguments})
 """
 
 
@@ -81,12 +84,14 @@ def verb(
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = function.__name__
+
     def call(*args: Any, **kwargs: Any) -> Any:
         # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
             with profiler.record_function(_title(function, args, kwargs)):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+                return alone(name, function, *args, **kwargs)
+        return alone(name, function, *args, **kwargs)
 
     return call
 
@@ -109,11 +114,14 @@ def _with_fast_path(
     namespace: dict[str, Any] = {
         **{f"default_{one.name}": one.default for one in parameters.values()},
         "ProcessGroup": ProcessGroup,
+        "alone": alone,
+        "check_alone": check_alone,
         "find_peer": peer,
         "function": function,
         "profiler": profiler,
         "resolve_group": resolve_group,
         "title": _title,
+        "under_way": under_way,
         "when": when,
     }
     found_peer = f"find_peer(target, {role}, group_{role}, {name!r}, {role!r})"

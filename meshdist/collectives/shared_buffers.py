@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..checking.nesting import never_nested
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import resolve_group
 from ..wires.failures import WireFailure, WireRefused
@@ -15,6 +16,7 @@ from ..wires.operations import Terms
 __all__ = ["shared_empty"]
 
 
+@never_nested
 def shared_empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> torch.Tensor:

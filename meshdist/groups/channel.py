@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import main_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from ..checking.debug_levels import (
     verbs_log,
 )
 from ..checking.header_table import CHECK_EVERY, HeaderTable
+from ..checking.nesting import under_way
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..wires.communicator import Communicator
@@ -246,6 +248,8 @@ class Channel:
             fingerprints=collective_fingerprints,
             message_fingerprints=message_fingerprints,
             disagree=self.disagree,
+            under_way=under_way,
+            main_thread=main_thread().ident,
         )
 
     def _wait_for_the_slowest(

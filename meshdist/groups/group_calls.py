@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..bootstrap.world import World, get_usable_world
+from ..checking.nesting import never_nested
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..runtime.timeouts import check_timeout
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 
+@never_nested
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, Store
 from ..bootstrap.bounded_store import BoundedStore, within
 from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
+from ..checking.nesting import alone, never_nested
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
@@ -199,6 +200,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     start_coalescing = _start_coalescing  # as torch's C++ calls them
     end_coalescing = _end_coalescing
 
+    @never_nested
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -310,7 +312,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         is_async, is_recorded = request.asked.is_async, profiler._is_profiler_enabled
         if is_recorded:
             records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
-        work = self._started(request, result, way, calls, is_async or is_recorded)
+        is_async_here = is_async or is_recorded
+        work = alone(request.verb, self._started, request, result, way, calls, is_async_here)
         if is_recorded:
             work.end_with(records)
             if not is_async:

@@ -14,6 +14,7 @@ from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
 from ..bootstrap.stores import cloned
+from ..checking.nesting import never_nested
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.opening import Opening
@@ -23,6 +24,7 @@ from .process_group import WireGroup
 __all__ = ["open_group", "open_mpi_group"]
 
 
+@never_nested
 def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
     """Open a group as torch's DistributedBackendOptions describe it; collective over its members.
 
@@ -50,6 +52,7 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
     )
 
 
+@never_nested
 def open_mpi_group(ranks: list[int]) -> WireGroup:
     """Open the MPI wire for these global ranks, or for all of ``mpiexec``'s where none is named.
 

@@ -129,6 +129,8 @@ class Entry:
         fingerprints: Mapping[Any, int],
         message_fingerprints: Mapping[Any, int],
         disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
+        under_way: set[str],
+        main_thread: int | None,
     ) -> None: ...
     def enter(
         self, verb: str, tensor: object, op: object, number: int | None, root: int | None, /

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
-from ..errors import BackendError, CollectiveTimeoutError, MeshdistError
+from ..checking.nesting import alone, is_nested
+from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline
 from ..runtime.timeouts import check_timeout
 from .failures import WireFailure, WireTimeout
@@ -74,12 +75,12 @@ class Work:
             CollectiveTimeoutError: not done in time; the group is broken then.
             AbortedError: the group was aborted.
             BackendError: the wire failed, for example because a member died.
+            NestedVerbError: not done, and a signal's handler calls it inside another verb.
         """
         if timeout:
             check_timeout(timeout)
         if not self._done:
-            with self._guard:
-                self._finish(timeout or self._timeout)
+            alone(f"wait() of {self._verb}", self._end_in_time, timeout or self._timeout)
         if self._future is not None:
             self._complete()
         if self._error is not None:
@@ -227,6 +228,10 @@ class Work:
                     self._end(error)
             self._complete()
 
+    def _end_in_time(self, timeout: timedelta) -> None:
+        with self._guard:
+            self._finish(timeout)
+
     def _finish(self, timeout: timedelta, *, is_late: bool = False) -> None:
         """End the verb, unless another thread has, or at once if ``is_late``; with the guard."""
         if self._done:
@@ -238,6 +243,8 @@ class Work:
                 failure = WireTimeout.after(timeout)
             failure.limit = timeout
             self._end(self._explain(failure))
+        except NestedVerbError:  # of a signal's handler, and none of this verb's
+            raise
         except MeshdistError as error:
             self._end(error)
         else:
@@ -266,8 +273,8 @@ class Work:
         """End the verb if that takes no waiting, or if it is late; whether it has ended."""
         if self._done:
             return True
-        if not self._guard.acquire(blocking=False):
-            return False  # another thread waits for it
+        if is_nested() or not self._guard.acquire(blocking=False):
+            return False  # another thread waits for it, or a handler asks inside another verb
         try:
             if not self._done:
                 if self._operation.poll():

@@ -1,0 +1,88 @@
+"""No verb inside a verb: what the main thread is in, until it returns.
+
+Python runs the handlers of signals on the main thread, between two steps of whatever that does. A
+verb that waits there goes on only when the handler returns, and the other ranks know nothing of the
+handler: so a verb that a handler calls could wait for ever, or meet another verb than its own, also
+on another group. It is refused before anything is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from threading import get_ident, main_thread
+from typing import ParamSpec, TypeVar
+
+from ..bootstrap.world import find_world
+from ..errors import NestedVerbError
+from .call_sites import call_site, show_site
+
+__all__ = ["alone", "check_alone", "is_nested", "never_nested", "under_way"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+under_way: set[str] = set()
+"""The verb that the main thread is in; empty where it is in none. The native core fills it, too."""
+
+_main_thread = main_thread().ident
+
+
+def is_nested() -> bool:
+    """Whether this thread is in a verb."""
+    return bool(under_way) and get_ident() == _main_thread
+
+
+def check_alone(verb: str) -> None:
+    """Raise NestedVerbError where this thread is in a verb already."""
+    if not is_nested():
+        return
+    world = find_world()
+    rank = "" if world is None else f"rank {world.rank}, "
+    raise NestedVerbError(
+        f"{verb} was called inside {next(iter(under_way))}, which has not returned",
+        where=f"{rank}called at {show_site(call_site())}",
+        expected="one verb at a time on a thread; a signal's handler runs on the main thread, in "
+        "the middle of what that does",
+        fix="let the handler set a flag and call the verb later; to end the wait, let it raise an "
+        "exception or call abort() of the group",
+    )
+
+
+def alone(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call ``function``, which carries out a verb, as the one verb of its thread.
+
+    Raises:
+        NestedVerbError: the thread is in a verb already.
+    """
+    if get_ident() != _main_thread:
+        return function(*args, **kwargs)
+    if under_way:
+        check_alone(verb)
+    try:  # a handler may raise at any step: so it is noted inside, and forgotten in one
+        under_way.add(verb)
+        return function(*args, **kwargs)
+    finally:
+        under_way.clear()
+
+
+def never_nested(function: Callable[P, R]) -> Callable[P, R]:
+    """Let every call of ``function``, which carries out the verb of its name, be ``alone``."""
+    verb = function.__name__
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return alone(verb, function, *args, **kwargs)
+
+    return call
+
+
+def _forget_in_child() -> None:
+    """A forked child is in no verb of its parent's, and its one thread is the main one."""
+    global _main_thread
+    _main_thread = get_ident()
+    under_way.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
