@@ -83,6 +83,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "c10d.communicator",
             "c10d.nccl",
             "c10d.gloo_devices",
+            "c10d.dropped_messages",
             "c10d.gloo",
             "c10d.registered",
             "simulated.store",

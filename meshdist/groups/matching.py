@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,13 +51,8 @@ class Receive:
     note: int
     timeout: timedelta
     explain: Callable[[MembersDisagree], Exception]
-    # A weak reference, so that a Work that is dropped takes no message.
-    deferred: Callable[[], Deferred | None] = field(default=lambda: None, init=False)
-
-    def is_wanted(self) -> bool:
-        """Whether its caller still has it."""
-        deferred = self.deferred()
-        return deferred is not None and not deferred.is_cancelled
+    # What its caller has, who may drop it: the receive takes its message all the same.
+    deferred: Deferred = field(init=False)
 
 
 @dataclass(eq=False)
@@ -102,8 +96,7 @@ class Matching:
             receive: the receive.
             waits: whether the caller waits for it at once, so that no other thread has to look.
         """
-        deferred = Deferred(self._look, self.communicator.wait_for)
-        receive.deferred = weakref.ref(deferred)
+        deferred = receive.deferred = Deferred(self._look, self.communicator.wait_for)
         with self._lock:
             is_first = all(one.tag != receive.tag for one in self.receives)
             self.receives.append(receive)
@@ -145,7 +138,7 @@ class Matching:
             if self.is_broken():
                 self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
                 return
-            self.receives[:] = [one for one in self.receives if one.is_wanted()]
+            self.receives[:] = [one for one in self.receives if not one.deferred.is_cancelled]
             waiting = set()
             for receive in tuple(self.receives):
                 if receive.tag not in waiting and not self._start_if_sent(receive):
@@ -180,9 +173,7 @@ class Matching:
             self._end(receive, failure)
             return
         self.receives.remove(receive)
-        deferred = receive.deferred()
-        if deferred is not None:
-            deferred.started = started
+        receive.deferred.started = started
 
     def _check(self) -> None:
         """End all where a sender may have died; ask the wire where messages may go unseen."""
@@ -205,6 +196,4 @@ class Matching:
 
     def _end(self, receive: Receive, failure: Exception) -> None:
         self.receives.remove(receive)
-        deferred = receive.deferred()
-        if deferred is not None:
-            deferred.failure = failure
+        receive.deferred.failure = failure

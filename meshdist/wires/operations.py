@@ -115,7 +115,7 @@ class Deferred(Operation):
     Attributes:
         started: the operation, once it has started.
         failure: why it never will.
-        is_cancelled: whether its caller has given it up; so is one that no caller holds.
+        is_cancelled: whether its caller has given it up.
     """
 
     start: Callable[[], None]

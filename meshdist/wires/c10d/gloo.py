@@ -48,6 +48,7 @@ from .communicator import (
     is_timeout,
     plain_text,
 )
+from .dropped_messages import DroppedMessages
 from .gloo_devices import connects_late, gloo_devices, gloo_interfaces
 from .substitutes import GLOO
 
@@ -99,6 +100,7 @@ class GlooCommunicator(C10dCommunicator):
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
         self._is_lazy = connects_late()
+        self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
         self.posts_at_once = not self._is_lazy
         _open.add(self)
 
@@ -173,11 +175,14 @@ class GlooCommunicator(C10dCommunicator):
             # Its threads stayed with the parent, and its end would wait for them for ever.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             return
+        has_waiting_threads = self.dropped.close()
         if self._is_lazy:
             return
         # The group ends only when all of its operations have, and one may be in flight that other
         # members do not come to.
         messages = [_start_expiring(group, peer) for peer in self._peers()]
+        if has_waiting_threads:
+            _expire(messages)
         timer = Timer(group.options._timeout, partial(_expire, messages))
         try:
             del group
@@ -214,6 +219,7 @@ class GlooCommunicator(C10dCommunicator):
             raise self.failure(error) from None
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
+        self.dropped.look()
         return GlooTransfer(self, work, peer, terms.timeout)
 
     def _finish_slowly(self, work: Any, timeout: timedelta) -> None:
@@ -238,7 +244,7 @@ class GlooTransfer(C10dTransfer):
     """A send or receive; its wait must not be cut into slices.
 
     Gloo learns that a message has come or gone only while a thread waits for it: so the first poll
-    starts such a thread.
+    starts such a thread. One that is dropped before any thread has waited for it is kept.
 
     Args:
         communicator, work, peer: as of any transfer.
@@ -247,6 +253,7 @@ class GlooTransfer(C10dTransfer):
 
     communicator: GlooCommunicator
     timeout: timedelta
+    _is_waited_for: bool = False
     _waiter: threading.Thread | None = None
     _error: RuntimeError | None = None
     _is_late: bool = False
@@ -263,6 +270,10 @@ class GlooTransfer(C10dTransfer):
     def poll(self) -> bool:
         return self._join(0.0)
 
+    def __del__(self) -> None:
+        if not self._is_waited_for and not self.communicator.is_closed:
+            self.communicator.dropped.add(self.work, is_from_anyone=self.peer is None)
+
     def _finish_closed(self) -> None:
         """Finish what was done before the end; nothing could free a thread that waits longer."""
         try:
@@ -272,6 +283,7 @@ class GlooTransfer(C10dTransfer):
 
     def _finish_here(self, timeout: timedelta) -> None:
         timer = Timer(timeout, self.communicator.disconnect)
+        self._is_waited_for = True
         try:
             self.work.wait(self.communicator.own_timeout(timeout))
         except RuntimeError as error:
@@ -315,6 +327,7 @@ class GlooTransfer(C10dTransfer):
         return self._is_late
 
     def _wait(self) -> None:
+        self._is_waited_for = True
         try:
             self.work.wait(self.communicator.own_timeout(self.timeout))
         except RuntimeError as error:
