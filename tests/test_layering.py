@@ -82,6 +82,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "c10d.substitutes",
             "c10d.communicator",
             "c10d.nccl",
+            "c10d.gloo_listeners",
             "c10d.gloo_devices",
             "c10d.dropped_messages",
             "c10d.gloo",

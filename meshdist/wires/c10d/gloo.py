@@ -348,10 +348,12 @@ class GlooWire(Wire):
         kind: Any = ProcessGroupGloo
         given = isinstance(opening.options, kind._Options)
         options = opening.options if given else kind._Options()
-        options._devices = gloo_devices(gloo_interfaces(opening.is_one_host))
+        devices = gloo_devices(gloo_interfaces(opening.is_one_host))
+        options._devices = devices.made
         options._timeout = opening.timeout
         try:
-            group = kind(opening.store, opening.rank, len(opening.ranks), options)
+            with devices.hearing():
+                group = kind(opening.store, opening.rank, len(opening.ranks), options)
         except RuntimeError as error:
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
 from ..failures import WireFailure
+from .gloo_listeners import Devices
 
 __all__ = ["connects_late", "gloo_devices", "gloo_interfaces"]
 
@@ -30,20 +31,20 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
     return _LOOPBACK if is_one_host else ()
 
 
-def gloo_devices(interfaces: tuple[str, ...]) -> list[Any]:
+def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
     """One Gloo device per interface, shared by all groups of the process.
 
     Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
     one then take each other's connections for theirs, and wait for ever (seen on torch 2.13).
     """
     if connects_late():
-        return _make_devices(interfaces)
-    return list(_shared_devices(interfaces, os.getpid()))
+        return Devices(partial(_make_devices, interfaces), are_deaf=False)
+    return _shared_devices(interfaces, os.getpid())
 
 
 @cache
-def _shared_devices(interfaces: tuple[str, ...], process_id: int) -> tuple[Any, ...]:
-    return tuple(_make_devices(interfaces))
+def _shared_devices(interfaces: tuple[str, ...], process_id: int) -> Devices:
+    return Devices(partial(_make_devices, interfaces), are_deaf=True)
 
 
 def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:

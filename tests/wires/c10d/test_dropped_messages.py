@@ -73,6 +73,7 @@ def sends_dropped(numel: int) -> tuple[float, float]:
     found = total()
     if md.get_rank() == 1:
         md.recv(x, 0)
+    md.barrier()
     return found, x[-1].item()
 
 
