@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import PrefixStore
@@ -281,9 +282,11 @@ def waiting_times(
     world = get_world()
     wires = []
     for verb in verbs:
-        store = PrefixStore(f"{ends} {verb}", world.store)
+        keys = partial(PrefixStore, f"{ends} {verb}", world.store)
         is_one_host = len(set(hosts)) == 1
-        opening = Opening(store, (0, 1), world.rank, "cpu", SECONDS, is_one_host, hosts=hosts)
+        opening = Opening(
+            keys(), keys, (0, 1), world.rank, "cpu", SECONDS, is_one_host, hosts=hosts
+        )
         wires.append(get_wire(wire_name).open(opening))
     if world.rank == 1:
         world.store.wait(["over"])

@@ -26,7 +26,8 @@ TERMS = Terms(SECONDS)
 
 
 def opening(rank: int = 0, size: int = 1, **more) -> Opening:
-    return Opening(HashStore(), tuple(range(size)), rank, "cpu", SECONDS, **more)
+    store = HashStore()
+    return Opening(store, lambda: store, tuple(range(size)), rank, "cpu", SECONDS, **more)
 
 
 def test_texts_lose_their_source_positions() -> None:

@@ -32,7 +32,8 @@ SOME = (torch.float32, torch.bfloat16, torch.uint16, torch.bool, torch.complex64
 
 
 def opening(rank: int = 0, size: int = 1, **more) -> Opening:
-    return Opening(HashStore(), tuple(range(size)), rank, "cpu", SECONDS, **more)
+    store = HashStore()
+    return Opening(store, lambda: store, tuple(range(size)), rank, "cpu", SECONDS, **more)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,9 @@ def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool)
         world = md.group.WORLD.world
         limit = timedelta(seconds=1)
         store = PrefixStore("in flight", world.store)
-        wire = get_wire("gloo").open(Opening(store, (0, 1), world.rank, "cpu", limit))
+        wire = get_wire("gloo").open(
+            Opening(store, lambda: store, (0, 1), world.rank, "cpu", limit)
+        )
         begin = time.monotonic()
         if world.rank == 0:
             wire.all_reduce(torch.ones(1), ReduceOp.SUM, Terms(limit))
@@ -231,7 +234,7 @@ def test_gloo_takes_torchs_own_options() -> None:
 
 
 def test_a_member_that_never_comes_is_a_timeout_of_the_opening() -> None:
-    lonely = Opening(HashStore(), (0, 1), 0, "cpu", timedelta(seconds=1))
+    lonely = Opening(HashStore(), HashStore, (0, 1), 0, "cpu", timedelta(seconds=1))
     with pytest.raises(WireFailure):
         get_wire("gloo").open(lonely)
 
@@ -257,8 +260,8 @@ def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(gloo_devices(("lo",))) == 1
-    assert len(gloo_devices(("lo", "lo"))) == 2
+    assert len(gloo_devices(("lo",)).made) == 1
+    assert len(gloo_devices(("lo", "lo")).made) == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     communicator = get_wire("gloo").open(opening())
     communicator.barrier(TERMS).finish(SECONDS)
@@ -290,7 +293,7 @@ def test_groups_may_connect_on_demand(pool, lazily: str) -> None:
                 x = torch.tensor([2.0 ** md.get_rank()])
                 md.all_reduce(x, group=group)
                 found.append(x.item())
-        devices = [gloo_devices(("127.0.0.1",))[0] for _ in range(3)]
+        devices = [gloo_devices(("127.0.0.1",)).made[0] for _ in range(3)]
         assert len(set(map(id, devices))) == (3 if lazily == "1" else 1)
         return found[:3] if found[:3] == found[3:] else found
 
