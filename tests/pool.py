@@ -113,10 +113,15 @@ def has_ended(connection: Connection) -> bool:
         return True
 
 
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def places(size: int) -> list[dict[str, str]]:
     """What tells each of ``size`` processes its place in a world, as a launcher does."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [{**world, "RANK": str(rank)} for rank in range(size)]
 

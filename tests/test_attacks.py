@@ -112,11 +112,11 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(pool: Po
     )
     assert err == ""
     assert out.count("BackendError: all_reduce on the world failed on wire 'shm'") == 2
-    assert out.count("the store is lost: the rank that served it has ended") == 2
-    lost = "StoreError: the process that serves the store has ended\n  where:    rank {} of 3\n"
+    assert out.count("the store is lost: rank 0, which serves the store, has ended") == 2
+    lost = "StoreError: rank 0, which serves the store, has ended\n  where:    rank {} of 3\n"
     for rank in (1, 2):
         assert out.count(lost.format(rank)) == 2
-    assert "fix:      look at what that rank (rank 0, as a rule) wrote last" in out
+    assert "fix:      look at what that process wrote last, and whether it is stopped" in out
 
 
 def test_a_verb_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:

@@ -113,9 +113,7 @@ class BoundedStore(Store):
         """Wait until all ``keys`` are set."""
         in_force = _deadline.get() if timeout is None else None
         deadline = in_force or Deadline(timeout or self._patience)
-        with within(deadline):
-            is_there = wait_until(lambda: self.check(keys), deadline)
-        if not is_there:
+        if not wait_until(lambda: self.check(keys), deadline):
             raise StoreError(
                 "a wait for the store ended: wait timeout",  # as torch words it
                 expected=f"the keys {', '.join(keys)}",

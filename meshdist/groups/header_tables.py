@@ -17,6 +17,7 @@ from ..checking.shared_words import (
     find_view,
     make_shared_words,
 )
+from ..errors import StoreError
 from ..wires.core import core
 
 __all__ = ["HeaderTables"]
@@ -56,10 +57,13 @@ class HeaderTables:
     def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
         """The region under ``key`` of a rank of this host; None while it is not known yet."""
         if rank not in self._views:
-            store = self._world.store
-            if not store.check([_address_key(rank)]):
+            store, key_of_rank = self._world.store, _address_key(rank)
+            try:
+                if not store.check([key_of_rank]):
+                    return None
+                address = read_json(store, key_of_rank, _parse)
+            except StoreError:  # a group that needs the store for nothing else goes on
                 return None
-            address = read_json(store, _address_key(rank), _parse)
             self._views[rank] = address and find_view(address)
         return self._views[rank], key
 

@@ -23,7 +23,7 @@ def meet(
 
     def come(rank: int) -> None:
         start.wait()
-        barrier = MonitoredBarrier(store, "keys", RANKS, rank, number, timeout, names_all, "here")
+        barrier = MonitoredBarrier(store, "keys", RANKS, rank, number, timeout, names_all)
         found[rank] = barrier.wait()
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
@@ -68,7 +68,7 @@ def test_whoever_waits_in_vain_learns_so() -> None:
         raise ValueError("in vain")
 
     barrier = MonitoredBarrier(
-        dist.HashStore(), "keys", RANKS, 4, 1, LONG, names_all=False, where="here", check=check
+        dist.HashStore(), "keys", RANKS, 4, 1, LONG, names_all=False, check=check
     )
     with pytest.raises(ValueError, match="in vain"):
         barrier.wait()

@@ -21,7 +21,7 @@ SHORT = timedelta(milliseconds=50)
 
 
 def opening(rank: int, store: HashStore, **more: object) -> Opening:
-    return Opening(store, RANKS, rank, "cpu", LIMIT, **more)  # type: ignore[arg-type]
+    return Opening(store, lambda: store, RANKS, rank, "cpu", LIMIT, **more)  # type: ignore[arg-type]
 
 
 def call(sequence: int, verb: str = "all_reduce", count: int = 2, **more: object) -> Call:

@@ -424,7 +424,7 @@ def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> Non
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.cuda, "is_available", partial(bool, has_cuda))
                 keys = dist.PrefixStore(f"stand-in {has_cuda}", store)
-                opening = Opening(keys, ranks, rank, "cpu", timedelta(seconds=20))
+                opening = Opening(keys, lambda: store, ranks, rank, "cpu", timedelta(seconds=20))
                 WireGroup(StandIn(), opening, "stand-in").shutdown()
         return opened
 

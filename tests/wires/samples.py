@@ -125,7 +125,9 @@ def open_group(
     world = get_world()
     members = ranks or tuple(range(world.size))
     store = PrefixStore(name, world.store)
-    opening = Opening(store, members, members.index(world.rank), "cpu", T, name=title)
+    opening = Opening(
+        store, lambda: store, members, members.index(world.rank), "cpu", T, name=title
+    )
     communicator = get_wire("simulated").open(opening)
     assert isinstance(communicator, SimulatedCommunicator)
     return communicator

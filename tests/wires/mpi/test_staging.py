@@ -38,7 +38,7 @@ def test_the_library_says_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", False, StagedCommunicator),
     ):
         monkeypatch.setattr(mpi, "is_cuda_aware", lambda MPI, answer=is_aware: answer)
-        opening: Any = Opening(None, (0,), 0, device_type, SECONDS)  # type: ignore[arg-type]
+        opening: Any = Opening(None, None, (0,), 0, device_type, SECONDS)  # type: ignore[arg-type]
         assert type(mpi.MpiWire().open(opening)) is kind
 
 
@@ -54,7 +54,7 @@ def by_copies() -> list[str]:
     world = get_world()
     members = tuple(range(world.size))
     store = PrefixStore("staged", world.store)
-    wire = get_wire("mpi").open(Opening(store, members, world.rank, "cpu", SECONDS))
+    wire = get_wire("mpi").open(Opening(store, lambda: store, members, world.rank, "cpu", SECONDS))
     staged = StagedCommunicator(wire)
     dtypes = (torch.float32, torch.bfloat16, torch.bool)
     found = [check_every_verb(staged, dtypes, waits=waits) for waits in (False, True)]

@@ -577,6 +577,6 @@ def test_members_that_disagree_about_the_group() -> None:
 
 
 def test_the_wire_serves_simulated_ranks_alone() -> None:
-    opening = Opening(HashStore(), (0,), 0, "cpu", T)
+    opening = Opening(HashStore(), HashStore, (0,), 0, "cpu", T)
     with pytest.raises(WireFailure, match=r"serves simulated ranks alone: .* meshdist.simulate"):
         get_wire("simulated").open(opening)
