@@ -91,6 +91,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "simulated.data_moves",
             "simulated.meeting",
             "simulated.communicator",
+            "shm.file_messages",
+            "shm.door",
             "shm.handshake",
             "shm.failures",
             "shm.communicator",

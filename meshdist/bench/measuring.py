@@ -6,16 +6,18 @@ round. A sample is the time per call of the slowest rank; a cell is the median o
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import random
+import secrets
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,9 @@ _ALIKE = {
     "THP_MEM_ALLOC_ENABLE": "0",
 }
 _LOOK_S = 0.2
+_GREETING_S = 1.0  # a rank sends its greeting as soon as it has connected
+_GREETING_BYTES = 4096
+_SPARE_PLACES = 64  # for connections of other processes
 
 
 class SideFailedError(ExplainedError, RuntimeError):
@@ -137,18 +142,19 @@ def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        path = os.path.join(folder, "socket")
+        path, secret = os.path.join(folder, "socket"), secrets.token_hex(16)
         listener.bind(path)
-        listener.listen(len(entrants) * num_ranks)
+        listener.listen(len(entrants) * num_ranks + _SPARE_PLACES)
         listener.settimeout(_LOOK_S)
         ranks = {}
         for entrant in entrants:
-            processes = stack.enter_context(_started(entrant, num_ranks, path))
+            processes = stack.enter_context(_started(entrant, num_ranks, f"{path} {secret}"))
             talks: dict[int, Any] = {}
-            for _ in range(num_ranks):
+            while len(talks) < num_ranks:
                 with _accepted(listener, processes, entrant.label) as connection:
-                    talk = stack.enter_context(connection.makefile("rw"))
-                talks[json.loads(talk.readline())["rank"]] = talk
+                    rank = _rank_of(connection, secret)
+                    if rank is not None:
+                        talks[rank] = stack.enter_context(connection.makefile("rw"))
             in_order = [talks[rank] for rank in range(num_ranks)]
             ranks[entrant.label] = _Ranks(entrant.label, in_order)
         yield ranks
@@ -182,8 +188,24 @@ def measure(
     return cells
 
 
-def _start(entrant: Entrant, num_ranks: int, path: str) -> list[subprocess.Popen[bytes]]:
-    environment = {**os.environ, **_ALIKE, **entrant.environment, ADDRESS: path}
+def _rank_of(connection: socket.socket, secret: str) -> int | None:
+    """The rank that has connected; None for any other process."""
+    connection.settimeout(_GREETING_S)
+    greeting = b""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        while not greeting.endswith(b"\n") and len(greeting) < _GREETING_BYTES:
+            greeting += (more := connection.recv(_GREETING_BYTES))
+            if not more:
+                return None
+        told = json.loads(greeting)
+        if hmac.compare_digest(told["secret"], secret):
+            connection.settimeout(None)
+            return int(told["rank"])
+    return None
+
+
+def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Popen[bytes]]:
+    environment = {**os.environ, **_ALIKE, **entrant.environment, ADDRESS: address}
     command = [entrant.python, *entrant.program, entrant.side, entrant.label]
     if entrant.launch:
         launch = [word.replace("{n}", str(num_ranks)) for word in entrant.launch]
@@ -207,10 +229,10 @@ def _start(entrant: Entrant, num_ranks: int, path: str) -> list[subprocess.Popen
 
 @contextmanager
 def _started(
-    entrant: Entrant, num_ranks: int, path: str
+    entrant: Entrant, num_ranks: int, address: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes of an entrant, which are gone when the context ends."""
-    processes = _start(entrant, num_ranks, path)
+    processes = _start(entrant, num_ranks, address)
     try:
         yield processes
     except BaseException:
@@ -248,5 +270,4 @@ def _accepted(
                     fix="look at what keeps them, for example a machine that is busy",
                 ) from None
         else:
-            connection.settimeout(None)
             return connection

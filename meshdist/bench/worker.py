@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ADDRESS", "main", "say", "serve"]
 
 ADDRESS = "MESHDIST_BENCH_SOCKET"
-"""The environment variable that names the measuring process's socket."""
+"""The environment variable that has the path of the measuring process's socket, and a secret."""
 
 
 def main(argv: list[str]) -> int:
@@ -32,9 +32,10 @@ def serve(side: Side, label: str) -> None:
     This needs no other module of meshdist: benchmarks run it beside another checkout's.
     """
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[ADDRESS])
+        path, secret = os.environ[ADDRESS].rsplit(" ", 1)
+        connection.connect(path)
         talk = connection.makefile("rw")
-        say(talk, {"side": label, "rank": side.rank, "size": side.size})
+        say(talk, {"secret": secret, "side": label, "rank": side.rank, "size": side.size})
         for line in talk:
             order = json.loads(line)
             if order["verb"] == "end":

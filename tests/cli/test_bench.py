@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshdist.bench import measuring
 from meshdist.bench.measuring import Entrant, SideFailedError, measure, running
 from meshdist.cli import bench
 
@@ -40,6 +44,26 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
             "torch/gloo": 2,
         }
         assert min(min(times) for times in cell["seconds"].values()) > 0
+
+
+def test_strangers_that_connect_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = measuring._start
+    with ExitStack() as stack:
+
+        def start_among_strangers(entrant: Entrant, num_ranks: int, address: str) -> Any:
+            secret = address.rsplit(" ", 1)[1]
+            told = ['{"rank": 0}', '{"secret": "no", "rank": 0}', f'{{"secret": "{secret}"}}', "[]"]
+            for text in ["", "x", *told]:
+                stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.connect(address.rsplit(" ", 1)[0])
+                stranger.sendall(f"{text}\n".encode() if text else b"")
+            stranger.close()
+            return usual(entrant, num_ranks, address)
+
+        monkeypatch.setattr(measuring, "_start", start_among_strangers)
+        with running([Entrant("ours", "meshdist/shm")], 2) as ranks:
+            (cell,) = measure(ranks, ["barrier"], [0], 1, lambda cell: None)
+    assert len(cell.samples["ours"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,91 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import PrefixStore
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
+from meshdist.runtime.deadlines import Grace
 from meshdist.wires.failures import WireFailure, WireRefused, WireTimeout
-from meshdist.wires.shm import handshake
+from meshdist.wires.shm import door
 from meshdist.wires.shm.handshake import Shared, share
 from tests.load import is_within
 from tests.pool import Failure, Pool
 
+from .circle import Circle, close_shared, make_memory, num_files
+
 Attach = Callable[[Shared], None]
-BYTES = 8192
-
-
-def make_memory() -> int:
-    file = os.memfd_create("test", os.MFD_CLOEXEC)
-    os.ftruncate(file, BYTES)
-    return file
-
-
-def close_all(shared: Shared) -> None:
-    os.close(shared.memory)
-    for file in shared.processes:
-        if file >= 0:
-            os.close(file)
-
-
-def num_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def process_of(handle: int) -> int:
-    with open(f"/proc/self/fdinfo/{handle}") as file:
-        return int(next(line.split()[1] for line in file if line.startswith("Pid:")))
-
-
-class Circle:
-    """Members as threads of this process, in ranks 10, 11, ...; thread names are their places."""
-
-    def __init__(self, size: int) -> None:
-        self.store = HashStore()
-        self.ranks = [10 + member for member in range(size)]
-
-    def run(
-        self,
-        attach: Callable[[int, Shared], None] = lambda member, shared: close_all(shared),
-        make: Callable[[], int] = make_memory,
-        *,
-        members: list[int] | None = None,
-        timeout_s: float = 10.0,
-        meanwhile: Callable[[], Any] = lambda: None,
-    ) -> list[Exception | None]:
-        """The exception of each of ``members``, None where it came to share."""
-        found: dict[int, Exception | None] = {}
-
-        def be(member: int) -> None:
-            found[member] = None
-            try:
-                share(
-                    self.store,
-                    member,
-                    self.ranks,
-                    make,
-                    lambda shared: attach(member, shared),
-                    timeout_s,
-                )
-            except Exception as error:
-                found[member] = error
-
-        places = range(len(self.ranks)) if members is None else members
-        threads = [threading.Thread(target=be, args=(p,), name=str(p)) for p in places]
-        for thread in threads:
-            thread.start()
-        meanwhile()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-        return [found[place] for place in places]
-
-    def connect(self) -> socket.socket:
-        """A connection to the first member, which has said nothing yet."""
-        name = self.store.get("shared/address").decode()
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(f"\0{name}")
-        return connection
 
 
 def all_tell(found: list[Exception | None], kind: type[Exception], text: str) -> None:
@@ -113,6 +42,11 @@ def only_on(member: int, usual: Callable[..., Any], other: Callable[..., Any]) -
     return choose
 
 
+def process_of(handle: int) -> int:
+    with open(f"/proc/self/fdinfo/{handle}") as file:
+        return int(next(line.split()[1] for line in file if line.startswith("Pid:")))
+
+
 def raise_it(error: Exception) -> Any:
     raise error
 
@@ -128,7 +62,7 @@ def test_every_member_gets_one_memory_and_a_handle_to_every_other(size: int) -> 
         assert not os.get_inheritable(shared.memory)
         processes = [process_of(file) if file >= 0 else None for file in handles]
         seen[member] = (os.fstat(shared.memory).st_ino, processes)
-        close_all(shared)
+        close_shared(shared)
 
     assert Circle(size).run(attach) == [None] * size
     assert len({inode for inode, _ in seen.values()}) == 1
@@ -137,41 +71,13 @@ def test_every_member_gets_one_memory_and_a_handle_to_every_other(size: int) -> 
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
-def test_more_handles_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_MOST_FILES", 3)
-    before = num_files()
-    seen: list[int] = []
-
-    def attach(member: int, shared: Shared) -> None:
-        seen.append(len(shared.processes))
-        close_all(shared)
-
-    assert Circle(9).run(attach) == [None] * 9
-    assert seen == [9] * 9
-    assert num_files() <= before  # threads of other tests may close some meanwhile
-
-
-def test_too_many_files_under_way_are_sent_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = [OSError(errno.ETOOMANYREFS, "too many") for _ in range(5)]
-
-    class Full(socket.socket):
-        def sendmsg(self, *args: Any) -> int:
-            if refusals:
-                raise refusals.pop()
-            return super().sendmsg(*args)
-
-    monkeypatch.setattr(socket, "socket", Full)
-    assert Circle(3).run() == [None] * 3
-    assert not refusals
-
-
 @pytest.mark.parametrize("member", [0, 1, 3])
 @pytest.mark.parametrize("error", [OSError(12, "no room"), MemoryError(), RuntimeError("too old")])
 def test_a_member_that_cannot_attach_is_a_refusal_for_all(member: int, error: Exception) -> None:
     before = num_files()
 
     def attach(place: int, shared: Shared) -> None:
-        close_all(shared)
+        close_shared(shared)
         if place == member:
             raise error
 
@@ -214,28 +120,28 @@ def test_a_member_of_another_user_is_a_refusal_for_all(
 def test_a_member_that_is_turned_away_before_it_speaks_is_told_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    usual = handshake._send
+    usual = door.send_part
 
     def send_late(*args: Any) -> None:
         time.sleep(0.2)
         usual(*args)
 
     monkeypatch.setattr(os, "getuid", only_on(0, os.getuid, lambda: 12345))
-    monkeypatch.setattr(handshake, "_send", only_on(1, usual, send_late))
+    monkeypatch.setattr(door, "send_part", only_on(1, usual, send_late))
     all_tell(Circle(2).run(), WireRefused, "rank 11: rank 10 runs as another user")
 
 
 def test_a_stranger_is_turned_away_and_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     circle = Circle(2)
     peers: list[int] = []
-    usual = handshake._peer_user
+    usual = door._peer_user
 
     def peer_user(connection: socket.socket) -> int:
         peers.append(1)
         is_first = len(peers) == 1
         return 12345 if is_first else usual(connection)
 
-    monkeypatch.setattr(handshake, "_peer_user", peer_user)
+    monkeypatch.setattr(door, "_peer_user", peer_user)
     got: list[bytes] = []
 
     def intrude() -> None:
@@ -277,31 +183,49 @@ def test_members_that_never_come_are_named_by_all_others(missing: list[int]) -> 
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
-@pytest.mark.parametrize("stage", ["silent", "greeted"])
-def test_a_member_that_stops_in_the_middle_is_a_timeout_for_all(stage: str) -> None:
+def test_a_member_that_stops_in_the_middle_is_a_timeout_for_all() -> None:
     circle = Circle(3)
-    held: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as held:
 
-    def stop() -> None:
-        held.append(circle.connect())
-        if stage == "greeted":
+        def stop() -> None:
             handle = os.pidfd_open(os.getpid())
-            handshake._send(held[0], 1, [handle], 0.0)
+            assert door.enter(held, circle.address(), 1, handle, Grace(5.0))
             os.close(handle)
 
-    found = circle.run(members=[0, 2], timeout_s=0.4, meanwhile=stop)
-    texts = {
-        "silent": "a member did not answer while memory was shared",
-        "greeted": "rank 11 did not come to share memory",
-    }
-    all_tell(found, WireTimeout, texts[stage])
-    held[0].close()
+        found = circle.run(members=[0, 2], timeout_s=0.4, meanwhile=stop)
+    all_tell(found, WireTimeout, "rank 11 did not come to share memory")
 
 
-def test_a_connection_that_ends_before_it_said_who_it_is() -> None:
+def test_a_member_that_leaves_before_all_have_come() -> None:
     circle = Circle(3)
-    found = circle.run(members=[0, 2], meanwhile=lambda: circle.connect().close())
-    all_tell(found, WireFailure, "a member left while memory was shared")
+
+    def leave() -> None:
+        handle = os.pidfd_open(os.getpid())
+        with socket.socket(socket.AF_UNIX) as held:
+            assert door.enter(held, circle.address(), 1, handle, Grace(5.0))
+        os.close(handle)
+
+    found = circle.run(members=[0], meanwhile=leave)
+    all_tell(found, WireFailure, "rank 11 left while memory was shared")
+
+
+@pytest.mark.parametrize("junk", [b"x", b"name", b"name not-hex", bytes(range(200, 256))])
+def test_an_address_that_no_member_wrote_is_named(junk: bytes) -> None:
+    circle = Circle(2)
+    circle.store.set("shared/address", junk)
+    (found,) = circle.run(members=[1])
+    assert isinstance(found, WireRefused)
+    assert "rank 11: the store has" in str(found)
+    assert "where the socket's address should be" in str(found)
+
+
+@pytest.mark.parametrize("junk", [b"x", b"[]", b'["late"]', b'["no kind", "text"]', b"[[], 3]"])
+def test_a_trouble_that_no_member_wrote_is_named(junk: bytes) -> None:
+    circle = Circle(2)
+    circle.store.set("shared/trouble", junk)
+    (found,) = circle.run(members=[0])
+    text = "a key of the group in the store holds what no member has written"
+    all_tell([found], WireFailure, text)
 
 
 def sharing(attach: Attach, num_spare_files: int | None = None) -> tuple[str, str, int]:
@@ -337,7 +261,7 @@ def test_a_process_that_ends_in_the_middle_is_noticed_at_once(dying: int, pool: 
         def attach(shared: Shared) -> None:
             if md.get_rank() == dying:
                 os._exit(3)
-            close_all(shared)
+            close_shared(shared)
 
         begin = time.monotonic()
         return sharing(attach), time.monotonic() - begin
@@ -354,7 +278,7 @@ def test_too_few_file_numbers_are_a_refusal_for_all_and_leave_none_behind(pool: 
     def program() -> Any:
         gaps = fill_gaps()
         try:
-            return [sharing(close_all, spare) for spare in range(9)]
+            return [sharing(close_shared, spare) for spare in range(9)]
         finally:
             for file in gaps:
                 os.close(file)

@@ -1,0 +1,158 @@
+"""Where the members of a group come in, and strangers do not.
+
+Any process of the host can find a Unix socket and connect to it. So the first member makes a
+secret, which the others read in the store, and each sends it in its first message. A connection
+that says anything else is dropped, and one that says nothing keeps no member waiting. A process of
+another user is told so, since it may be a member. This does not keep out a process of this user
+that can read the store.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import socket
+import struct
+from contextlib import suppress
+from functools import partial
+
+from ...runtime.deadlines import Deadline, Grace, wait_until
+from .file_messages import close_all, receive_part, send, send_part
+
+__all__ = ["STRANGER", "Door", "enter"]
+
+STRANGER = -1
+"""The number that a process of another user is sent: it may be a member."""
+
+_SECRET_BYTES = 16
+_GREETING = struct.Struct(f"!{_SECRET_BYTES}sI")  # the secret, and the member's place
+_MOST_SILENT = 64  # connections that may say nothing yet
+_SILENT_S = 1.0  # so long each of them may do so where others wait for its place
+
+
+class Door:
+    """The first member's socket, which is no file, and the connections that have not spoken yet.
+
+    Args:
+        size: how many members the group has.
+
+    Attributes:
+        address: where it is, and the secret: a text for ``enter``.
+        awaited: the places of the members that have not come yet.
+    """
+
+    def __init__(self, size: int) -> None:
+        name = f"meshdist-{secrets.token_hex(16)}"
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self.address = f"{name} {self._secret.hex()}"
+        self.awaited = set(range(1, size))
+        self._silent: dict[socket.socket, Deadline] = {}  # the oldest comes first
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(f"\0{name}")
+            self._listener.listen(size + _MOST_SILENT)
+        except OSError:
+            self._listener.close()
+            raise
+
+    def close(self) -> None:
+        """Let no more in, and drop the connections that have not spoken."""
+        for one in (self._listener, *self._silent):
+            one.close()
+        self._silent.clear()
+
+    def watched(self) -> list[socket.socket]:
+        """The sockets to ``look`` at when they have something to read."""
+        is_full = (
+            len(self._silent) >= _MOST_SILENT and not next(iter(self._silent.values())).is_over
+        )
+        return [*self._silent] if is_full else [self._listener, *self._silent]
+
+    def look(self, one: socket.socket) -> tuple[int, socket.socket, int] | None:
+        """What has come: a member's place, its connection and the handle to its process; or None.
+
+        Raises:
+            OSError: no file number is left for a member.
+        """
+        if one is self._listener:
+            self._accept()
+        if self._silent.pop(one, None) is None:
+            return None
+        try:
+            data, files, is_whole = receive_part(one, _GREETING.size, 1)
+        except OSError:
+            data, files, is_whole = b"", [], True
+        secret, place = _GREETING.unpack(data.ljust(_GREETING.size, b"\0"))
+        if not hmac.compare_digest(secret, self._secret) or place not in self.awaited:
+            close_all(files)
+            one.close()
+            return None
+        if not is_whole:
+            one.close()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.awaited.remove(place)
+        return place, one, files[0]
+
+    def _accept(self) -> None:
+        if len(self._silent) >= _MOST_SILENT:
+            self._drop_oldest()
+        try:
+            connection = self._listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._silent:
+                self._drop_oldest()
+                return
+            raise
+        if _peer_user(connection) != os.getuid():
+            with connection, suppress(OSError):
+                send(connection, STRANGER, [], Grace(0.0))
+            return
+        connection.setblocking(False)
+        self._silent[connection] = Grace(_SILENT_S)
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self._silent))
+        del self._silent[oldest]
+        oldest.close()
+
+
+def enter(
+    connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
+) -> bool:
+    """Connect to the door at ``address``, and show its secret and the handle to this process.
+
+    Returns:
+        False, and nothing is shown, where another user has opened it.
+    """
+    try:
+        name, secret = address.split()
+        greeting = _GREETING.pack(bytes.fromhex(secret), place)
+    except ValueError:
+        raise OSError(
+            f"the store has {address[:80]!r} where the socket's address should be"
+        ) from None
+    if not wait_until(partial(_try_to_connect, connection, name), deadline):
+        raise TimeoutError
+    if _peer_user(connection) != os.getuid():
+        return False
+    with suppress(ConnectionError):  # a member that is turned away still has an answer to read
+        send_part(connection, greeting, [handle], deadline)
+    return True
+
+
+def _peer_user(connection: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _try_to_connect(connection: socket.socket, name: str) -> bool:
+    """Connect; or return False while too many others wait to be accepted."""
+    try:
+        connection.connect(f"\0{name}")
+    except BlockingIOError:
+        return False
+    return True
