@@ -1,5 +1,6 @@
 #include "collectives.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <sstream>
@@ -19,7 +20,8 @@ Collectives::Collectives(const Endpoint& endpoint)
     : end_(endpoint),
       kernels_(kernels()),
       rounds_(endpoint),
-      probe_(endpoint, rounds_),
+      slots_(endpoint, rounds_),
+      probe_(endpoint, rounds_, slots_),
       sources_(endpoint.size),
       theirs_(endpoint.size),
       is_afar_(endpoint.size),
@@ -35,11 +37,12 @@ Status Collectives::run(Job& job) {
   item_ = kDtypeBytes[job.call.header.dtype];
   mismatch_.clear();
   mismatch_culprit_ = -1;
-  chunk_ = std::min<std::size_t>(tuning.chunk_bytes, end_.segment.geometry().slot_bytes);
   Status status = try_reading(job.call);
-  if (status == Status::ok) status = probe_.before(job.call);
   bad_round_ = rounds_.next();
+  if (status == Status::ok) status = agree_to_grow(job);
+  if (status == Status::ok) status = probe_.before(job.call);
   if (status == Status::ok) {
+    bad_round_ = rounds_.next();
     std::uint64_t count = job.count();
     for (const Part& part : job.ins) count += part.count;
     probe_.consider(count * item_);
@@ -74,6 +77,17 @@ Status Collectives::try_reading(const Call& call) {
   if (status != Status::ok) return status;
   reads_others_ = !rounds_.anyone_hints(round, kHintMissed);
   return Status::ok;
+}
+
+// The first call that is large: announce it without data, and where all members agree on it go on with
+// whole slots.
+Status Collectives::agree_to_grow(const Job& job) {
+  if (!slots_.may_grow() || job.count() * item_ < tuning.spread_bytes) return Status::ok;
+  Call call = job.call;
+  const std::uint64_t round = rounds_.next();
+  rounds_.announce(call);
+  const Status status = rounds_.agree(round, call);
+  return status == Status::ok ? slots_.grow(call) : status;
 }
 
 // Whether a member's stores into slots, `bytes` a round, go past the cache.
@@ -125,18 +139,19 @@ void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes
 // pay for every round.
 std::size_t Collectives::near_chunk(std::size_t bytes) const {
   const bool is_short = !streams(bytes) && !end_.is_crowded;
-  return is_short ? std::min(chunk_, tuning.near_chunk_bytes) : chunk_;
+  return is_short ? std::min(tuning.chunk_bytes, tuning.near_chunk_bytes) : tuning.chunk_bytes;
 }
 
-// Lay out rounds of `pieces` equal pieces, `chunk` bytes in all, of which the longest has `longest`
+// Lay out rounds of `pieces` equal pieces, at most `chunk` bytes in all, of which the longest has `longest`
 // bytes in the whole call: return the bytes of a piece in one round, whole cache lines.
 std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest, std::size_t chunk) {
-  const std::size_t most = chunk / std::max<std::size_t>(pieces, 1) / kCacheLine * kCacheLine;
+  const std::size_t room = std::min(chunk, slots_.bytes());
+  const std::size_t most = room / std::max<std::size_t>(pieces, 1) / kCacheLine * kCacheLine;
   const std::size_t needed = round_up(std::max<std::size_t>(longest, 1), kCacheLine);
   const std::size_t piece = std::min(most, needed);
   span_ = piece * std::max<std::size_t>(pieces, 1);
   const bool spreads = span_ >= tuning.spread_bytes && needed <= tuning.spread_most_bytes;
-  num_places_ = spreads ? end_.segment.geometry().slot_bytes / span_ : 1;
+  num_places_ = spreads ? slots_.bytes() / span_ : 1;
   streams_in_ = streams(span_);
   return piece;
 }
@@ -258,7 +273,8 @@ Status Collectives::agree_on_sizes(Job& job) {
       return Status::mismatch;
     }
   }
-  return Status::ok;
+  const std::uint64_t largest = *std::max_element(given_.begin(), given_.end()) * item_;
+  return slots_.may_grow() && largest >= tuning.spread_bytes ? slots_.grow(job.call) : Status::ok;
 }
 
 Status Collectives::barrier(Job& job) {

@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "probe.h"
 #include "rounds.h"
+#include "slots.h"
 #include "tuning.h"
 
 namespace meshdist {
@@ -75,6 +76,7 @@ class Collectives {
   Range share(const Job& job, unsigned member) const;
   void reduce_shared(const Job& job);
   Status try_reading(const Call& call);
+  Status agree_to_grow(const Job& job);
   Status agree(const Job& job, std::uint64_t round);
   Status all_reduce(Job& job);
   Status reduce_whole(Job& job);
@@ -117,7 +119,7 @@ class Collectives {
   }
   // Where a member writes its part in `round`: every fourth round in the same slot, at another place.
   Bytes slot(unsigned member, std::uint64_t round) const {
-    return end_.segment.slot(member, round) + round / kDepth % num_places_ * span_;
+    return slots_.at(member, round) + round / kDepth % num_places_ * span_;
   }
   // The place of `to`'s piece among those in `from`'s slot.
   static unsigned place(unsigned from, unsigned to) { return to < from ? to : to - 1; }
@@ -128,18 +130,18 @@ class Collectives {
   std::size_t near_chunk(std::size_t bytes) const;
   std::size_t lay_out(std::size_t pieces, std::size_t longest, std::size_t chunk);
   std::size_t lay_out(std::size_t pieces, std::size_t longest) {
-    return lay_out(pieces, longest, chunk_);
+    return lay_out(pieces, longest, tuning.chunk_bytes);
   }
 
   const Endpoint& end_;
   const Kernels& kernels_;
   Rounds rounds_;
+  Slots slots_;
   Probe probe_;
   int kept_stores_ = -1;
   bool has_tried_reading_ = false;
   bool reads_others_ = false;  // each member from every other; all have the same answer
   ReduceLoop loop_ = nullptr;
-  std::size_t chunk_ = 0;        // bytes per round, for the call that runs; equal on all members
   std::size_t item_ = 1;         // bytes per element of the call that runs
   std::size_t span_ = 0;         // bytes that it writes to a slot per round; equal on all members
   std::size_t num_places_ = 1;   // for them in a slot

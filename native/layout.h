@@ -6,8 +6,14 @@
 // A member publishes round g + 1 only when it has seen everyone's round g, and reads what belongs
 // to round g before it publishes round g + 2; so what it reads is never written over while there
 // are four of each.
+//
+// A group that only small calls have used needs little memory: its slots and rings begin in *first*
+// parts of some pages, and only these are reserved when it opens. The whole slots and rings lie
+// elsewhere, and are reserved by the first larger call (slots.h), or by the first packet for which a
+// first ring has no room (transfers.h). Where that fails the first parts go on to serve.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +27,7 @@ constexpr std::size_t kPage = 4096;
 constexpr unsigned kDepth = 4;
 constexpr std::size_t kInlineBytes = 32;
 constexpr std::uint64_t kMagic = 0x6d6573686469'7374;
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
@@ -45,7 +51,7 @@ enum Hint : std::uint32_t {
   kHintShared = 8,  // the line's bytes are a Place in shared memory
   kHintStreamLittle = 16,
   kHintOwn = 32,     // the line's bytes are a Place in the member's own memory
-  kHintMissed = 64,  // this member could not read what another one has in its own memory
+  kHintMissed = 64,  // this member could not do what all had to: read another's memory, or reserve
 };
 
 // What one member says it is calling; members must agree on all of it.
@@ -118,12 +124,18 @@ struct Geometry {
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t size;
-  std::uint64_t is_crowded;  // whether ranks outnumber cores: all members must agree
+  std::uint32_t is_crowded;  // whether ranks outnumber cores: all members must agree
+  std::uint32_t grows;       // whether slots and rings begin with their first parts
   std::uint64_t slot_bytes;
   std::uint64_t ring_bytes;
+  std::uint64_t first_slot_bytes;
+  std::uint64_t first_ring_bytes;
   std::uint64_t members_at;
   std::uint64_t tables_at;
   std::uint64_t channels_at;
+  std::uint64_t first_slots_at;
+  std::uint64_t first_rings_at;
+  std::uint64_t first_bytes;  // what is reserved at first
   std::uint64_t slots_at;
   std::uint64_t rings_at;
   std::uint64_t total_bytes;
@@ -147,25 +159,36 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
 }
 
 inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes,
-                              std::uint64_t ring_bytes, bool is_crowded = false) {
+                              std::uint64_t ring_bytes, bool is_crowded, bool grows) {
   Geometry g{};
   g.magic = kMagic;
   g.version = kVersion;
   g.size = size;
   g.is_crowded = is_crowded;
+  g.grows = grows;
   g.slot_bytes = round_up(slot_bytes, kPage);
   g.ring_bytes = round_up(ring_bytes, kPage);
-  std::uint64_t at = round_up(sizeof(Control), kPage);
-  g.members_at = at;
-  at = round_up(at + size * sizeof(Member), kPage);
-  g.tables_at = at;
-  at = round_up(at + std::uint64_t{size} * kDepth * kNumRows * size * sizeof(std::uint64_t), kPage);
-  g.channels_at = at;
-  at = round_up(at + std::uint64_t{size} * size * sizeof(Channel), kPage);
-  g.slots_at = at;
-  at += std::uint64_t{size} * kDepth * g.slot_bytes;
-  g.rings_at = at;
-  at += std::uint64_t{size} * (size - 1) * g.ring_bytes;
+  // A piece for each member takes a cache line of a slot at least.
+  const std::uint64_t least = std::max<std::uint64_t>((size + 1) * kCacheLine, g.slot_bytes / 32);
+  g.first_slot_bytes = grows ? std::min(g.slot_bytes, round_up(least, kPage)) : g.slot_bytes;
+  g.first_ring_bytes = grows ? std::min(g.ring_bytes, std::uint64_t{kPage}) : g.ring_bytes;
+  const std::uint64_t num_slots = std::uint64_t{size} * kDepth;
+  const std::uint64_t num_rings = std::uint64_t{size} * (size - 1);
+  std::uint64_t at = 0;
+  const auto lay = [&](std::uint64_t bytes) {
+    const std::uint64_t begin = at;
+    at = round_up(at + bytes, kPage);
+    return begin;
+  };
+  lay(sizeof(Control));
+  g.members_at = lay(size * sizeof(Member));
+  g.tables_at = lay(num_slots * kNumRows * size * sizeof(std::uint64_t));
+  g.channels_at = lay(std::uint64_t{size} * size * sizeof(Channel));
+  g.first_slots_at = lay(num_slots * g.first_slot_bytes);
+  g.first_rings_at = lay(num_rings * g.first_ring_bytes);
+  g.first_bytes = at;
+  g.slots_at = grows ? lay(num_slots * g.slot_bytes) : g.first_slots_at;
+  g.rings_at = grows ? lay(num_rings * g.ring_bytes) : g.first_rings_at;
   g.total_bytes = at;
   return g;
 }

@@ -82,7 +82,7 @@ NB_MODULE(native, m) {
   m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a,
         "is_crowded"_a);
   m.def("segment_bytes", [](std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
-    return plan_geometry(size, slot_bytes, ring_bytes).total_bytes;
+    return plan_geometry(size, slot_bytes, ring_bytes, false, true).total_bytes;
   });
 
   m.def("create_memory", &create_memory, "bytes"_a);

@@ -33,8 +33,8 @@ constexpr double kClearly = 0.6;
 
 }  // namespace
 
-Probe::Probe(const Endpoint& endpoint, Rounds& rounds)
-    : end_(endpoint), rounds_(rounds), kernels_(kernels()) {}
+Probe::Probe(const Endpoint& endpoint, Rounds& rounds, const Slots& slots)
+    : end_(endpoint), rounds_(rounds), slots_(slots), kernels_(kernels()) {}
 
 bool Probe::Times::streams() const { return streamed < kClearly * plain; }
 
@@ -86,10 +86,10 @@ double Probe::hop_ns() {
 // Where ranks share cores only the copies are timed, since waiting takes any time there.
 Status Probe::time_round(const Call& call, bool streams, std::size_t bytes, double& took) {
   const std::uint64_t round = rounds_.next();
-  const std::size_t num_places = end_.segment.geometry().slot_bytes / bytes;
+  const std::size_t num_places = slots_.bytes() / bytes;
   const std::size_t at = round / kDepth % num_places * bytes;
   const Nanoseconds begin_in = now_ns();
-  std::uint8_t* mine = end_.segment.slot(end_.rank, round) + at;
+  std::uint8_t* mine = slots_.at(end_.rank, round) + at;
   if (streams) {
     kernels_.stream(mine, from_.data(), bytes);
   } else {
@@ -101,7 +101,7 @@ Status Probe::time_round(const Call& call, bool streams, std::size_t bytes, doub
   if (status != Status::ok) return status;
   const Nanoseconds begin_out = now_ns();
   const unsigned next = (end_.rank + 1) % end_.size;
-  std::memcpy(to_.data(), end_.segment.slot(next, round) + at, bytes);
+  std::memcpy(to_.data(), slots_.at(next, round) + at, bytes);
   const Nanoseconds waited = end_.is_crowded ? begin_out - end_in : 0;
   took = static_cast<double>(now_ns() - begin_in - waited);
   return Status::ok;
@@ -109,7 +109,7 @@ Status Probe::time_round(const Call& call, bool streams, std::size_t bytes, doub
 
 // Both kinds of stores, with much and with little; the best of some rounds each.
 Status Probe::measure_both(const Call& call, Times& little, Times& much) {
-  const std::size_t slot_bytes = end_.segment.geometry().slot_bytes;
+  const std::size_t slot_bytes = slots_.bytes();
   const std::size_t much_bytes = std::min(kMuchTrialBytes, slot_bytes);
   const std::size_t little_bytes = std::min(kLittleTrialBytes, slot_bytes);
   from_.resize(much_bytes);
@@ -139,7 +139,7 @@ Status Probe::measure_both(const Call& call, Times& little, Times& much) {
 }
 
 Status Probe::before(const Call& call) {
-  if (!is_due_) return Status::ok;
+  if (!is_due_ || !slots_.are_whole()) return Status::ok;
   is_due_ = false;
   if (end_.size < 2) return Status::ok;
   // Start together; and learn from the first member, by a second round, what is to follow.

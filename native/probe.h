@@ -4,7 +4,7 @@
 // the reader finds them in the cache; where they do not, every line of a slot that is written again
 // is first fetched from the reader's cache, and plain stores are five times slower. Virtual
 // machines change from one to the other while a program runs. So the members measure both ways at
-// the first call, within a millisecond, with rounds of few bytes and of many (few stay in the cores'
+// the first call with whole slots, within a millisecond, with rounds of few bytes and of many (few stay in the cores'
 // own caches), and note how long a cache line takes from core to core. That
 // time they take again every now and then, in some microseconds; only when it is one not seen
 // before, or seen last a second ago, do they measure both ways again.
@@ -15,6 +15,7 @@
 
 #include "kernels.h"
 #include "rounds.h"
+#include "slots.h"
 
 namespace meshdist {
 
@@ -24,9 +25,10 @@ constexpr std::size_t kLargeBytes = 16 * 1024;
 
 class Probe {
  public:
-  Probe(const Endpoint& endpoint, Rounds& rounds);
+  Probe(const Endpoint& endpoint, Rounds& rounds, const Slots& slots);
 
-  // Before each call: probe, if the first member requested it with the last one (or there was none).
+  // Before each call with whole slots: probe, if the first member requested it with the last one (or
+  // there was none).
   Status before(const Call& call);
 
   // On the first member: request a probe with this call, of `bytes` bytes, if the last is old.
@@ -54,6 +56,7 @@ class Probe {
 
   const Endpoint& end_;
   Rounds& rounds_;
+  const Slots& slots_;
   const Kernels& kernels_;
   std::vector<std::uint8_t> from_, to_;
   std::vector<Known> known_;

@@ -9,8 +9,9 @@
 
 namespace meshdist {
 
-// Make a sealed memfd for `size` members with all of its memory reserved; throws
-// std::system_error (no memory is an error here, never a SIGBUS later).
+// Make a sealed memfd for `size` members with the memory reserved that they need at first; throws
+// std::system_error (no memory is an error here, never a SIGBUS later). Where the kernel cannot
+// reserve more of it later, all is reserved.
 int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes,
                    bool is_crowded);
 
@@ -67,19 +68,36 @@ class Segment {
     const std::uint64_t index = (std::uint64_t{rank} * kDepth + round % kDepth) * kNumRows + row;
     return reinterpret_cast<std::uint64_t*>(base_ + geometry_.tables_at) + index * geometry_.size;
   }
-  std::uint8_t* slot(unsigned rank, std::uint64_t round) const {
-    return base_ + geometry_.slots_at +
-           (std::uint64_t{rank} * kDepth + round % kDepth) * geometry_.slot_bytes;
+  std::uint8_t* slot(unsigned rank, std::uint64_t round, bool is_whole) const {
+    const std::uint64_t index = std::uint64_t{rank} * kDepth + round % kDepth;
+    return is_whole ? base_ + geometry_.slots_at + index * geometry_.slot_bytes
+                    : base_ + geometry_.first_slots_at + index * geometry_.first_slot_bytes;
+  }
+  // Reserve all members' whole slots, and map them; false where there is no memory for them.
+  bool reserve_slots() const {
+    return reserve(geometry_.slots_at, geometry_.rings_at - geometry_.slots_at);
   }
   Channel& channel(unsigned from, unsigned to) const {
     return reinterpret_cast<Channel*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
   }
-  std::uint8_t* ring(unsigned from, unsigned to) const {
-    const std::uint64_t index = std::uint64_t{from} * (geometry_.size - 1) + (to < from ? to : to - 1);
-    return base_ + geometry_.rings_at + index * geometry_.ring_bytes;
+  std::uint8_t* first_ring(unsigned from, unsigned to) const {
+    return base_ + geometry_.first_rings_at + pair(from, to) * geometry_.first_ring_bytes;
+  }
+  std::uint8_t* ring(unsigned from, unsigned to) const { return base_ + ring_at(from, to); }
+  // Reserve a whole ring; false where there is no memory for it.
+  bool reserve_ring(unsigned from, unsigned to) const {
+    return reserve(ring_at(from, to), geometry_.ring_bytes);
   }
 
  private:
+  std::uint64_t pair(unsigned from, unsigned to) const {
+    return std::uint64_t{from} * (geometry_.size - 1) + (to < from ? to : to - 1);
+  }
+  std::uint64_t ring_at(unsigned from, unsigned to) const {
+    return geometry_.rings_at + pair(from, to) * geometry_.ring_bytes;
+  }
+  bool reserve(std::uint64_t at, std::uint64_t bytes) const;
+
   std::uint8_t* base_ = nullptr;
   Geometry geometry_{};
 };

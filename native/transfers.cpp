@@ -23,14 +23,27 @@ void copy(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes, bool pa
 
 }  // namespace
 
-// A message of up to an eighth of the ring goes at once: it costs one copy more than needed only
-// where no receive waits for it. Pieces of a quarter keep both ends of a ring busy.
 Transfers::Transfers(std::shared_ptr<Endpoint> endpoint)
-    : end_(std::move(endpoint)),
-      ring_bytes_(end_->segment.geometry().ring_bytes),
-      message_limit_(std::min<std::uint64_t>(16 * 1024, ring_bytes_ / 8)),
-      piece_limit_(std::min<std::uint64_t>(64 * 1024, ring_bytes_ / 4 - sizeof(Packet))),
-      peers_(end_->size) {}
+    : end_(std::move(endpoint)), peers_(end_->size) {
+  const Segment& segment = end_->segment;
+  for (unsigned j = 0; j < end_->size; ++j) {
+    if (j == end_->rank) continue;
+    peers_[j].in = {segment.first_ring(j, end_->rank), segment.geometry().first_ring_bytes, 0};
+    peers_[j].out = {segment.first_ring(end_->rank, j), segment.geometry().first_ring_bytes, 0};
+    peers_[j].may_grow = segment.geometry().grows != 0;
+  }
+}
+
+// A message of up to an eighth of the ring goes at once: it costs one copy more than needed only
+// where no receive waits for it.
+std::uint64_t Transfers::message_limit(unsigned peer) const {
+  return std::min<std::uint64_t>(16 * 1024, peers_[peer].out.bytes / 8);
+}
+
+// Pieces of a quarter keep both ends of a ring busy.
+std::uint64_t Transfers::piece_limit(unsigned peer) const {
+  return std::min<std::uint64_t>(64 * 1024, peers_[peer].out.bytes / 4 - sizeof(Packet));
+}
 
 TransferPtr Transfers::start(TransferPtr transfer, bool in_background) {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -387,15 +400,18 @@ bool Transfers::advance() {
 
 bool Transfers::drain(unsigned peer) {
   Channel& channel = end_->segment.channel(peer, end_->rank);
-  const std::uint8_t* ring = end_->segment.ring(peer, end_->rank);
+  Ring& ring = peers_[peer].in;
   std::uint64_t at = channel.read.load(std::memory_order_relaxed);
   bool moved = false;
   while (at < channel.written.load(std::memory_order_seq_cst)) {
-    const std::uint8_t* where = ring + at % ring_bytes_;
+    const std::uint8_t* where = ring.at(at);
     Packet packet;
     std::memcpy(&packet, where, sizeof packet);
-    if (packet.kind != Kind::pad) take(peer, packet, where + sizeof packet);
+    take(peer, packet, where + sizeof packet);
     at += sizeof packet + round_up(packet.payload, sizeof packet);
+    if (packet.kind == Kind::grow) {
+      ring = {end_->segment.ring(peer, end_->rank), end_->segment.geometry().ring_bytes, at};
+    }
     channel.read.store(at, std::memory_order_seq_cst);
     ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
                     static_cast<std::int32_t>(end_->rank));
@@ -484,6 +500,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       break;
     }
     case Kind::pad:
+    case Kind::grow:
       break;
   }
 }
@@ -491,21 +508,23 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
 // Write a packet and its payload where there is room for it in one piece.
 bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* payload) {
   Channel& channel = end_->segment.channel(end_->rank, peer);
-  std::uint8_t* ring = end_->segment.ring(end_->rank, peer);
+  const std::uint64_t need = sizeof packet + round_up(packet.payload, sizeof packet);
+  // The packet that tells of it still has room in the page: all packets are multiples of its size.
+  if (peers_[peer].may_grow && need >= peers_[peer].out.to_end(channel.written)) grow(peer);
+  const Ring& ring = peers_[peer].out;
   std::uint64_t at = channel.written.load(std::memory_order_relaxed);
   const std::uint64_t used = at - channel.read.load(std::memory_order_seq_cst);
-  const std::uint64_t need = sizeof packet + round_up(packet.payload, sizeof packet);
-  const std::uint64_t to_end = ring_bytes_ - at % ring_bytes_;
+  const std::uint64_t to_end = ring.to_end(at);
   const std::uint64_t pad = need <= to_end ? 0 : to_end;
-  if (ring_bytes_ - used < pad + need) return false;
+  if (ring.bytes < used + pad + need) return false;
   if (pad != 0) {
     Packet filler{};
     filler.kind = Kind::pad;
     filler.payload = static_cast<std::uint32_t>(pad - sizeof filler);
-    std::memcpy(ring + at % ring_bytes_, &filler, sizeof filler);
+    std::memcpy(ring.at(at), &filler, sizeof filler);
     at += pad;
   }
-  std::uint8_t* where = ring + at % ring_bytes_;
+  std::uint8_t* where = ring.at(at);
   std::memcpy(where, &packet, sizeof packet);
   copy(where + sizeof packet, payload, packet.payload,
        packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
@@ -515,9 +534,22 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   return true;
 }
 
+// Go on in the whole ring: what is in the page stays there until it is read.
+void Transfers::grow(unsigned to) {
+  Peer& peer = peers_[to];
+  peer.may_grow = false;
+  if (!end_->segment.reserve_ring(end_->rank, to)) return;
+  Packet packet{};
+  packet.kind = Kind::grow;
+  if (!put(to, packet, nullptr)) return;
+  const std::uint64_t at =
+      end_->segment.channel(end_->rank, to).written.load(std::memory_order_relaxed);
+  peer.out = {end_->segment.ring(end_->rank, to), end_->segment.geometry().ring_bytes, at};
+}
+
 // Whether messages of so many bytes are offered to be read where they lie.
-bool Transfers::is_fetched(std::uint64_t bytes) const {
-  return !end_->is_crowded && bytes > message_limit_ && bytes <= tuning.fetch_most_bytes;
+bool Transfers::is_fetched(unsigned peer, std::uint64_t bytes) const {
+  return !end_->is_crowded && bytes > message_limit(peer) && bytes <= tuning.fetch_most_bytes;
 }
 
 bool Transfers::push(unsigned to) {
@@ -532,10 +564,10 @@ bool Transfers::push(unsigned to) {
   while (!peer.unannounced.empty()) {
     const TransferPtr send = peer.unannounced.front();
     Packet packet = packet_of(*send);
-    const bool at_once = send->bytes <= message_limit_;
+    const bool at_once = send->bytes <= message_limit(to);
     packet.kind = at_once ? Kind::message : Kind::offer;
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;
-    if (is_fetched(send->bytes)) {
+    if (is_fetched(to, send->bytes)) {
       packet.place = send->data;
       packet.revocations = end_->segment.channel(end_->rank, to).revocations.load();
     }
@@ -556,7 +588,7 @@ bool Transfers::push(unsigned to) {
     packet.id = id;
     packet.offset = send->moved;
     packet.payload =
-        static_cast<std::uint32_t>(std::min<std::uint64_t>(piece_limit_, send->bytes - send->moved));
+        static_cast<std::uint32_t>(std::min<std::uint64_t>(piece_limit(to), send->bytes - send->moved));
     if (!put(to, packet, send->data + send->moved)) return moved;
     moved = true;
     send->moved += packet.payload;

@@ -3,7 +3,8 @@
 // Each ordered pair of members has a ring of packets. A small message is one packet; a large one
 // is offered, accepted by the receiver once it has a matching receive, and then follows in pieces.
 // So a ring never holds large data without a matching receive, its reader can always drain it to the
-// end, and no message waits behind another. A thread that waits advances all transfers of its
+// end, and no message waits behind another. A ring begins in a page, and goes on in a larger one from
+// the first packet for which the page has no room. A thread that waits advances all transfers of its
 // member; a helper thread does while transfers are in flight and no thread waits.
 #pragma once
 
@@ -70,7 +71,8 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     fetched,
     refuse,
     data,
-    cancel
+    cancel,
+    grow
   };
   struct alignas(kCacheLine) Packet {
     Kind kind;
@@ -100,7 +102,20 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     TransferPtr receive;  // null once given up: the rest is dropped
     std::uint64_t left;
   };
+  // A stretch of memory that packets are written to, one behind the other, from `begin` on in a
+  // channel's count of bytes.
+  struct Ring {
+    std::uint8_t* memory = nullptr;
+    std::uint64_t bytes = 0;
+    std::uint64_t begin = 0;
+    std::uint8_t* at(std::uint64_t position) const { return memory + (position - begin) % bytes; }
+    std::uint64_t to_end(std::uint64_t position) const {
+      return bytes - (position - begin) % bytes;
+    }
+  };
   struct Peer {
+    Ring in, out;
+    bool may_grow = true;  // the ring `out`
     std::deque<TransferPtr> unannounced;
     std::deque<std::pair<std::uint64_t, TransferPtr>> streaming;
     std::unordered_map<std::uint64_t, TransferPtr> offered;
@@ -113,9 +128,12 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   bool advance();
   bool drain(unsigned peer);
   bool push(unsigned peer);
-  bool is_fetched(std::uint64_t bytes) const;
+  bool is_fetched(unsigned peer, std::uint64_t bytes) const;
   void take(unsigned peer, const Packet& packet, const std::uint8_t* payload);
   bool put(unsigned peer, const Packet& packet, const std::uint8_t* payload);
+  void grow(unsigned peer);
+  std::uint64_t message_limit(unsigned peer) const;
+  std::uint64_t piece_limit(unsigned peer) const;
   Packet packet_of(const Transfer& send) const;
   void send_to_self(const TransferPtr& send);
   void pass_to_self(const TransferPtr& send, const TransferPtr& receive, const Packet& packet);
@@ -139,9 +157,6 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   std::vector<TransferPtr> all_pending() const;
 
   const std::shared_ptr<Endpoint> end_;
-  const std::uint64_t ring_bytes_;
-  const std::uint64_t message_limit_;
-  const std::uint64_t piece_limit_;
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::vector<Peer> peers_;

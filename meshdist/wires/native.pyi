@@ -271,7 +271,7 @@ def let_timeouts_stand(stand: bool) -> None:
     """Pause the clock of timeouts, or resume it, in this process."""
 
 def create_segment(size: int, slot_bytes: int, ring_bytes: int, is_crowded: bool) -> int:
-    """A sealed memfd for ``size`` members, reserved; OSError where there is no memory.
+    """A sealed memfd for ``size`` members, its first parts reserved; OSError without memory.
 
     ``is_crowded`` says that ranks outnumber cores: then no member spins.
     """
