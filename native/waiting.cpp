@@ -37,6 +37,11 @@ void let_timeouts_stand(bool stand) {
   }
 }
 
+CoreDemand& core_demand() {
+  static CoreDemand demand;
+  return demand;
+}
+
 void yield_core() { sched_yield(); }
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, Nanoseconds limit) {

@@ -2,9 +2,11 @@
 // checks the clock, the communicator's end, and whether the members that it waits for still live.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <ctime>
+#include <utility>
 #include <vector>
 
 #include "layout.h"
@@ -82,6 +84,44 @@ struct Patience {
   static Patience crowded() { return {0, 100'000}; }
 };
 
+// Whether other programs want the cores that this process's threads wait on: what a thread that gives its
+// core away for a moment learns, for all of them.
+class CoreDemand {
+ public:
+  // Until when a thread that waits does better to sleep at once: one that only yields goes behind
+  // each program that computes, for milliseconds, while a sleeper is run when it is woken.
+  bool is_high(Nanoseconds now) const { return now < until_.load(std::memory_order_relaxed); }
+
+  // A thread had no core for so long, between two looks: whether that was another program's turn.
+  bool note(Nanoseconds now, Nanoseconds gone) {
+    if (gone < kForeignTurn) return false;
+    const Nanoseconds last = rest_.load(std::memory_order_relaxed);
+    const Nanoseconds rest = std::min(kLongestRest, std::max(kShortestRest, 4 * last));
+    rest_.store(rest, std::memory_order_relaxed);
+    until_.store(now + rest, std::memory_order_relaxed);
+    return true;
+  }
+
+  // A thread found by yielding what it waited for.
+  void note_success() {
+    const Nanoseconds last = rest_.load(std::memory_order_relaxed);
+    rest_.store(last - last / 8, std::memory_order_relaxed);
+  }
+
+ private:
+  // A rank that shares the core hands over in some microseconds, a program that computes when its
+  // slice is over: 1 to 4 ms.
+  static constexpr Nanoseconds kForeignTurn = 500'000;
+  // One look in vain costs a few slices: it is tried again after 20 ms, and then more and more seldom.
+  static constexpr Nanoseconds kShortestRest = 20'000'000;
+  static constexpr Nanoseconds kLongestRest = 1'000'000'000;
+
+  std::atomic<Nanoseconds> until_{0};
+  std::atomic<Nanoseconds> rest_{0};
+};
+
+CoreDemand& core_demand();
+
 // A sleeper wakes this often to check the clock, and whether the awaited members still live.
 constexpr Nanoseconds kSlice = 100'000'000;
 
@@ -93,22 +133,30 @@ bool has_exited(int pidfd);
 template <class Ready, class IsOver>
 bool look(const Patience& patience, Ready ready, IsOver is_over) {
   if (ready()) return true;
+  CoreDemand& demand = core_demand();
+  Nanoseconds now = now_ns();
   if (patience.spin > 0) {
-    const Nanoseconds end = now_ns() + patience.spin;
+    const Nanoseconds end = now + patience.spin;
     do {
       for (int i = 0; i < 64; ++i) {
         pause_core();
         if (ready()) return true;
       }
       if (is_over()) return true;
-    } while (now_ns() < end);
+      const Nanoseconds last = std::exchange(now, now_ns());
+      demand.note(now, now - last);
+    } while (now < end);
   }
-  if (patience.yield > 0) {
-    const Nanoseconds end = now_ns() + patience.yield;
-    do {
-      yield_core();
-      if (ready() || is_over()) return true;
-    } while (now_ns() < end);
+  const Nanoseconds end = now + patience.yield;
+  while (now < end && !demand.is_high(now)) {
+    yield_core();
+    if (is_over()) return true;
+    const Nanoseconds last = std::exchange(now, now_ns());
+    const bool was_foreign = demand.note(now, now - last);
+    if (ready()) {
+      if (!was_foreign) demand.note_success();
+      return true;
+    }
   }
   return false;
 }
