@@ -69,7 +69,7 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
   const auto done = [&] { return ticket->is_done.load(std::memory_order_acquire) != 0; };
   const auto never = [] { return false; };
   // The progress thread needs a core too: look only briefly before sleeping.
-  const Patience brief{end_->is_crowded ? 0 : 5'000, 0};
+  const Patience brief{end_->is_crowded ? 0 : 5'000, 0, !end_->is_crowded};
   bool is_late = false;
   while (!look(brief, done, never)) {
     const Nanoseconds left = left_until(deadline);

@@ -1,12 +1,12 @@
-// How a thread waits for another process: a short spin, then a sleep on a futex; now and then it
-// checks the clock, the communicator's end, and whether the members that it waits for still live.
+// How a thread waits for another process: a short spin, yields while no other program wants the core,
+// then a sleep on a futex. Now and then it checks the clock, the communicator's end, and whether the
+// members that it waits for still live.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <ctime>
-#include <utility>
 #include <vector>
 
 #include "layout.h"
@@ -72,49 +72,45 @@ inline void ring_if_awaited(Seat& seat, std::int32_t member) {
 struct Patience {
   Nanoseconds spin;   // on the core: pays when the awaited member runs on another one
   Nanoseconds yield;  // giving the core away each time: pays when it shares this one
+  bool has_own_core;  // each rank has: then a long turn on this core is another program's
 
   // Measured on 2 cores: a sleep and its wake-up cost 5 to 30 us, so spinning for about that long
   // costs at most twice the best. Two ranks that wake each other come to lie on one core, and stay
   // there as long as they sleep, since the kernel moves only what could run: so yield before
   // sleeping, which hands over in 1 to 2 us until the other core has fetched one of them (all-reduces
   // of 8 bytes in bursts took 2 to 257 us, one in six above 60; with yields 2 to 22).
-  static Patience usual() { return {20'000, 1'000'000}; }
+  static Patience usual() { return {20'000, 1'000'000, true}; }
   // With more ranks than cores the one awaited may need this very core: a pause would only hold it
   // up.
-  static Patience crowded() { return {0, 100'000}; }
+  static Patience crowded() { return {0, 100'000, false}; }
 };
 
-// Whether other programs want the cores that this process's threads wait on: what a thread that gives its
-// core away for a moment learns, for all of them.
+// Whether other programs want the cores of this process's threads: what a thread that gives its core
+// away while it waits learns, for all of them.
 class CoreDemand {
  public:
   // Until when a thread that waits does better to sleep at once: one that only yields goes behind
   // each program that computes, for milliseconds, while a sleeper is run when it is woken.
   bool is_high(Nanoseconds now) const { return now < until_.load(std::memory_order_relaxed); }
 
-  // A thread had no core for so long, between two looks: whether that was another program's turn.
-  bool note(Nanoseconds now, Nanoseconds gone) {
-    if (gone < kForeignTurn) return false;
+  // A thread that gave its core away got it back after so long.
+  void note(Nanoseconds now, Nanoseconds gone) {
+    if (gone < kForeignTurn) return;
     const Nanoseconds last = rest_.load(std::memory_order_relaxed);
-    const Nanoseconds rest = std::min(kLongestRest, std::max(kShortestRest, 4 * last));
+    const bool is_soon = now - until_.load(std::memory_order_relaxed) < last;
+    const Nanoseconds rest = is_soon ? std::min(kLongestRest, 4 * last) : kShortestRest;
     rest_.store(rest, std::memory_order_relaxed);
     until_.store(now + rest, std::memory_order_relaxed);
-    return true;
-  }
-
-  // A thread found by yielding what it waited for.
-  void note_success() {
-    const Nanoseconds last = rest_.load(std::memory_order_relaxed);
-    rest_.store(last - last / 8, std::memory_order_relaxed);
   }
 
  private:
   // A rank that shares the core hands over in some microseconds, a program that computes when its
   // slice is over: 1 to 4 ms.
   static constexpr Nanoseconds kForeignTurn = 500'000;
-  // One look in vain costs a few slices: it is tried again after 20 ms, and then more and more seldom.
-  static constexpr Nanoseconds kShortestRest = 20'000'000;
-  static constexpr Nanoseconds kLongestRest = 1'000'000'000;
+  // To try again costs a few slices. So the first rest is short, since most turns are those of the
+  // system's own threads, and it grows where one turn soon follows another.
+  static constexpr Nanoseconds kShortestRest = 50'000'000;
+  static constexpr Nanoseconds kLongestRest = 10'000'000'000;
 
   std::atomic<Nanoseconds> until_{0};
   std::atomic<Nanoseconds> rest_{0};
@@ -134,29 +130,24 @@ template <class Ready, class IsOver>
 bool look(const Patience& patience, Ready ready, IsOver is_over) {
   if (ready()) return true;
   CoreDemand& demand = core_demand();
-  Nanoseconds now = now_ns();
   if (patience.spin > 0) {
-    const Nanoseconds end = now + patience.spin;
+    const Nanoseconds end = now_ns() + patience.spin;
     do {
       for (int i = 0; i < 64; ++i) {
         pause_core();
         if (ready()) return true;
       }
       if (is_over()) return true;
-      const Nanoseconds last = std::exchange(now, now_ns());
-      demand.note(now, now - last);
-    } while (now < end);
+    } while (now_ns() < end);
   }
+  Nanoseconds now = now_ns();
   const Nanoseconds end = now + patience.yield;
-  while (now < end && !demand.is_high(now)) {
+  while (now < end && !(patience.has_own_core && demand.is_high(now))) {
     yield_core();
-    if (is_over()) return true;
-    const Nanoseconds last = std::exchange(now, now_ns());
-    const bool was_foreign = demand.note(now, now - last);
-    if (ready()) {
-      if (!was_foreign) demand.note_success();
-      return true;
-    }
+    const Nanoseconds back = now_ns();
+    if (patience.has_own_core) demand.note(back, back - now);
+    if (ready() || is_over()) return true;
+    now = now_ns();  // looking may be work: a message's pieces are copied there
   }
   return false;
 }

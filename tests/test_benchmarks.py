@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
+from benchmarks.busy import busy_processes, row
 from meshdist.bench.measuring import Cell
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,25 @@ def test_a_cell_is_slower_beyond_what_rounds_differ_by(after: list[float], expec
     cell = Cell("all_reduce", 8, samples={BEFORE: [1.0, 2.0, 3.0, 4.0], AFTER: after})
     assert verdict(cell) == expected
     assert best(cell) == after[0]
+
+
+def test_busy_processes_compute_and_end_with_their_context() -> None:
+    with busy_processes(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert all(process.returncode < 0 for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [([1.0, 2.0, 3.0], (1.0, "met")), ([1.1, 2.2, 1.5], (1.1, "MISSED"))],
+)
+def test_a_row_beside_busy_processes_compares_each_round(
+    ours: list[float], expected: tuple[float, str]
+) -> None:
+    cell = Cell("all_reduce", 8, samples={"meshdist/shm": ours, "torch/gloo": [1.0, 2.0, 3.0]})
+    found = row(cell, 6)
+    assert (found["busy"], found["size"]) == (6, "8 B")
+    assert (pytest.approx(found["shm / gloo"]), found["verdict"]) == expected
 
 
 def test_the_spread_is_the_distance_between_quartiles() -> None:
