@@ -2,11 +2,11 @@
 
     python -m benchmarks.busy [REPORT] [--rounds 15] [--busy 0,1,2,4,6] [--sizes 8,1048576,67108864]
 
-Busy processes compute without end, as a data loader's workers do; this script starts them, and they
-end with it. For each number of them both sides start anew and keep their processes, asleep while the
-other is at work; each round asks each side once. A row has the medians over rounds of the slowest
-rank's time per call, and the median over rounds of shared memory's time divided by Gloo's in the same
-round: at most 1.05 is wanted beside any number of busy processes.
+Busy processes compute without end, as a data loader's workers do; this script starts them, and
+they end with it. For each number of them both sides start anew and keep their processes, asleep
+while the other is at work; each round asks each side once. A row has the medians over rounds of the
+slowest rank's time per call, and the median over rounds of shared memory's time divided by Gloo's
+in the same round: at most 1.05 is wanted beside any number of busy processes.
 """
 
 from __future__ import annotations
