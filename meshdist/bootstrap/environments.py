@@ -14,8 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import RendezvousError
+from ..runtime.whole_numbers import find_whole_number
 
-__all__ = ["Surroundings", "find_local_size", "first_host", "read_surroundings"]
+__all__ = [
+    "MOST_RANKS",
+    "Surroundings",
+    "find_local_size",
+    "first_host",
+    "read_local_rank",
+    "read_surroundings",
+]
+
+MOST_RANKS = 1 << 20
+"""Of one world: a greater size is a mistake, and would take minutes and memory to try."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ _VARIABLES = {
 }
 _MPI = ("Open MPI", "Hydra")
 _PORT_BASE, _NUM_PORTS = 12000, 20000
+_MOST_SHOWN = 200  # characters of a variable
 
 
 def read_surroundings(
@@ -97,7 +109,7 @@ def read_surroundings(
     if rank < 0:
         rank = reader.number(rank_name)
     if world_size < 0:
-        world_size = reader.number(size_name, least=1)
+        world_size = reader.number(size_name, least=1, most=MOST_RANKS)
     if reader.is_sound and not rank < world_size:
         reader.wrong.append(f"rank {rank} does not exist in a world of {world_size}")
     is_one_host = reader.optional_number(local_size_name) == world_size or (
@@ -151,7 +163,7 @@ def _place_of_store(
                     reader.wrong.append(f"SLURM_JOB_NODELIST={nodes!r} is no list of hosts")
         if port is None and reader.is_sound:
             job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
-            port = _PORT_BASE + (7 * job + int(step if step.isdigit() else 0)) % _NUM_PORTS
+            port = _PORT_BASE + (7 * job + (find_whole_number(step) or 0)) % _NUM_PORTS
     return address, port
 
 
@@ -161,6 +173,19 @@ def _attempt(kind: str, launcher: str, environment: Mapping[str, str]) -> str:
         # Agents of several hosts count their restarts each for itself.
         return environment.get("TORCHELASTIC_RESTART_COUNT", "")
     return environment.get("MESHDIST_RUN_ID", "") if kind == "env" else ""
+
+
+def read_local_rank(environment: Mapping[str, str]) -> int:
+    """Return LOCAL_RANK, this process's number on its host.
+
+    Raises:
+        RendezvousError: it is missing or wrong.
+    """
+    reader = _Reader(environment)
+    number = reader.number("LOCAL_RANK")
+    if not reader.is_sound:
+        raise reader.error(expected="LOCAL_RANK from 0, as a launcher sets it")
+    return number
 
 
 def find_local_size(environment: Mapping[str, str]) -> int | None:
@@ -231,26 +256,28 @@ class _Reader:
     def is_sound(self) -> bool:
         return not self.missing and not self.wrong
 
-    def number(self, name: str, least: int = 0) -> int:
+    def number(self, name: str, least: int = 0, most: int | None = None) -> int:
         value = self._environment.get(name, "")
+        number = find_whole_number(value)
         if not value:
             self.missing.append(name)
-        elif not value.strip().isdigit() or int(value) < least:
-            self.wrong.append(f"{name}={value!r} is no whole number from {least}")
+        elif number is None or number < least:
+            self.wrong.append(f"{name}={_shown(value)} is no whole number from {least}")
+        elif most is not None and number > most:
+            self.wrong.append(f"{name}={_shown(value)} is more than {most}")
         else:
-            return int(value)
+            return number
         return least
 
     def optional_number(self, name: str) -> int | None:
-        value = self._environment.get(name, "")
-        return int(value) if value.strip().isdigit() else None
+        return find_whole_number(self._environment.get(name, ""))
 
     def port(self, name: str) -> int | None:
         value = self._environment[name]
-        if value.strip().isdigit() and 1 <= int(value) <= 65535:
-            return int(value)
-        self.wrong.append(f"{name}={value!r} is no port: 1 to 65535")
-        return None
+        number = find_whole_number(value, most=65535)
+        if not number:
+            self.wrong.append(f"{name}={_shown(value)} is no port: 1 to 65535")
+        return number
 
     def error(
         self,
@@ -279,7 +306,13 @@ class _Reader:
         names = sorted(name for name in self._environment if pattern.fullmatch(name))
         if not names:
             return "none of them: the program was started without a launcher"
-        return ", ".join(f"{name}={self._environment[name]}" for name in names)
+        return ", ".join(f"{name}={_shown(self._environment[name], plain=True)}" for name in names)
+
+
+def _shown(value: str, *, plain: bool = False) -> str:
+    """A variable's value for a message: quoted, where it is not plain, and not endless."""
+    text = value if plain and value.isascii() and value.isprintable() else repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _ways_to_start(commands: Sequence[str]) -> list[str]:

@@ -10,8 +10,8 @@ begins the next generation, so that a world can be made again and again at one a
 of an earlier one is taken for its own.
 
 Keys of a generation, below its number: ``size``, ``arrived``, ``claim/RANK``, ``card/RANK``,
-``joined``, ``full``, ``here/RANK``, ``confirmed``, ``state``; the world's own keys lie below
-``world``.
+``joined``, ``joined/NUMBER`` (the rank that was counted), ``full``, ``confirmed``,
+``confirmed/NUMBER``, ``state``; the world's own keys lie below ``world``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..error_text import ranks_text
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card
+from ..runtime.whole_numbers import find_whole_number
 from .bounded_store import BoundedStore, read_json, read_jsons, read_number, within
 from .stores import PrefixStore, Store
 
@@ -158,14 +159,17 @@ class Attempt:
             }
             card = {**self._card.to_json(), **about}
             keys.set(f"card/{mine}", json.dumps(card))
-            if keys.add("joined", 1) == self.size:
+            number = keys.add("joined", 1)
+            keys.set(f"joined/{number}", str(mine))
+            if number == self.size:
                 keys.set("full", "1")
             outcome = None
             if not self._wait_for(keys, "full"):
                 outcome = self._missing(keys)
             elif not keys.check(["state"]):
-                keys.set(f"here/{mine}", "1")
-                if keys.add("confirmed", 1) == self.size:
+                number = keys.add("confirmed", 1)
+                keys.set(f"confirmed/{number}", str(mine))
+                if number == self.size:
                     outcome = self._layout(keys)
                 elif not self._wait_for(keys, "state"):
                     outcome = self._silent(keys)
@@ -282,7 +286,7 @@ class Attempt:
         }
 
     def _missing(self, keys: Store) -> dict[str, Any]:
-        present, absent = self._with_and_without(keys, "card")
+        present, absent = self._with_and_without(keys, "joined")
         if not absent:
             return _failure(
                 f"the last ranks of the world of {self.size} came after "
@@ -306,7 +310,7 @@ class Attempt:
         )
 
     def _silent(self, keys: Store) -> dict[str, Any]:
-        _, absent = self._with_and_without(keys, "here")
+        _, absent = self._with_and_without(keys, "confirmed")
         ranks = ranks_text(absent)
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
         return _failure(
@@ -317,11 +321,16 @@ class Attempt:
             fix=f"look at the output of {ranks}, and start the job again at a new address",
         )
 
-    def _with_and_without(self, keys: Store, kind: str) -> tuple[list[int], list[int]]:
-        there: tuple[list[int], list[int]] = ([], [])
-        for rank in range(self.size):
-            there[not keys.check([f"{kind}/{rank}"])].append(rank)
-        return there
+    def _with_and_without(self, keys: Store, counter: str) -> tuple[list[int], list[int]]:
+        """The ranks that were counted, and the others; asks nothing for those, who may be many."""
+        count = min(read_number(keys, counter), self.size)
+        names = [f"{counter}/{number}" for number in range(1, count + 1)]
+        texts = [keys.get(name).decode() for name in names if keys.check([name])]
+        present = {find_whole_number(text, most=self.size - 1) for text in texts}
+        ranks = range(self.size)
+        return [rank for rank in ranks if rank in present], [
+            rank for rank in ranks if rank not in present
+        ]
 
     def _disagreement(self, agreed: int) -> dict[str, Any]:
         process = "a process" if self.rank is None else f"rank {self.rank}"

@@ -21,9 +21,10 @@ from torch.distributed import register_rendezvous_handler
 
 from ..errors import ArgumentError, KindError, RendezvousError
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
+from ..runtime.whole_numbers import find_whole_number
 from . import file_records
 from .bounded_store import BoundedStore
-from .environments import Surroundings, read_surroundings
+from .environments import MOST_RANKS, Surroundings, read_surroundings
 from .generations import SERVER, Attempt, Joined
 from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
@@ -191,6 +192,12 @@ def _check_arguments(
 
 
 def _check_place(rank: int, world_size: int) -> None:
+    if world_size > MOST_RANKS:
+        raise ArgumentError(
+            f"a world of {world_size} ranks is too large",
+            expected=f"at most {MOST_RANKS}",
+            found=f"world_size={world_size}",
+        )
     if rank >= world_size:
         raise ArgumentError(
             f"rank {rank} does not exist in a world of {world_size}",
@@ -212,11 +219,12 @@ def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]
                 found=f"{name}={text} in the URL, {name}={given[name]} in the call",
                 fix="leave one of them out",
             )
-        if not text.isdigit():
+        number = find_whole_number(text)
+        if number is None:
             raise ArgumentError(
                 f"{name}={text!r} in the URL is no whole number", where=url.geturl()
             )
-        given[name] = int(text)
+        given[name] = number
     return given["rank"], given["world_size"]
 
 

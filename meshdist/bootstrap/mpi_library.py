@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..launching.rank_environment import find_mpiexec
+from ..runtime.whole_numbers import find_whole_number
 
 __all__ = [
     "describe_mpi",
@@ -132,8 +133,8 @@ def find_functions(MPI: Any, *names: str) -> list[int]:
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:
     """Which MPI's mpiexec started this process, and how many ranks; ("", 0) if none did."""
     for launcher, name in _SIZES.items():
-        if environment.get(name, "").isdigit():
-            return launcher, int(environment[name])
+        if size := find_whole_number(environment.get(name, "")):
+            return launcher, size
     return "", 0
 
 

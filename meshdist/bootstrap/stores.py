@@ -21,6 +21,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.whole_numbers import find_whole_number
 from .server_watch import offer_server_watch
 
 __all__ = [
@@ -48,6 +49,7 @@ LEAST_STORE_TIMEOUT = timedelta(seconds=60)
 which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
 
 _BACKLOG = 4096
+_MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
@@ -121,9 +123,9 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
         descriptor: MESHDIST_LISTEN_FD, or None.
         port: the port at which the socket must be bound; another socket is left alone.
     """
-    if not descriptor or not descriptor.isdigit():
+    number = find_whole_number(descriptor or "", most=_MOST_DESCRIPTORS)
+    if number is None:
         return None
-    number = int(descriptor)
     try:
         inherited = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:

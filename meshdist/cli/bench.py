@@ -12,6 +12,7 @@ from pathlib import Path
 from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
 from ..bench.reporting import plot, size_text, table_text, to_json, write
 from ..bench.sides import DTYPES, SIDES, VERBS
+from ..runtime.whole_numbers import find_whole_number
 from .arguments import Parser
 
 __all__ = ["SUMMARY", "main"]
@@ -71,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    number = find_whole_number(text)
+    if not number:
         raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
+    return number
 
 
 def _counts(text: str) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
+from ..bootstrap.environments import read_local_rank
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
 from ..bootstrap.stores import HashStore, PrefixStore, Store
@@ -279,13 +280,13 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """Return this rank's number on its host: LOCAL_RANK, else the fallback, else the world's.
 
     Raises:
-        WorldError: none of the three is there.
+        WorldError: none of the three is there. RendezvousError: LOCAL_RANK is no number.
     """
     world = find_world()
     if world is not None and world.is_simulated:
         return world.local_rank
     if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
+        return read_local_rank(os.environ)
     if fallback_rank is not None:
         return int(fallback_rank)
     if world is not None:

@@ -170,6 +170,21 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     assert "found:    MASTER_PORT=70000, RANK=one, WORLD_SIZE=0" in text
 
 
+@pytest.mark.parametrize("text", ["²", "٣", "1_0", "+1", "9" * 5000, "1.0", "0x1", "\udcff"])
+def test_what_only_looks_like_a_number_is_told(text: str) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        assert f"{name}={text[:20]!r}"[:-1] in error_of({**ENV, name: text})
+    assert "is no port: 1 to 65535" in error_of({**ENV, "MASTER_PORT": text})
+    assert len(error_of({**ENV, "RANK": text, "MASTER_PORT": text})) < 2000
+    told = read_surroundings({**ENV, "LOCAL_RANK": text, "LOCAL_WORLD_SIZE": text})
+    assert (told.local_rank, told.is_one_host) == (None, False)
+
+
+def test_a_world_that_is_too_large_is_told_at_once() -> None:
+    text = error_of({**ENV, "WORLD_SIZE": "999999999999999"})
+    assert "WORLD_SIZE='999999999999999' is more than 1048576" in text
+
+
 def test_half_of_the_variables() -> None:
     text = error_of({"RANK": "1", **{k: v for k, v in OPEN_MPI.items() if "LOCAL" not in k}})
     assert "WORLD_SIZE, MASTER_PORT, MASTER_ADDR are missing" in text

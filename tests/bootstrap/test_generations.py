@@ -157,6 +157,13 @@ def test_a_lost_store_is_told_as_such() -> None:
         Attempt(BoundedStore(Lost(), LONG), 0, 2, LONG, "a test").join()
 
 
+def test_a_missing_rank_of_a_large_world_is_told_in_time() -> None:
+    begin = time.monotonic()
+    (error,) = join_all(md.HashStore(), [as_rank(1 << 19, 1 << 20, SHORT)])
+    assert "ranks 0-524287, 524289-1048575 have not joined the world of 1048576" in str(error)
+    assert time.monotonic() - begin < 20
+
+
 # -- what a process that crashed has left -------------------------------------------------------
 
 
@@ -167,15 +174,13 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     keys.compare_set("size", "", "2")
     keys.add(f"claim/{rank}", 1)
     keys.set(f"card/{rank}", json.dumps({**card.to_json(), "local_rank": None}))
-    keys.add("joined", 1)
+    keys.set(f"joined/{keys.add('joined', 1)}", str(rank))
 
 
 def test_a_rank_that_comes_when_others_give_up() -> None:
     store = md.HashStore()
     leave_claim(store, 1)
-    md.PrefixStore("meshdist/0", store).add(
-        "joined", -1
-    )  # it has left its card, and is not counted yet
+    md.PrefixStore("meshdist/0", store).add("joined", 1)  # so that nobody says that all are there
     (error,) = join_all(store, [as_rank(0, 2, SHORT)])
     assert str(error).startswith("the last ranks of the world of 2 came after 0.3 s")
 

@@ -190,6 +190,9 @@ def test_torchelastic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_node_local_rank(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert md.get_node_local_rank() == md.get_node_local_rank(5) == 3
+    monkeypatch.setenv("LOCAL_RANK", "²")
+    with pytest.raises(md.RendezvousError, match="LOCAL_RANK='²' is no whole number from 0"):
+        md.get_node_local_rank()
     monkeypatch.delenv("LOCAL_RANK")
     assert md.get_node_local_rank(5) == 5
     with pytest.raises(RuntimeError, match="nothing tells the rank on this host"):
