@@ -8,23 +8,32 @@ never reads keys of an old one, and the last member that leaves removes both fil
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shlex
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import RendezvousError
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card
+from ..runtime.timeouts import DEFAULT_TIMEOUT
 
-__all__ = ["Entry", "enter", "leave"]
+__all__ = ["Entry", "enter", "leave", "parse"]
 
 _MARK = "meshdist rendezvous"
+_LEAVE = timedelta(seconds=5)
+"""How long one that leaves waits for the lock, before it leaves the file as it is."""
 
 _Record = list[dict[str, Any]]
 """The generations that the file lists, oldest first."""
@@ -52,7 +61,13 @@ class Entry:
         return f"{self.path}.{self.generation}"
 
 
-def enter(path: str, rank: int | None, size: int, job: str = "") -> Entry:
+def enter(
+    path: str,
+    rank: int | None,
+    size: int,
+    job: str = "",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Entry:
     """Enter the generation that gathers at ``path``, or begin one.
 
     Args:
@@ -60,12 +75,13 @@ def enter(path: str, rank: int | None, size: int, job: str = "") -> Entry:
         rank: this process's rank, or None for the next in the order of arrival.
         size: how many ranks there will be.
         job: what distinguishes jobs that share the file.
+        timeout: how long to wait for the file's lock.
 
     Raises:
-        RendezvousError: the file holds something else, was left by a crashed job, or cannot be
-            made.
+        RendezvousError: the file holds something else, was left by a crashed job, cannot be made,
+            or is locked.
     """
-    with _locked(path) as record:
+    with _locked(path, timeout) as record:
         generations = [one for one in record if one["job"] == job]
         for generation in generations:
             _refuse_leftover(path, record, generation)
@@ -87,9 +103,12 @@ def leave(entry: Entry) -> None:
 
     Members that have ended without leaving, as can be seen on this host, count as gone.
     """
-    with _locked(entry.path, may_create=False) as record:
+    with (
+        suppress(RendezvousError),  # it is not that file any more, or stays locked
+        _locked(entry.path, _LEAVE, may_create=False) as record,
+    ):
         for generation in record:
-            if generation["name"] != entry.generation:
+            if generation["name"] != entry.generation or entry.member not in generation["members"]:
                 continue
             generation["members"][entry.member]["has_left"] = True
             if not any(map(_may_live, generation["members"].values())):
@@ -124,16 +143,16 @@ def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> 
 
 
 @contextmanager
-def _locked(path: str, may_create: bool = True) -> Iterator[_Record]:
+def _locked(path: str, timeout: timedelta, *, may_create: bool = True) -> Iterator[_Record]:
     """Hold the file's lock; give its generations; write them back, or remove the file."""
     try:
-        descriptor = _open_locked(path, may_create)
-    except OSError as error:
+        descriptor = _open_locked(path, may_create, Deadline(timeout))
+    except (OSError, ValueError) as error:
         if not may_create and isinstance(error, FileNotFoundError):
             yield []  # a user has removed the file
             return
         raise RendezvousError(
-            f"the rendezvous file cannot be opened: {error.strerror}",
+            f"the rendezvous file cannot be opened: {getattr(error, 'strerror', None) or error}",
             where=f"file://{path}",
             expected="a path in an existing directory in which this user may write, on a file "
             "system that all ranks share",
@@ -152,12 +171,16 @@ def _locked(path: str, may_create: bool = True) -> Iterator[_Record]:
         os.close(descriptor)
 
 
-def _open_locked(path: str, may_create: bool) -> int:
+def _open_locked(path: str, may_create: bool, deadline: Deadline) -> int:
+    # What is no file, a pipe for example, must not keep this process waiting.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     while True:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if may_create else 0)
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags | (os.O_CREAT if may_create else 0), 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            if not wait_until(partial(_take_lock, descriptor), deadline):
+                raise OSError(errno.EWOULDBLOCK, "another process keeps it locked")
             try:
                 is_current = os.path.samestat(os.fstat(descriptor), os.stat(path))
             except FileNotFoundError:
@@ -170,21 +193,56 @@ def _open_locked(path: str, may_create: bool) -> int:
         os.close(descriptor)  # removed by its last user between open and lock
 
 
+def _take_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def parse(text: bytes) -> _Record:
+    """Return the generations that a file's text lists; raises ValueError where it is no record."""
+    values = json.loads(text)
+    if not isinstance(values, dict) or _MARK not in values:
+        raise ValueError("it has no mark")
+    record = values.get("generations")
+    if not isinstance(record, list) or not all(map(_is_generation, record)):
+        raise ValueError("it lists no generations")
+    return record
+
+
+def _is_generation(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and type(value.get("job")) is str
+        and type(value.get("size")) is int
+        and type(value.get("name")) is str
+        and re.fullmatch("[0-9a-f]{8}", value["name"]) is not None
+        and isinstance(value.get("members"), dict)
+        and all(map(_is_member, value["members"].values()))
+    )
+
+
+def _is_member(value: Any) -> bool:
+    if not isinstance(value, dict) or type(value.get("has_left")) is not bool:
+        return False
+    ProcessCard.from_json(value)  # raises ValueError, too
+    return type(value.get("rank")) is int
+
+
 def _read(path: str, descriptor: int) -> _Record:
     size = os.fstat(descriptor).st_size
     if size == 0:
         return []
     try:
-        values = json.loads(os.pread(descriptor, size, 0))
-        if _MARK not in values:
-            raise ValueError
-        record: _Record = values["generations"]
-    except (ValueError, TypeError, KeyError):
+        record = parse(os.pread(descriptor, size, 0))
+    except (ValueError, RecursionError):
         raise RendezvousError(
             f"{path} is in use for something else",
             where=f"file://{path}",
             expected="a file that is absent or empty",
-            found=f"{size} bytes that this package did not write",
+            found=f"{size} bytes that are not as this package writes them",
             fix="name another file; or, if nobody needs this one (torch.distributed leaves such "
             f"files behind): rm {shlex.quote(path)}",
         ) from None

@@ -19,7 +19,8 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
-from ..errors import ArgumentError, KindError, RendezvousError
+from ..errors import ArgumentError, KindError, MeshdistError, RendezvousError
+from ..runtime.hosts import my_card
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
@@ -417,7 +418,8 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Join
 def _meet_in_file(
     path: str, rank: int, size: int, origin: str, terms: _Terms, **known: Any
 ) -> Joined:
-    entry = file_records.enter(path, rank if rank >= 0 else None, size, terms.group_name)
+    given = rank if rank >= 0 else None
+    entry = file_records.enter(path, given, size, terms.group_name, terms.timeout)
     pid = os.getpid()
 
     def leave() -> None:
@@ -431,8 +433,16 @@ def _meet_in_file(
         store = FileStore(entry.store_path, -1)
         named = replace(terms, group_name="")  # the generation is the job's alone
         joined = _meet_in(store, entry.rank, size, origin, named, **known)
-    except BaseException:
+    except BaseException as error:
         leave()
+        if isinstance(error, ValueError) and not isinstance(error, MeshdistError):
+            # What torch raises where the file's numbers are none.
+            raise RendezvousError(
+                f"the file of the store cannot be read: {error}",
+                where=f"{entry.store_path}; {my_card()}",
+                expected="a file that the ranks of this job alone write",
+                fix="remove it, and start the job again",
+            ) from None
         raise
     return replace(joined, leave=leave)
 

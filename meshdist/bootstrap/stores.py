@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -95,15 +95,13 @@ def bind_listener(address: str, port: int) -> socket.socket | None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise RendezvousError(
-                f"rank 0 cannot listen on {address}, port {port}: {os.strerror(error.errno)}",
-                where=f"host {socket.gethostname()}",
-                expected="a port that nobody uses",
-                fix="choose another port (MASTER_PORT, or the one in the URL), end the job that "
-                "holds it, or let `meshdist run -n 4 script.py` choose one",
-            ) from None
-        raise
+        raise RendezvousError(
+            f"rank 0 cannot listen on {address}, port {port}: {error.strerror or error}",
+            where=f"host {socket.gethostname()}",
+            expected="a port that nobody uses",
+            fix="choose another port (MASTER_PORT, or the one in the URL), end the job that "
+            "holds it, or let `meshdist run -n 4 script.py` choose one",
+        ) from None
 
 
 def unknown_address(address: str, error: Exception) -> RendezvousError:
@@ -151,18 +149,51 @@ def serve_store(
 
     Takes the socket over. Without one the server listens on every interface, at ``port``. The end
     of this process waits until no other one needs the store, for ``timeout`` at most.
+
+    Raises:
+        RendezvousError: there is no socket, and other hosts would not find the server at
+            ``address``; or the port is taken.
     """
-    taken: dict[str, Any] = {}
+    asked, is_given = address, listener is not None
     if listener is None:
-        bound = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-    else:
-        bound, port = listener.getsockname()[:2]
-        address = address if bound in ("0.0.0.0", "::") else bound
-        taken = {"master_listen_fd": listener.detach()}
+        listener = bind_listener("::" if socket.has_dualstack_ipv6() else "0.0.0.0", port)
+        assert listener is not None  # every host has these
+        address = "127.0.0.1"  # of this process's own handle
+    bound, port = listener.getsockname()[:2]
+    address = address if bound in ("0.0.0.0", "::") else bound
     limit = max(timeout, LEAST_STORE_TIMEOUT)
-    store = ServedStore(address, port, None, True, limit, wait_for_workers=False, **taken)
+    descriptor = listener.detach()
+    store = ServedStore(
+        address, port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    if not is_given:
+        _check_reached(store, asked, port, timeout)
     offer_server_watch(store, bound, timeout)
     return store
+
+
+def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta) -> None:
+    """Raise unless ``store``, which this process serves, is what answers at ``address``.
+
+    An address that no interface here has may lead here all the same, by a router or a proxy.
+    """
+    key = f"meshdist/reached/{secrets.token_hex(8)}"
+    store.set(key, "")
+    try:
+        found = connect_store(address, port, min(timeout, timedelta(seconds=_CONNECT_S)))
+        reason = "" if found.check([key]) else "another store answers there"
+    except (RendezvousError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].removeprefix("rank 0 has not joined: ")
+    store.delete_key(key)
+    if reason:
+        raise RendezvousError(
+            f"rank 0 cannot be reached at {address}, port {port}",
+            where=f"host {socket.gethostname()}",
+            expected="an address of the host of rank 0",
+            found=reason,
+            fix="set MASTER_ADDR (or the host in the URL) to the name or the number of this host, "
+            "or start the program so that rank 0 runs on that one",
+        )
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:

@@ -151,10 +151,16 @@ class ProcessCard:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ProcessCard:
-        """Return the card that ``to_json`` gave; further keys are ignored."""
-        return cls(
-            int(values["pid"]), str(values["start"]), str(values["host"]), str(values["hostname"])
-        )
+        """Return the card that ``to_json`` gave; further keys are ignored.
+
+        Raises:
+            ValueError: it gave something else.
+        """
+        kinds = {"pid": int, "start": str, "host": str, "hostname": str}
+        found: dict[str, Any] = {name: values.get(name) for name in kinds}
+        if not all(type(found[name]) is kind for name, kind in kinds.items()):
+            raise ValueError(f"{found!r} names no process")
+        return cls(**found)
 
 
 def my_card() -> ProcessCard:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import shlex
 import subprocess
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -133,7 +137,7 @@ def test_a_file_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
     with pytest.raises(md.RendezvousError) as caught:
         enter(str(path), 0, 1)
     assert "is in use for something else" in str(caught.value)
-    assert "found:    13 bytes that this package did not write" in str(caught.value)
+    assert "found:    13 bytes that are not as this package writes them" in str(caught.value)
     assert path.read_text() == "years of work"
 
 
@@ -144,6 +148,41 @@ def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(md.RendezvousError, match="in use for something else"):
         enter(str(path), 0, 1)
     assert path.read_text() == content
+
+
+def test_a_record_with_a_changed_byte_is_refused_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    entry = enter(str(path), 0, 2)
+    sound = path.read_bytes()
+    refusals = 0
+    for place in range(len(sound)):
+        for byte in b'x1" ':
+            path.write_bytes(sound[:place] + bytes([byte]) + sound[place + 1 :])
+            try:
+                enter(str(path), 1, 2)
+            except md.RendezvousError:
+                refusals += 1
+    assert refusals > len(sound)
+    leave(entry)  # what it cannot find it leaves alone
+
+
+def test_a_pipe_in_its_place_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    os.mkfifo(path)
+    with pytest.raises(md.RendezvousError, match="cannot be opened: it is no regular file"):
+        enter(str(path), 0, 1)
+
+
+def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_the_timeout(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "meeting"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        with pytest.raises(md.RendezvousError, match="another process keeps it locked"):
+            enter(str(path), 0, 1, timeout=timedelta(seconds=0.3))
+        assert time.monotonic() - begin < 10
 
 
 def test_what_torch_left_behind_is_refused(tmp_path: Path) -> None:

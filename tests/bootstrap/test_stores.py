@@ -16,6 +16,7 @@ import pytest
 import torch.distributed
 
 import meshdist as md
+from meshdist.bootstrap import stores
 from meshdist.bootstrap.stores import (
     bind_listener,
     connect_store,
@@ -35,6 +36,11 @@ def serve() -> md.TCPStore:
     listener = bind_listener("127.0.0.1", 0)
     assert listener is not None
     return serve_store(listener, "127.0.0.1", listener.getsockname()[1], timedelta(seconds=60))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 @pytest.fixture
@@ -363,6 +369,33 @@ def test_a_taken_port_is_an_error() -> None:
 
 def test_an_address_of_another_host_gives_no_listener() -> None:
     assert bind_listener("192.0.2.1", 0) is None  # reserved for documentation
+
+
+def test_an_address_that_leads_elsewhere_is_refused_in_time() -> None:
+    begin = time.monotonic()
+    with pytest.raises(md.RendezvousError) as caught:
+        serve_store(None, "192.0.2.1", free_port(), timedelta(seconds=2))
+    assert time.monotonic() - begin < 20
+    assert "rank 0 cannot be reached at 192.0.2.1, port " in str(caught.value)
+    assert "expected: an address of the host of rank 0" in str(caught.value)
+    assert "found:    nobody listens on 192.0.2.1, port " in str(caught.value)
+    with pytest.raises(md.RendezvousError, match="no host is known by the name 'no such host'"):
+        serve_store(None, "no such host", free_port(), timedelta(seconds=2))
+
+
+def test_another_store_at_the_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = serve()
+    monkeypatch.setattr(stores, "connect_store", lambda *_: other)
+    with pytest.raises(md.RendezvousError) as caught:
+        serve_store(None, "192.0.2.1", free_port(), timedelta(seconds=20))
+    assert "found:    another store answers there" in str(caught.value)
+
+
+def test_a_host_is_reached_at_its_own_name() -> None:
+    name, port = socket.gethostname(), free_port()
+    store = serve_store(None, name, port, timedelta(seconds=20))
+    store.set("key", "1")
+    assert connect_store(name, port, timedelta(seconds=20)).get("key") == b"1"
 
 
 def test_an_unknown_name_is_an_error() -> None:
