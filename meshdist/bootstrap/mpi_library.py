@@ -2,7 +2,8 @@
 
 To load the library starts nothing. It is started when the first group of the wire "mpi" opens, or
 when ranks on several hosts have to share an address, and ends with the process. MPI waits
-at its end for all ranks, so a rank that fails ends the job instead.
+at its end for all ranks, so a rank that fails ends the job instead; and a forked child, which is no
+rank, must not end MPI.
 """
 
 from __future__ import annotations
@@ -62,12 +63,26 @@ def load_mpi() -> Any:
         import mpi4py
 
         before = mpi4py.rc.initialize, mpi4py.rc.finalize
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # mpi4py would end it in a child, too
         try:
             import mpi4py.MPI
         finally:
             mpi4py.rc.initialize, mpi4py.rc.finalize = before
+        _loaded_here.append(os.getpid())
     return sys.modules["mpi4py.MPI"]
+
+
+_loaded_here: list[int] = []
+"""The process in which mpi4py was loaded without an end of MPI of its own."""
+
+
+@atexit.register  # at import: what is registered later may use MPI, and runs before it
+def _end_mpi() -> None:
+    """End MPI with the process that has loaded it, but not with its forked children."""
+    if _loaded_here == [os.getpid()]:
+        MPI = load_mpi()
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 def start_mpi() -> Any:

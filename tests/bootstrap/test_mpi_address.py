@@ -149,6 +149,44 @@ def test_across_hosts_without_mpi4py_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_a_job_that_ends_before_all_have_joined_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time, meshdist as md\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        f"    while not any('meshdist' in name for name in os.listdir({str(tmp_path)!r})):\n"
+        "        time.sleep(0.01)\n"
+        "    sys.exit('rank 1 has had enough')\n"
+        "md.init_process_group('gloo')\n"
+    )
+    done = run_under_mpiexec(program, tmp_path)
+    assert done.returncode != 0
+    assert "rank 1 has had enough" in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if "meshdist" in path.name] == []
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["mpi", "shm"])
+def test_a_forked_child_may_leave_by_exit(tmp_path: Path, backend: str) -> None:
+    program = (
+        "import os, sys, torch, meshdist as md\n"
+        f"md.init_process_group({backend!r})\n"
+        "wire = {0: md.AxisOptions(backend='mpi')}\n"
+        "mesh = md.init_device_mesh('cpu', (2,), axis_options=wire)\n"
+        "md.all_reduce(torch.ones(1), group=mesh)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    sys.exit(7)\n"
+        "code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "x = torch.ones(1)\n"
+        "md.all_reduce(x, group=mesh)\n"
+        "os.write(1, f'{code} {x.item()}\\n'.encode())\n"
+    )
+    done = run_under_mpiexec(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["7 2.0", "7 2.0"]
+
+
+@pytest.mark.mpi
 def test_an_uncaught_error_ends_the_job_instead_of_waiting_in_finalize(tmp_path: Path) -> None:
     program = PROGRAM + (
         "if line[0] == 1:\n    raise ValueError('by rank one')\nimport time\ntime.sleep(600)\n"

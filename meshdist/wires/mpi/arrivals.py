@@ -125,6 +125,7 @@ class Arrivals:
         # Others may leave at the same time, and the last one to come have seen all of them wait: it
         # is inside MPI's call then, so those that leave count as there.
         if not self._are_there(number):
+            self.link.say_why(number, error)
             self._write(number, _LEFT, is_even)
             raise error
         self._write(number, _WAITS, is_even)
@@ -160,14 +161,16 @@ class Arrivals:
 
     def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
         """Whether all others are there, else let MPI go on; raises where one has given up."""
-        for theirs in self.others:
+        for place, theirs in enumerate(self.others):
             word = theirs[number % _WINDOW]
             if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:
                 if progress:
                     self.link.progress()
                 return False
             if word & _STATE == _LEFT:
-                raise WireAborted("a member has given up waiting for this call")
+                # The others' words are those of all places but this member's own.
+                member = place + (place >= self.link.opening.rank)
+                raise WireAborted(self.link.find_why(member, number))
         return True
 
     def _wait_for_the_slowest(self, number: int, timeout: timedelta) -> None:

@@ -8,7 +8,6 @@ a signal's handler gives a last report.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from ...runtime.deadlines import Deadline, Grace, wait_until
+from ...runtime.endings import call_at_sigterm
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
 from ..opening import Opening
@@ -204,6 +204,22 @@ class Link:
         with suppress(RuntimeError):  # the store is lost, as the others will see
             self.opening.store.set(left_key(self.opening.rank), "")
 
+    def say_why(self, number: int, reason: BaseException) -> None:
+        """Tell the other members why this one waits no longer for the collective ``number``."""
+        text = " ".join(f"{reason}".split()) or type(reason).__name__
+        if not isinstance(reason, WireFailure):
+            text = f"{type(reason).__name__} {reason}".strip()
+        with suppress(RuntimeError):  # the store is lost, as the others will see
+            self.opening.store.set(_why_key(self.opening.rank, number), text)
+
+    def find_why(self, member: int, number: int) -> str:
+        """What ``say_why`` has told on another member."""
+        text, key = "", _why_key(member, number)
+        with suppress(RuntimeError):
+            if self.opening.store.check([key]):
+                text = f": {self.opening.store.get(key).decode(errors='replace')}"
+        return f"rank {self.opening.ranks[member]} has given up waiting for this call{text}"
+
     def close(self) -> None:
         """Give MPI its communicator back, where nothing is in flight on it."""
         if self.is_closed:
@@ -299,14 +315,16 @@ def left_key(member: int) -> str:
     return f"left/{member}"
 
 
+def _why_key(member: int, number: int) -> str:
+    return f"why/{member}/{number}"
+
+
 def report_dead_ranks_at_the_end() -> None:
     """Make this rank print which ranks have died when mpiexec ends it for that."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _report)
+    call_at_sigterm(_report)
 
 
-def _report(number: int, frame: object) -> None:
+def _report() -> None:
     for link in _all_links():
         dead = [] if link.is_forked or link.is_closed else link.find_dead()
         if dead:
@@ -320,5 +338,3 @@ def _report(number: int, frame: object) -> None:
                 flush=True,
             )
             break
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
