@@ -20,7 +20,7 @@ import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
 from ..errors import ArgumentError, KindError, MeshdistError, RendezvousError
-from ..runtime.hosts import my_card
+from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack, my_card
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
@@ -47,6 +47,13 @@ from .stores import (
 )
 
 __all__ = ["meet", "register_rendezvous_handler", "rendezvous"]
+
+
+# Measured in worlds of 1 to 4 ranks: what a process has open once it can communicate, and what the
+# one that serves the store has besides for each other.
+_DESCRIPTORS = 16
+_DESCRIPTORS_TO_SERVE = 24
+_DESCRIPTORS_PER_CLIENT = 5
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ def meet(
         surroundings = read_surroundings(os.environ, is_mpi_asked=True)
         rank, world_size = surroundings.rank, surroundings.size
     _check_arguments(init_method, rank, world_size, store)
+    _check_descriptors(_DESCRIPTORS, "join a world")
     terms = _Terms(group_name, timeout, wires)
     if store is not None:
         # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
@@ -190,6 +198,17 @@ def _check_arguments(
             fix="pass all three: init_process_group(store=store, rank=0, world_size=4)",
         )
     _check_place(rank, world_size)
+
+
+def _check_descriptors(num_needed: int, purpose: str) -> None:
+    if lack := find_descriptor_lack(num_needed):
+        raise RendezvousError(
+            f"this process can open too few files and sockets to {purpose}",
+            where=f"process {os.getpid()}",
+            expected=f"room for {num_needed} more",
+            found=lack,
+            fix=MORE_DESCRIPTORS,
+        )
 
 
 def _check_place(rank: int, world_size: int) -> None:
@@ -323,12 +342,18 @@ def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
     def make() -> Store:
         if surroundings.rank > 0:
             return connect_store(address, port, timeout)
+        _check_can_serve(surroundings.size)
         listener = inherited_listener(os.environ.get("MESHDIST_LISTEN_FD"), port)
         if listener is None and address:
             listener = _listener_at(address, port)
         return serve_store(listener, address or "127.0.0.1", port, timeout)
 
     return keep_store(("tcp", numeric_loopback(address), port), make)
+
+
+def _check_can_serve(size: int) -> None:
+    num_needed = _DESCRIPTORS_TO_SERVE + _DESCRIPTORS_PER_CLIENT * (size - 1)
+    _check_descriptors(num_needed, f"serve the store of {size} ranks")
 
 
 def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
@@ -361,6 +386,8 @@ def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joine
     def make() -> Store:
         if rank > 0:
             return connect_store(address, port, terms.timeout)
+        if rank == 0:
+            _check_can_serve(size)
         if rank == 0 and not terms.group_name:
             return serve_store(_listener_at(address, port), address, port, terms.timeout)
         # The first process serves the others: any rank, or another job at this address.

@@ -19,8 +19,9 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ..errors import RendezvousError
+from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
 from ..runtime.whole_numbers import find_whole_number
 from .server_watch import offer_server_watch
 
@@ -49,6 +50,7 @@ LEAST_STORE_TIMEOUT = timedelta(seconds=60)
 which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
 
 _BACKLOG = 4096
+_DESCRIPTORS_TO_CONNECT = 4  # some of them for a moment
 _MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
 _CONNECT_S = 5.0
@@ -257,7 +259,18 @@ def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
 
 
 def cloned(store: Any) -> Store:
-    """Return another handle to the same store, over a connection of its own."""
+    """Return another handle to the same store, over a connection of its own.
+
+    Raises:
+        StoreError: no more connections can be opened, for which torch would try for a minute.
+    """
+    if lack := find_descriptor_lack(_DESCRIPTORS_TO_CONNECT):
+        raise StoreError(
+            "there is no room for another connection to the store",
+            where=f"process {os.getpid()}",
+            found=lack,
+            fix=MORE_DESCRIPTORS,
+        )
     clone: Store = store.clone()
     return clone
 

@@ -20,8 +20,9 @@ from torch.distributed import Store
 from ..bootstrap.bounded_store import read_json, read_jsons, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, CollectiveTimeoutError
+from ..errors import AgreementError, BackendError, CollectiveTimeoutError
 from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
 from .signal_thread import ask
 
 __all__ = ["Agreement", "Agreements", "digest_of_ranks"]
@@ -30,6 +31,9 @@ _SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
 _SURE_AMONG_THREADS = 20
 _ALL_HAVE_COME = "all have come"
+_LACK = "lack"
+_DESCRIPTORS = 12
+"""Which the opening of groups needs for a moment, besides one for each other member."""
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
@@ -123,6 +127,8 @@ class Agreements:
         offer = dict(offer or {})
         if len(members) == 1:
             return Agreement(name, {world.rank: offer})
+        if lack := find_descriptor_lack(len(members) + _DESCRIPTORS):
+            offer[_LACK] = lack
         meeting = _Meeting(name, kind, definition["text"], members, timeout)
         store, deadline = world.store, Deadline(timeout)
         with within(deadline):
@@ -147,7 +153,20 @@ class Agreements:
                 found=_grouped(members, [one for one, _ in entries]),
                 fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
             )
-        return Agreement(name, dict(zip(members, [offer for _, offer in entries], strict=True)))
+        found = dict(zip(members, [offer for _, offer in entries], strict=True))
+        self._check_room(meeting, found)
+        return Agreement(name, found)
+
+    def _check_room(self, meeting: _Meeting, offers: Mapping[int, Mapping[str, str]]) -> None:
+        """Raise where a member has no room for what is about to be opened: then all raise."""
+        lacks = [(rank, offer[_LACK]) for rank, offer in offers.items() if _LACK in offer]
+        if lacks:
+            raise BackendError(
+                f"{meeting.text} cannot be opened: a member can open too few files and sockets",
+                where=f"rank {self._world.rank}, among {ranks_text(meeting.members)}",
+                found=grouped_text(lacks),
+                fix=f"{MORE_DESCRIPTORS}; or close groups that are not needed any more",
+            )
 
     def _await_all(self, meeting: _Meeting, deadline: Deadline) -> None:
         """Return when all members have published their definitions."""
@@ -248,7 +267,9 @@ def _first(store: Store, meeting: _Meeting, outcome: str) -> str:
 def _entry(value: tuple[dict[str, Any], dict[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
     """A member's definition and its offer."""
     definition, offer = value
-    return {**definition, "text": str(definition["text"])}, {**offer}
+    return {**definition, "text": str(definition["text"])}, {
+        slot: str(label) for slot, label in offer.items()
+    }
 
 
 def _notice(value: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import socket
 import subprocess
 import uuid
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "MORE_DESCRIPTORS",
     "ProcessCard",
+    "find_descriptor_lack",
     "find_version",
     "free_bytes",
     "host_identity",
@@ -28,6 +31,10 @@ __all__ = [
     "process_start",
     "read_process",
 ]
+
+
+MORE_DESCRIPTORS = "raise the limit before the program starts: ulimit -n 4096"
+"""What mends ``find_descriptor_lack``."""
 
 
 def host_identity() -> str:
@@ -114,6 +121,21 @@ def free_bytes() -> float:
             limit, usage = (Path(path).read_text(encoding="ascii") for path in (most, used))
             found.append(float(int(limit) - int(usage)))
     return max(0.0, min(found))
+
+
+def find_descriptor_lack(num_needed: int) -> str:
+    """Why this process cannot open ``num_needed`` more files and sockets; "" where it can."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    try:
+        num_open = len(os.listdir("/dev/fd")) - 1  # but for the directory's own
+    except OSError:
+        num_open = limit
+    left = max(0, limit - num_open)
+    if left >= num_needed:
+        return ""
+    return f"{left} more files can be opened of about {num_needed} needed; the limit is {limit}"
 
 
 def find_version(distribution: str) -> str | None:

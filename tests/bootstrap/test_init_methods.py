@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -297,6 +299,8 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
         ("file://", {"rank": 0, "world_size": 1}, "file:// needs an absolute path"),
         ("file://x/y", {"rank": 0, "world_size": 1}, "file:// needs an absolute path"),
         ("file:///tmp/x", {"rank": 0}, "file:// needs the size of the world"),
+        ("tcp://h:1?rank=²", {"world_size": 2}, "rank='²' in the URL is no whole number"),
+        ("tcp://127.0.0.1:1", {"rank": 0, "world_size": 10**15}, "a world of 1000000000000000 ran"),
     ],
 )
 def test_bad_urls(url: str, given: Mapping[str, int], text: str) -> None:
@@ -354,6 +358,33 @@ def test_a_port_that_is_taken() -> None:
 
 
 # -- hosts --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def room_for(num_files: int) -> Iterator[None]:
+    """Let this process open so many more files, and no more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/dev/fd")) - 1 + num_files
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_few_files_are_told_before_anything_is_opened(port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    with room_for(8), pytest.raises(md.RendezvousError) as caught:
+        meet(url, rank=1, world_size=2)
+    assert "can open too few files and sockets to join a world" in str(caught.value)
+    assert "found:    8 more files can be opened of about 16 needed; the limit is " in (
+        str(caught.value)
+    )
+    assert "fix:      raise the limit before the program starts: ulimit -n 4096" in (
+        str(caught.value)
+    )
+    with room_for(24), pytest.raises(md.RendezvousError, match="to serve the store of 2 ranks"):
+        meet(url, rank=0, world_size=2)
 
 
 def test_hosts_are_exchanged(pool: Pool, tmp_path: Path) -> None:

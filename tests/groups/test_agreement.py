@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -9,12 +11,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.groups.agreement import Agreement, Agreements, digest_of_ranks
+from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
 
@@ -144,3 +148,27 @@ def test_a_definition_that_no_rank_has_written_is_named(junk: bytes) -> None:
 
 def test_names_of_rank_lists() -> None:
     assert digest_of_ranks([0, 1]) == digest_of_ranks((0, 1)) != digest_of_ranks((1, 0))
+
+
+@pytest.mark.parametrize("wire", ["gloo", "shm"])
+def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire: str) -> None:
+    def program() -> list[str]:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if md.get_rank() == 1:
+            num_open = len(os.listdir("/dev/fd")) - 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 9, limits[1]))
+        try:
+            with pytest.raises(md.BackendError) as caught:
+                md.new_group()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        x = torch.ones(1)
+        md.all_reduce(x, group=md.new_group())
+        assert x.item() == 3
+        return str(caught.value).splitlines()
+
+    for rank, lines in enumerate(pool.run(program, 3, backend=wire)):
+        assert lines[0].endswith("cannot be opened: a member can open too few files and sockets")
+        assert lines[1] == f"  where:    rank {rank}, among ranks 0-2"
+        assert lines[2].startswith("  found:    rank 1: 9 more files can be opened of about 15 ")
+        assert lines[3].startswith("  fix:      raise the limit before the program starts: ulimit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from meshdist.runtime import hosts
 from meshdist.runtime.hosts import (
     ProcessCard,
+    find_descriptor_lack,
     free_bytes,
     host_identity,
     is_alive,
@@ -31,6 +33,27 @@ def test_this_process_lives() -> None:
 def test_a_card_goes_through_json() -> None:
     card = my_card()
     assert ProcessCard.from_json({**card.to_json(), "more": 1}) == card
+
+
+@pytest.mark.parametrize("change", [{"pid": "1"}, {"pid": True}, {"host": None}, {"start": 5}])
+def test_what_is_no_card_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="names no process"):
+        ProcessCard.from_json({**my_card().to_json(), **change})
+
+
+def test_files_that_can_still_be_opened() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/dev/fd")) - 1
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 5, before[1]))
+        assert find_descriptor_lack(5) == ""
+        assert find_descriptor_lack(6) == (
+            f"5 more files can be opened of about 6 needed; the limit is {num_open + 5}"
+        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        assert find_descriptor_lack(1).startswith("0 more files can be opened of about 1 ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_process_that_has_ended() -> None:
