@@ -6,10 +6,10 @@ loading torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
-__all__ = ["ExplainedError", "explain", "grouped_text", "ranks_text"]
+__all__ = ["ExplainedError", "explain", "fields_among", "grouped_text", "ranks_text"]
 
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
@@ -40,6 +40,16 @@ def explain(
         lines.append(f"  {label + ':':<{_WIDTH}}{first}")
         lines.extend(" " * (2 + _WIDTH) + line for line in rest)
     return "\n".join(lines)
+
+
+def fields_among(values: Mapping[str, object]) -> dict[str, str]:
+    """Those of ``explain``'s fields that ``values`` names, as texts; another process wrote them.
+
+    Example:
+        >>> fields_among({"fix": "start 8 ranks", "found": None, "more": 1})
+        {'fix': 'start 8 ranks'}
+    """
+    return {label: str(values[label]) for label in _LABELS if values.get(label) is not None}
 
 
 class ExplainedError(Exception):

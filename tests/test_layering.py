@@ -27,7 +27,15 @@ PACKAGE = "meshdist"
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"": ("error_text", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
     {
-        "runtime": ("whole_numbers", "timeouts", "hosts", "deadlines", "endings", "timers", "buffer_pool"),
+        "runtime": (
+            "whole_numbers",
+            "timeouts",
+            "hosts",
+            "deadlines",
+            "endings",
+            "timers",
+            "buffer_pool",
+        ),
         "launching": (
             "guard",
             "rank_environment",

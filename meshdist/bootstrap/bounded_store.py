@@ -39,6 +39,8 @@ _ANSWER_S = 5.0
 _END_S = 20.0
 _POLL_S = 0.2
 _CLOSING_S = 1.0
+_WRONG_KIND = (TypeError, LookupError, AttributeError)
+_NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
 
 _deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
 
@@ -266,7 +268,7 @@ def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> 
     for key, value in zip(keys, store.multi_get(list(keys)), strict=True):
         try:
             found.append(parse(json.loads(value)))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        except _NOT_PARSED:
             raise _junk(key, value) from None
     return found
 

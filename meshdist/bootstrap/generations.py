@@ -25,7 +25,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-from ..error_text import ranks_text
+from ..error_text import fields_among, ranks_text
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card
@@ -199,7 +199,7 @@ class Attempt:
                 "store, start with a new address, file or store",
             ),
         )
-        self._raise(_state(keys))
+        self._raise(_state(keys, self.size))
         return None
 
     def _claim_next(self, keys: Store) -> int | None:
@@ -229,7 +229,7 @@ class Attempt:
     ) -> Joined | None:
         if outcome is not None:
             self._resolve(keys, outcome)
-        state = _state(keys)
+        state = _state(keys, self.size)
         if state["kind"] == "stale":
             return None
         self._raise(state)
@@ -352,14 +352,23 @@ def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
     }
 
 
-def _state(keys: Store) -> dict[str, Any]:
+def _state(keys: Store, size: int) -> dict[str, Any]:
     """How a generation was closed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
-        needed = {"failed": ("summary", "fields"), "stale": ()}.get(
-            value["kind"], ("hosts", "local_ranks", "wires", "server")
-        )
-        return {name: value[name] for name in ("kind", *needed)}
+        kind, server = value["kind"], value.get("server")
+        if kind == "stale":
+            return {"kind": kind}
+        if kind == "failed":
+            summary, fields = str(value["summary"]), fields_among(value["fields"])
+            return {"kind": kind, "summary": summary, "fields": fields}
+        return {
+            "kind": "complete",
+            "hosts": [int(value["hosts"][rank]) for rank in range(size)],
+            "local_ranks": [int(value["local_ranks"][rank]) for rank in range(size)],
+            "wires": [str(wire) for wire in value["wires"]],
+            "server": None if server is None else int(server),
+        }
 
     return read_json(keys, "state", parse)
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
 from ..errors import ArgumentError, KindError, MeshdistError, RendezvousError
-from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack, my_card
+from ..runtime.hosts import my_card
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
@@ -36,6 +36,8 @@ from .stores import (
     Store,
     TCPStore,
     bind_listener,
+    check_can_join,
+    check_can_serve,
     cloned,
     connect_store,
     find_number,
@@ -49,11 +51,8 @@ from .stores import (
 __all__ = ["meet", "register_rendezvous_handler", "rendezvous"]
 
 
-# Measured in worlds of 1 to 4 ranks: what a process has open once it can communicate, and what the
-# one that serves the store has besides for each other.
-_DESCRIPTORS = 16
-_DESCRIPTORS_TO_SERVE = 24
-_DESCRIPTORS_PER_CLIENT = 5
+_IN_QUERY = ("rank", "world_size")
+"""What a URL may say besides an address."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,14 @@ def meet(
         surroundings = read_surroundings(os.environ, is_mpi_asked=True)
         rank, world_size = surroundings.rank, surroundings.size
     _check_arguments(init_method, rank, world_size, store)
-    _check_descriptors(_DESCRIPTORS, "join a world")
+    check_can_join()
     terms = _Terms(group_name, timeout, wires)
     if store is not None:
         # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
         is_served_by_0 = isinstance(_root_of(store), TCPStore)
         own = _own_handle(store)
         return _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
-    url = urlsplit("env://" if init_method is None else init_method)
+    url = _split("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
         surroundings = read_surroundings(
@@ -200,17 +199,6 @@ def _check_arguments(
     _check_place(rank, world_size)
 
 
-def _check_descriptors(num_needed: int, purpose: str) -> None:
-    if lack := find_descriptor_lack(num_needed):
-        raise RendezvousError(
-            f"this process can open too few files and sockets to {purpose}",
-            where=f"process {os.getpid()}",
-            expected=f"room for {num_needed} more",
-            found=lack,
-            fix=MORE_DESCRIPTORS,
-        )
-
-
 def _check_place(rank: int, world_size: int) -> None:
     if world_size > MOST_RANKS:
         raise ArgumentError(
@@ -226,9 +214,23 @@ def _check_place(rank: int, world_size: int) -> None:
         )
 
 
+def _split(init_method: str) -> SplitResult:
+    try:
+        url = urlsplit(init_method)
+        parse_qsl(urlsplit(url.geturl()).query)  # torch reads it in this form
+        init_method.encode()
+    except ValueError as error:
+        raise ArgumentError(
+            f"init_method is no URL: {error}",
+            expected="'env://', 'tcp://host:port' or 'file:///path'",
+            found=f"{init_method!r}",
+        ) from None
+    return url
+
+
 def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
     """Return rank and size, from the call or from the URL, but not one of them from both."""
-    given = {"rank": rank, "world_size": world_size}
+    given = dict(zip(_IN_QUERY, (rank, world_size), strict=True))
     for name, text in parse_qsl(url.query, keep_blank_values=True):
         if name not in given:
             continue  # for example torch's use_libuv=1
@@ -245,7 +247,8 @@ def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]
                 f"{name}={text!r} in the URL is no whole number", where=url.geturl()
             )
         given[name] = number
-    return given["rank"], given["world_size"]
+    rank, world_size = given.values()
+    return rank, world_size
 
 
 def _check_size(url: SplitResult, rank: int, world_size: int) -> None:
@@ -342,18 +345,13 @@ def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
     def make() -> Store:
         if surroundings.rank > 0:
             return connect_store(address, port, timeout)
-        _check_can_serve(surroundings.size)
+        check_can_serve(surroundings.size)
         listener = inherited_listener(os.environ.get("MESHDIST_LISTEN_FD"), port)
         if listener is None and address:
             listener = _listener_at(address, port)
         return serve_store(listener, address or "127.0.0.1", port, timeout)
 
     return keep_store(("tcp", numeric_loopback(address), port), make)
-
-
-def _check_can_serve(size: int) -> None:
-    num_needed = _DESCRIPTORS_TO_SERVE + _DESCRIPTORS_PER_CLIENT * (size - 1)
-    _check_descriptors(num_needed, f"serve the store of {size} ranks")
 
 
 def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
@@ -387,7 +385,7 @@ def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joine
         if rank > 0:
             return connect_store(address, port, terms.timeout)
         if rank == 0:
-            _check_can_serve(size)
+            check_can_serve(size)
         if rank == 0 and not terms.group_name:
             return serve_store(_listener_at(address, port), address, port, terms.timeout)
         # The first process serves the others: any rank, or another job at this address.
@@ -477,10 +475,10 @@ def _meet_in_file(
 def _meet_by_handler(
     url: SplitResult, rank: int, size: int, terms: _Terms, more: Mapping[str, Any]
 ) -> Joined:
+    rest = [(name, text) for name, text in parse_qsl(url.query, True) if name not in _IN_QUERY]
+    plain = url._replace(query=urlencode(rest)).geturl()  # torch adds rank and size itself
     try:
-        found = torch.distributed.rendezvous(
-            url.geturl(), rank, size, timeout=terms.timeout, **more
-        )
+        found = torch.distributed.rendezvous(plain, rank, size, timeout=terms.timeout, **more)
     except (RuntimeError, AssertionError) as error:
         if "No rendezvous handler" not in str(error):
             raise

@@ -24,8 +24,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Grace
 from ..runtime.endings import is_ending_by_exception
+from ..runtime.whole_numbers import find_whole_number
 
-__all__ = ["ServerWatch", "accept_clients", "find_readable", "offer_server_watch"]
+__all__ = ["ServerWatch", "accept_clients", "find_port", "find_readable", "offer_server_watch"]
 
 _KEY = "meshdist/server watch"
 _BACKLOG = 4096
@@ -60,8 +61,8 @@ class ServerWatch:
         if not isinstance(store, TCPStore):
             return
         wanted = [(store.port, _CONNECT_S)]
-        if store.check([_KEY]):
-            wanted.append((int(store.get(_KEY)), _CONNECT_BESIDE_S))
+        if store.check([_KEY]) and (port := find_port(store.get(_KEY))):
+            wanted.append((port, _CONNECT_BESIDE_S))
         for port, limit_s in wanted:
             with suppress(OSError):
                 connection = socket.create_connection((store.host, port), timeout=limit_s)
@@ -80,6 +81,11 @@ class ServerWatch:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+
+
+def find_port(value: bytes) -> int | None:
+    """The port of a server watch, as the store names it; None where that is no port."""
+    return find_whole_number(value.decode(errors="replace"), most=65535)
 
 
 def find_readable(files: Iterable[Any], seconds: float) -> set[int]:

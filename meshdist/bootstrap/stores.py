@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -34,6 +35,8 @@ __all__ = [
     "Store",
     "TCPStore",
     "bind_listener",
+    "check_can_join",
+    "check_can_serve",
     "cloned",
     "connect_store",
     "find_number",
@@ -50,6 +53,11 @@ LEAST_STORE_TIMEOUT = timedelta(seconds=60)
 which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
 
 _BACKLOG = 4096
+# Measured in worlds of 1 to 4 ranks: what a process has open once it can communicate, and what the
+# one that serves the store has besides for each other.
+_DESCRIPTORS = 16
+_DESCRIPTORS_TO_SERVE = 24
+_DESCRIPTORS_PER_CLIENT = 5
 _DESCRIPTORS_TO_CONNECT = 4  # some of them for a moment
 _MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
@@ -255,6 +263,28 @@ def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
             expected="rank 0, which serves the store at this address",
             fix="look at the output of rank 0; check that every rank has the same "
             "MASTER_ADDR and MASTER_PORT (or URL), and that a firewall lets the port pass",
+        )
+
+
+def check_can_join() -> None:
+    """Raise RendezvousError where this process can open too few files to be in a world."""
+    _check_descriptors(_DESCRIPTORS, "join a world")
+
+
+def check_can_serve(size: int) -> None:
+    """Raise RendezvousError where this process can open too few files to serve a store."""
+    num_needed = _DESCRIPTORS_TO_SERVE + _DESCRIPTORS_PER_CLIENT * (size - 1)
+    _check_descriptors(num_needed, f"serve the store of {size} ranks")
+
+
+def _check_descriptors(num_needed: int, purpose: str) -> None:
+    if lack := find_descriptor_lack(num_needed):
+        raise RendezvousError(
+            f"this process can open too few files and sockets to {purpose}",
+            where=f"process {os.getpid()}",
+            expected=f"room for {num_needed} more",
+            found=lack,
+            fix=MORE_DESCRIPTORS,
         )
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store
 
@@ -46,6 +47,17 @@ class Outcome:
     by: int
     failure: str
     absent: list[int]
+
+    @classmethod
+    def parse(cls, value: dict[str, Any]) -> Outcome:
+        """Return what was kept; raises where it is something else."""
+        return cls(
+            number=int(value["number"]),
+            passed=int(value["passed"]),
+            by=int(value["by"]),
+            failure=str(value["failure"]),
+            absent=[int(rank) for rank in value["absent"]],
+        )
 
 
 @dataclass
@@ -134,7 +146,7 @@ class MonitoredBarrier:
         if not self.store.check([key]):
             return None, ""
         text = self.store.get(key).decode(errors="replace")
-        return read_json(self.store, key, lambda value: Outcome(**value)), text
+        return read_json(self.store, key, Outcome.parse), text
 
     def _decide(self, failure: str, absent: list[int]) -> Outcome:
         """Decide how it ends, unless another member has; return how it does."""

@@ -103,7 +103,15 @@ def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
             expected="that of Open MPI or of MPICH",
             fix='pip install "meshdist[mpi]", which brings Open MPI',
         )
-    options = shlex.split(arguments.mpi_args or "")
+    try:
+        options = shlex.split(arguments.mpi_args or "")
+    except ValueError as error:
+        raise LaunchError(
+            f"--mpi-args cannot be read: {error}",
+            expected="arguments as a shell takes them",
+            found=arguments.mpi_args,
+            fix="close every quotation mark, or put a backslash before one that is meant",
+        ) from None
     command = [mpiexec, "-n", str(nprocs), *options, *start, *rest]
     sys.stdout.flush()
     os.execve(mpiexec, command, mpiexec_environment(os.environ))

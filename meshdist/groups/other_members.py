@@ -12,7 +12,7 @@ from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text, ranks_text
 from ..errors import StoreError
 from .failures import STORE_LOST, OtherMembers
-from .registry import OpenCommunicator, get_registry
+from .registry import OpenCommunicator, get_registry, parse_disagreement
 from .signal_thread import Answer, ask
 
 __all__ = ["MembersOfWorld", "last_call_text", "silent_ranks"]
@@ -119,7 +119,7 @@ class MembersOfWorld(OtherMembers):
             text = json.dumps(disagreement)
             store, key = self._world.store, f"{label}/disagreement"
             is_first = store.compare_set(key, "", text) == text.encode()
-            disagreement = read_json(store, key, _disagreement)
+            disagreement = read_json(store, key, parse_disagreement)
             reason = f"{disagreement['summary']}: {disagreement['found']}"
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
@@ -131,11 +131,6 @@ class MembersOfWorld(OtherMembers):
             disagreement = {**disagreement, "found": found}
             registry.break_here(label, str(lost), disagreement=disagreement)
         return disagreement
-
-
-def _disagreement(value: dict[str, str]) -> dict[str, str]:
-    """The fields of an AgreementError."""
-    return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
 
 
 def last_call_text(answer: Answer | None) -> str:

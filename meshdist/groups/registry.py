@@ -34,7 +34,7 @@ from .header_tables import HeaderTables
 from .matching import Matching
 from .signal_thread import Answer, SignalThread, post, receipts_key
 
-__all__ = ["OpenCommunicator", "Registry", "get_registry"]
+__all__ = ["OpenCommunicator", "Registry", "get_registry", "parse_disagreement"]
 
 _making = threading.Lock()
 _PATIENCE_S = 5.0
@@ -105,7 +105,7 @@ class Registry:
         if not world.has_processes or world.handle is None:
             return
         self.header_tables.publish()
-        self._signals = SignalThread(world, world.handle, self.answer, self._abort_here)
+        self._signals = SignalThread(world, world.handle, self.answer, self._abort_as_told)
         atexit.register(self._end)  # runs before that of the signals, which was registered before
         if multiprocessing.parent_process() is not None:  # a forked worker runs no such handlers
             multiprocessing.util.Finalize(None, self._end, exitpriority=0)
@@ -310,6 +310,9 @@ class Registry:
         with suppress(StoreError):
             wait_until(lambda: read_number(self.world.store, key) >= number, grace)
 
+    def _abort_as_told(self, message: dict[str, Any]) -> None:
+        self._abort_here(_abort_message(message))
+
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:
             for label in message["labels"]:
@@ -325,9 +328,16 @@ def _ending_key(rank: int) -> str:
     return f"ended/{rank}"
 
 
+def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
+    """Return the fields of an AgreementError that a member wrote; raises where they are none."""
+    return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
+
+
 def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
     """What ``abort`` writes."""
-    texts = {"rank": int(value["rank"]), "reason": str(value["reason"])}
+    texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
+    if value.get("disagreement"):
+        texts["disagreement"] = parse_disagreement(value["disagreement"])
     return {**value, **texts, "labels": [str(label) for label in value["labels"]]}
 
 

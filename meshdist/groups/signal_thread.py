@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 from uuid import uuid4
 
 from torch.distributed import Store
@@ -33,6 +33,8 @@ from .paused_clocks import PausedClocks, change_pause
 __all__ = ["Answer", "SignalThread", "ask", "clocks_paused", "collect", "post", "receipts_key"]
 
 _log = logging.getLogger("meshdist.signals")
+T = TypeVar("T")
+
 _PERIOD_S = 0.25
 _ANSWER_S = 2.0
 _END_S = 20.0  # a request to the store ends in a few seconds
@@ -192,22 +194,32 @@ def ask(
     number = post(world, {"kind": "ask", "about": about or {}})
     answers: dict[int, Answer] = {}
     keys = {rank: f"{_signal_key(number)}/answer/{rank}" for rank in ranks}
-    collect(world.store, keys, answers, Grace(patience_s))
+    collect(world.store, keys, answers, Grace(patience_s), parse_answer)
     return answers
+
+
+def parse_answer(value: Any) -> Answer:
+    """Return an answer as its rank gave it; raises where it is none."""
+    calls = [
+        {"label": str(one["label"]), "sequence": int(one["sequence"]), "text": str(one["text"])}
+        for one in value["calls"]
+    ]
+    return {"calls": calls, "about": None if value["about"] is None else str(value["about"])}
 
 
 def collect(
     store: Store,
     keys: dict[int, str],
-    found: dict[int, Any],
+    found: dict[int, T],
     deadline: Deadline,
+    parse: Callable[[Any], T],
 ) -> None:
     """Add to ``found`` what each rank writes in JSON under its key, until all have written."""
 
     def is_complete() -> bool:
         for rank in keys.keys() - found.keys():
             if store.check([keys[rank]]):
-                found[rank] = read_json(store, keys[rank], lambda value: value)
+                found[rank] = read_json(store, keys[rank], parse)
         return found.keys() >= keys.keys()
 
     wait_until(is_complete, deadline)

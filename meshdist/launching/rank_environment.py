@@ -240,7 +240,7 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
                     everywhere.close()
             bound = sockets.enter_context(_bound(family, (target[0], port, *target[2:])))
             return Reservation(address, port, bound, sockets.pop_all())
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: no host name
         reason = getattr(error, "strerror", None) or str(error)
         place = address if port is None else f"{address}, port {port}"
         raise LaunchError(

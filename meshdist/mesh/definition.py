@@ -163,6 +163,13 @@ def options_of_axes(
         BackendError: no such wire.
     """
     chosen: dict[int, AxisOptions] = {}
+    for what, given in (("axis_options", axis_options), ("backend_override", backend_override)):
+        if given is not None and not isinstance(given, Mapping):
+            raise KindError(
+                f"{what} maps axes to what they take",
+                expected="for example {'dp': ...}",
+                found=f"{given!r}",
+            )
     from_torch = [(axis, _from_torch_form(one)) for axis, one in (backend_override or {}).items()]
     for axis, options in [*(axis_options or {}).items(), *from_torch]:
         if not isinstance(options, AxisOptions):
@@ -189,6 +196,12 @@ def _from_torch_form(value: Any) -> AxisOptions:
     if isinstance(value, str):
         return AxisOptions(backend=value.lower())
     if isinstance(value, tuple):
+        if len(value) != 2 or not isinstance(value[0], (str, type(None))):
+            raise KindError(
+                "an axis's entry of backend_override is a wire, wire options, or a pair of both",
+                expected="for example ('nccl', options)",
+                found=f"{value!r}",
+            )
         name, options = value
         return AxisOptions(backend=None if name is None else name.lower(), options=options)
     name = getattr(value, "backend", None)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import AxisError, MeshError, NotInGroupError
+from ..errors import AxisError, KindError, MeshError, NotInGroupError
 from .inputs import (
     checked_modes,
     checked_names,
@@ -91,11 +91,17 @@ class Layout:
     # ---------------------------------------------------------------- making one
 
     def __post_init__(self) -> None:
-        modes = tuple(checked_modes(axis) for axis in self.modes)
+        try:
+            axes, offset = tuple(self.modes), operator.index(self.offset)
+        except TypeError as error:
+            raise KindError(
+                "a layout has a sequence of axes, and a whole number as its offset",
+                found=f"modes {self.modes!r}, offset {self.offset!r}",
+            ) from error
+        modes = tuple(map(checked_modes, axes))
         if not modes:
             raise MeshError("a mesh has at least one axis", found="no axes")
         names = checked_names(self.names, len(modes))
-        offset = operator.index(self.offset)
         if offset < 0:
             raise MeshError(f"the offset of a layout cannot be negative: {offset}")
         rank_map = self.rank_map

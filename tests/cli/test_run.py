@@ -486,6 +486,16 @@ def test_arguments_for_mpiexec_without_it(tmp_path: Path) -> None:
     ]
 
 
+def test_an_open_quotation_in_the_arguments_for_mpiexec(
+    script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script("pass")
+    assert run_command.main(["--launcher", "mpi", "--mpi-args=--host 'a", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "meshdist run: --mpi-args cannot be read: No closing quotation" in told
+    assert "  found:    --host 'a" in told
+
+
 def test_without_an_mpiexec(
     script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

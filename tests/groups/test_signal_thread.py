@@ -34,6 +34,10 @@ def thread_of(store, rank, answer, abort) -> SignalThread:
     return SignalThread(World(rank, 2, store, {}), BoundedStore(store, LONG), answer, abort)
 
 
+def call_of(rank: int) -> dict[str, object]:
+    return {"label": "group/1", "sequence": rank, "text": f"verb of {rank}"}
+
+
 def until(is_so) -> bool:
     deadline = time.monotonic() + 5
     while not is_so() and time.monotonic() < deadline:
@@ -48,17 +52,18 @@ def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
         thread_of(
             server.clone(),
             rank,
-            lambda about, rank=rank: {"calls": [{"verb": f"verb of {rank}"}], "about": about},
+            lambda about, rank=rank: {"calls": [call_of(rank)], "about": str(about)},
             lambda message, rank=rank: aborted.append((rank, message["reason"])),
         )
         for rank in (0, 1)
     ]
     try:
         world = World(0, 2, server, {})
-        calls = {rank: [{"verb": f"verb of {rank}"}] for rank in (0, 1)}
-        assert ask(world, (0, 1)) == {rank: {"calls": calls[rank], "about": {}} for rank in (0, 1)}
+        assert ask(world, (0, 1)) == {
+            rank: {"calls": [call_of(rank)], "about": "{}"} for rank in (0, 1)
+        }
         about = {"label": "group/1", "sequence": 7}
-        assert ask(world, (1,), about) == {1: {"calls": calls[1], "about": about}}
+        assert ask(world, (1,), about) == {1: {"calls": [call_of(1)], "about": str(about)}}
         assert post(world, {"kind": "abort", "reason": "enough"}) == 3
         assert until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(0, "enough"), (1, "enough")]

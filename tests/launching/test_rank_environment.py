@@ -164,6 +164,12 @@ def test_an_address_of_another_host_is_refused() -> None:
         reserve_port("192.0.2.1")
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a..b", "\udcff"])
+def test_what_is_no_name_of_a_host_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match="rank 0 cannot listen on "):
+        reserve_port(name)
+
+
 def test_a_name_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_nothing(*args: object, **kwargs: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")

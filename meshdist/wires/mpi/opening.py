@@ -8,17 +8,19 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ...bootstrap.bounded_store import read_jsons
 from ...bootstrap.mpi_library import start_mpi
 from ...checking.shared_words import WordsAddress, find_view
-from ...errors import BackendError
+from ...error_text import fields_among
+from ...errors import BackendError, StoreError
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import ProcessCard, my_card
-from ..failures import WireTimeout
+from ..failures import WireFailure, WireTimeout
 from ..opening import Opening
 from .arrivals import Arrivals, words_of_process
 from .link import Link, left_key, report_dead_ranks_at_the_end
 
-__all__ = ["open_link"]
+__all__ = ["open_link", "parse_member"]
 
 _NUM_TAGS = 1 << 15  # every MPI has so many
 _openings = itertools.count()
@@ -108,7 +110,7 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     for one in (group, all_ranks):
         one.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    cards = [ProcessCard.from_json(one["card"]) for one in members]
+    cards = [one["card"] for one in members]
     link = Link(MPI, comm, opening, cards, region.release_after_all)
     report_dead_ranks_at_the_end()
     words, others = region.words, _words_of_others(opening, members)
@@ -128,7 +130,24 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: store.check(keys), Deadline(opening.timeout)):
         raise WireTimeout("a member did not come to open its connection")
-    return [json.loads(store.get(key)) for key in keys]
+    try:
+        return read_jsons(store, keys, parse_member)
+    except StoreError as junk:
+        raise WireFailure(f"{junk.summary}: {junk.found}") from None
+
+
+def parse_member(value: Any) -> dict[str, Any]:
+    """What a member writes about itself; raises where that is something else."""
+    found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
+    if "problem" in value:
+        summary = str(value["problem"]["summary"])
+        found["problem"] = {"summary": summary, **fields_among(value["problem"])}
+        return found
+    found["rank"], found["tag"] = int(value["rank"]), int(value["tag"]) % _NUM_TAGS
+    if "words" in value:
+        key, address = value["words"]["key"], WordsAddress(*map(int, value["words"]["address"]))
+        found["words"] = {"key": int(key), "address": address}
+    return found
 
 
 def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
@@ -154,7 +173,7 @@ def _words_of_others(
     for member, one in enumerate(members):
         if member == opening.rank:
             continue
-        view = find_view(WordsAddress(*one["words"]["address"])) if "words" in one else None
+        view = find_view(one["words"]["address"]) if "words" in one else None
         words = None if view is None else view.find(one["words"]["key"], Arrivals.num_words)
         if words is None:
             return None

@@ -1,0 +1,214 @@
+"""Junk under the keys of the store, where each reader looks: errors of ours, in time, or nothing.
+
+The values are what ranks write there, with some characters or fields changed (``test_fuzz``).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import Store
+
+from meshdist.bootstrap.bounded_store import read_json
+from meshdist.bootstrap.generations import Attempt
+from meshdist.bootstrap.server_watch import find_port
+from meshdist.bootstrap.world import World
+from meshdist.checking.barrier_arrivals import MonitoredBarrier
+from meshdist.errors import MeshdistError
+from meshdist.groups.agreement import Agreements, digest_of_ranks
+from meshdist.groups.other_members import last_call_text
+from meshdist.groups.paused_clocks import PausedClocks
+from meshdist.groups.registry import Registry
+from meshdist.groups.signal_thread import collect, parse_answer
+from meshdist.runtime.deadlines import Grace, clock
+from meshdist.runtime.hosts import my_card
+from meshdist.wires.mpi.opening import parse_member
+from tests.test_fuzz import LONGEST_S, SHOWN, records, texts
+
+SHORT = timedelta(seconds=0.02)
+
+
+class Memory(Store):
+    """A store in this process, which can be handed junk, and has what a handle to a store has."""
+
+    is_served_here = False
+    server = client = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+        self.junk: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        text = value if isinstance(value, bytes) else str(value).encode()
+        self.values[key] = self.junk.get(key, text)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self.values.get(key, b"0")) + amount
+        self.set(key, total)
+        return total
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if not self.check(keys):
+            raise RuntimeError("wait timeout")
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        old, new = ("" if one is None else one for one in (expected, desired))
+        old = old if isinstance(old, bytes) else old.encode()
+        if self.values.get(key, b"") == old:
+            self.set(key, new)
+        return self.values[key]
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def joining(key: str) -> Callable[[bytes], object]:
+    def read(junk: bytes) -> None:
+        store = Memory()
+        store.junk[f"meshdist/0/{key}"] = junk
+        Attempt(store, 0, 1, SHORT, "a test").join()  # type: ignore[arg-type]
+
+    return read
+
+
+def found_by(store: Memory) -> World:
+    return World(0, 2, store, {"cpu": "gloo"})
+
+
+def agreeing(junk: bytes) -> None:
+    store = Memory()
+    name = f"agree/mesh/{digest_of_ranks((0, 1))}/1"
+    store.values[f"{name}/1"] = junk
+    Agreements(found_by(store)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
+
+
+def outcome_of_barrier(junk: bytes) -> None:
+    store = Memory()
+    store.values["barrier/outcome"] = junk
+    store.values["barrier/arrived/1"] = b"1"
+    MonitoredBarrier(store, "barrier", (0, 1), 0, 1, SHORT, True).wait()
+
+
+def abort(junk: bytes) -> None:
+    store = Memory()
+    store.values["group/abort"] = junk
+    found = Registry(found_by(store)).find_abort("group")
+    assert found is not None
+    assert f"rank {found['rank']}: {found['reason']}"
+    if found.get("disagreement"):
+        assert set(map(type, found["disagreement"].values())) == {str}
+
+
+def paused_clocks(junk: bytes) -> None:
+    store = Memory()
+    store.values["clock/pauses"] = junk
+    clocks = PausedClocks(store, 0)
+    try:
+        clocks.read()
+        clocks.check()
+    finally:
+        clocks.release()
+        assert not clock.is_paused()
+
+
+def answers(junk: bytes) -> None:
+    store, found = Memory(), {}
+    store.values["answer"] = junk
+    collect(store, {1: "answer"}, found, Grace(1.0), parse_answer)
+    assert isinstance(last_call_text(found[1]), str)
+    assert all(isinstance(one["label"], str) for one in found[1]["calls"])
+    assert all(isinstance(one["sequence"], int) for one in found[1]["calls"])
+
+
+def member_over_mpi(junk: bytes) -> None:
+    store = Memory()
+    store.values["mpi/1"] = junk
+    read_json(store, "mpi/1", parse_member)
+
+
+def as_bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
+CARD = my_card().to_json()
+ABORT = {"kind": "abort", "rank": 1, "labels": ["group"], "reason": "enough", "group": "the world"}
+DISAGREEMENT = dict.fromkeys(("summary", "where", "expected", "found", "fix"), "text")
+ANSWER = {"calls": [{"label": "group", "sequence": 3, "text": "barrier()"}], "about": None}
+MEMBER = {"card": CARD, "rank": 1, "tag": 7, "words": {"key": 5, "address": [1, 2, 3]}}
+READERS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]]] = {
+    "the size of a world": (texts("1"), lambda text: joining("size")(as_bytes(text))),
+    "the card of a rank": (
+        records({**CARD, "local_rank": 0, "wires": ["gloo"], "serves": False}),
+        joining("card/0"),
+    ),
+    "how a generation was closed": (
+        records(
+            {
+                "kind": "complete",
+                "hosts": [0],
+                "local_ranks": [0],
+                "wires": ["gloo"],
+                "server": None,
+            },
+            {"kind": "failed", "summary": "failed", "fields": {"where": "here"}},
+            {"kind": "stale"},
+        ),
+        joining("state"),
+    ),
+    "a definition": (records([{"text": "a mesh"}, {"gloo": ""}]), agreeing),
+    "the outcome of a barrier": (
+        records({"number": 1, "passed": 1, "by": 0, "failure": "", "absent": []}),
+        outcome_of_barrier,
+    ),
+    "an abort": (records(ABORT, {**ABORT, "disagreement": DISAGREEMENT}), abort),
+    "the table of paused clocks": (records({"a": [1, 3.0]}, {}), paused_clocks),
+    "an answer": (records(ANSWER, {**ANSWER, "about": "barrier()"}), answers),
+    "a member over MPI": (
+        records(MEMBER, {"card": CARD, "problem": {"summary": "none", "fix": "install it"}}),
+        member_over_mpi,
+    ),
+    "the port of a server watch": (texts("29500"), lambda text: find_port(as_bytes(text))),
+}
+"""How the values of a key are drawn, and what reads them."""
+
+
+def check(name: str, count: int) -> None:
+    draw, read = READERS[name]
+    rng = random.Random(name)
+    for _ in range(count):
+        given = draw(rng)
+        begin = time.monotonic()
+        try:
+            with suppress(MeshdistError):
+                read(given)
+        except Exception as error:
+            shown = repr(given)[:SHOWN]
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}, {shown}") from error
+        assert time.monotonic() - begin < LONGEST_S, repr(given)[:SHOWN]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_junk_in_the_store_ends_in_an_error_of_ours(name: str) -> None:
+    check(name, 200)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", READERS)
+def test_much_junk_in_the_store_ends_in_errors_of_ours(name: str) -> None:
+    check(name, 100_000)
