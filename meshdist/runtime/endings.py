@@ -1,16 +1,12 @@
-"""How this process ends, asked at its end; and what is done where SIGTERM ends it."""
+"""How this process ends, asked at its end."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
 
-__all__ = ["call_at_sigterm", "ending_text", "is_ending_by_exception"]
+__all__ = ["ending_text", "is_ending_by_exception"]
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -36,28 +32,3 @@ def ending_text() -> str:
 def _find_exception() -> BaseException | None:
     found = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return found if isinstance(found, BaseException) else None
-
-
-_actions: dict[Callable[[], object], int] = {}
-"""What is called at SIGTERM, and in which process."""
-
-
-def call_at_sigterm(action: Callable[[], object]) -> None:
-    """Call ``action`` where SIGTERM ends this process, but not a forked child.
-
-    Does nothing where the program handles SIGTERM itself, or outside its main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _act_and_end)
-    _actions[action] = os.getpid()
-
-
-def _act_and_end(number: int, frame: object) -> None:
-    for action, process_id in _actions.items():
-        if process_id == os.getpid():
-            with suppress(Exception):  # it ends, whatever fails
-                action()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

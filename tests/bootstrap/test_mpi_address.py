@@ -161,6 +161,9 @@ def test_a_job_that_ends_before_all_have_joined_leaves_nothing_behind(tmp_path: 
     done = run_under_mpiexec(program, tmp_path)
     assert done.returncode != 0
     assert "rank 1 has had enough" in done.stderr
+    deadline = time.monotonic() + 30
+    while list(tmp_path.glob("meshdist*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert [path.name for path in tmp_path.iterdir() if "meshdist" in path.name] == []
 
 

@@ -8,6 +8,7 @@ a signal's handler gives a last report.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from ...runtime.deadlines import Deadline, Grace, wait_until
-from ...runtime.endings import call_at_sigterm
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
 from ..opening import Opening
@@ -321,10 +321,12 @@ def _why_key(member: int, number: int) -> str:
 
 def report_dead_ranks_at_the_end() -> None:
     """Make this rank print which ranks have died when mpiexec ends it for that."""
-    call_at_sigterm(_report)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _report)
 
 
-def _report() -> None:
+def _report(number: int, frame: object) -> None:
     for link in _all_links():
         dead = [] if link.is_forked or link.is_closed else link.find_dead()
         if dead:
@@ -338,3 +340,5 @@ def _report() -> None:
                 flush=True,
             )
             break
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
