@@ -19,8 +19,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
-from ..errors import ArgumentError, KindError, MeshdistError, RendezvousError
-from ..runtime.hosts import my_card
+from ..errors import ArgumentError, KindError, RendezvousError
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
@@ -30,7 +29,6 @@ from .generations import SERVER, Attempt, Joined
 from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
-    FileStore,
     PrefixStore,
     ServedStore,
     Store,
@@ -45,6 +43,7 @@ from .stores import (
     is_loopback,
     keep_store,
     numeric_loopback,
+    open_file,
     serve_store,
 )
 
@@ -455,19 +454,11 @@ def _meet_in_file(
     # A program that ends without closing its world has left as well.
     atexit.register(leave)
     try:
-        store = FileStore(entry.store_path, -1)
+        store = open_file(entry.store_path, terms.timeout)
         named = replace(terms, group_name="")  # the generation is the job's alone
         joined = _meet_in(store, entry.rank, size, origin, named, **known)
-    except BaseException as error:
+    except BaseException:
         leave()
-        if isinstance(error, ValueError) and not isinstance(error, MeshdistError):
-            # What torch raises where the file's numbers are none.
-            raise RendezvousError(
-                f"the file of the store cannot be read: {error}",
-                where=f"{entry.store_path}; {my_card()}",
-                expected="a file that the ranks of this job alone write",
-                fix="remove it, and start the job again",
-            ) from None
         raise
     return replace(joined, leave=leave)
 

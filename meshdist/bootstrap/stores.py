@@ -8,10 +8,12 @@ this process has met others stay open until it ends, so that the next world find
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -44,6 +46,7 @@ __all__ = [
     "is_loopback",
     "keep_store",
     "numeric_loopback",
+    "open_file",
     "serve_store",
     "unknown_address",
 ]
@@ -62,6 +65,7 @@ _DESCRIPTORS_TO_CONNECT = 4  # some of them for a moment
 _MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
 _CONNECT_S = 5.0
+_SOUND = "sound"
 _ANSWER_S = 30.0
 """How long a server that has accepted a connection may take to answer as a store does."""
 
@@ -237,6 +241,50 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
         expected="the store of rank 0",
         fix="choose a port that no other service uses (MASTER_PORT, or the one in the URL)",
     )
+
+
+def open_file(path: str, timeout: timedelta) -> FileStore:
+    """Return the store in the file at ``path``, which is made where it is absent.
+
+    Raises:
+        RendezvousError: what stands in the file is no store's.
+    """
+    # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
+    try:
+        reason = wait_until(lambda: _find_damage(path), Deadline(timeout)) or "it stays locked"
+        if reason == _SOUND:
+            return FileStore(path, -1)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+    raise RendezvousError(
+        f"the file of the store cannot be read: {reason}",
+        where=f"{path}; host {socket.gethostname()}, process {os.getpid()}",
+        expected="a file that the ranks of this job alone write",
+        fix="remove it, and start the job again",
+    )
+
+
+def _find_damage(path: str) -> str | None:
+    """What is wrong with a FileStore's file, or _SOUND; None while another process has locked it.
+
+    It holds keys and values in turn, each after its length in four bytes.
+    """
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        data = file.read()
+    position, texts = 0, []
+    while position + 4 <= len(data):
+        begin = position + 4
+        position = begin + int.from_bytes(data[position:begin], sys.byteorder)
+        texts.append(data[begin:position])
+    pairs = zip(texts[::2], texts[1::2], strict=False)
+    # What torch counts its users by, also when it destroys the object, where errors are fatal.
+    are_counts = all(value.isdigit() for key, value in pairs if not key.startswith(b"/"))
+    is_whole = position == len(data) and len(texts) % 2 == 0
+    return _SOUND if is_whole and are_counts else "it is damaged"
 
 
 def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
@@ -23,8 +24,10 @@ from meshdist.bootstrap.stores import (
     inherited_listener,
     is_loopback,
     keep_store,
+    open_file,
     serve_store,
 )
+from tests.load import is_within
 from tests.pool import Pool
 
 SHORT = timedelta(seconds=0.1)
@@ -497,3 +500,44 @@ def test_stores_are_kept_per_address() -> None:
     assert keep_store(address, make) is keep_store(address, make)
     assert keep_store(("test", object()), make) is made[1]
     assert len(made) == 2
+
+
+# -- the file of a store ------------------------------------------------------------------------
+
+
+def test_a_file_is_made_for_this_user_alone_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    open_file(str(path), SHORT).set("key", "value")
+    assert open_file(str(path), SHORT).get("key") == b"value"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_damaged_file_is_told_in_time(tmp_path: Path) -> None:
+    # Torch reads some of these for ever, with the GIL.
+    path = tmp_path / "store"
+    store = open_file(str(path), SHORT)
+    store.set("key", "value")
+    store.add("number", 3)
+    del store
+    sound = path.read_bytes()
+    num_refused = 0
+    for position in range(len(sound)):
+        damaged = bytearray(sound)
+        damaged[position] ^= 0x41
+        path.write_bytes(damaged)
+        start = time.monotonic()
+        try:
+            open_file(str(path), SHORT)
+        except md.RendezvousError:
+            num_refused += 1
+        assert is_within(time.monotonic() - start, 5.0)
+    assert num_refused > len(sound) / 4
+
+
+def test_a_file_that_stays_locked_is_told_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(md.RendezvousError, match="cannot be read: it stays locked"):
+            open_file(str(path), SHORT)
+    open_file(str(path), SHORT)
