@@ -236,7 +236,7 @@ def test_an_abort_frees_who_waits(pool: Pool) -> None:
 
 def test_the_store_does_not_fill(pool: Pool) -> None:
     def program() -> int:
-        store = md.group.WORLD.world.store
+        store = md.group.WORLD.world.make_torch_store()
         md.monitored_barrier()
         md.all_reduce(torch.ones(1))
         before = store.num_keys()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import meshdist as md
+from meshdist.bootstrap import mpi_address
 from tests.faults.calls import Calls, WrongNumbers
 from tests.faults.cases import AFTER, BEFORE, INSIDE, MISCALLS, SIGNALLED, Case
 from tests.faults.programs import Step
@@ -92,6 +94,10 @@ class Rank:
 
     def _start_world(self) -> None:
         case, limit = self.case, timedelta(seconds=self.case.timeout_s)
+        if case.wire == "mpi":
+            # Its parent is the host of the case. mpiexec's number stands in the job's name.
+            mpiexec = int(re.findall(r"\d+", os.environ["PMIX_NAMESPACE"])[-2])
+            mpi_address._launching_process = lambda: mpiexec
         if case.wire == "mpi" or not self.address:
             md.init_process_group(case.wire, timeout=limit)
         else:
