@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from meshdist.bootstrap.bounded_store import read_json
 from meshdist.bootstrap.generations import Attempt
-from meshdist.bootstrap.server_watch import find_port
+from meshdist.bootstrap.server_watch import find_offer
 from meshdist.bootstrap.world import World
 from meshdist.checking.barrier_arrivals import MonitoredBarrier
 from meshdist.errors import MeshdistError
@@ -183,7 +183,10 @@ READERS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]
         records(MEMBER, {"card": CARD, "problem": {"summary": "none", "fix": "install it"}}),
         member_over_mpi,
     ),
-    "the port of a server watch": (texts("29500"), lambda text: find_port(as_bytes(text))),
+    "what a server says of itself": (
+        records({"port": 29500, "word": "00" * 16, "server": CARD}),
+        find_offer,
+    ),
 }
 """How the values of a key are drawn, and what reads them."""
 

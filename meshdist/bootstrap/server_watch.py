@@ -1,20 +1,24 @@
 """Idle connections to the process that serves a store, by which its clients see that it ends.
 
 torch reports on stderr that a server is lost as soon as a client asks it something. So a client
-looks at its server watch first; and a server of ours that ends in good order waits until its
-clients have ended or closed their worlds. Then it closes its side of all watches, and waits shortly
-until clients whose requests may be under way have closed theirs.
+looks at its server watch first, and whether the process lives where it can see that. A server of
+ours that ends in good order waits until its clients have ended or closed their worlds. Then it
+closes its side of all watches, and waits shortly until clients whose requests may be under way have
+closed theirs.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import secrets
 import select
 import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -24,9 +28,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Grace
 from ..runtime.endings import is_ending_by_exception
-from ..runtime.whole_numbers import find_whole_number
+from ..runtime.hosts import ProcessCard, is_alive, my_card
 
-__all__ = ["ServerWatch", "accept_clients", "find_port", "find_readable", "offer_server_watch"]
+__all__ = ["ServerWatch", "accept_clients", "find_offer", "find_readable", "offer_server_watch"]
 
 _KEY = "meshdist/server watch"
 _BACKLOG = 4096
@@ -38,6 +42,8 @@ _CLOSING_S = 1.0
 # A rank that fails ends soon, but lets the others read what it has left for them.
 _FAILING_S = 2.0
 _SLICE_S = 0.25
+_WORD_BYTES = 16
+_MOST_STRANGERS = 64
 
 
 _lock = threading.Lock()
@@ -56,24 +62,34 @@ class ServerWatch:
 
     def __init__(self, store: Store) -> None:
         self.connections: list[socket.socket] = []
+        self._server: ProcessCard | None = None
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if not isinstance(store, TCPStore):
             return
-        wanted = [(store.port, _CONNECT_S)]
-        if store.check([_KEY]) and (port := find_port(store.get(_KEY))):
-            wanted.append((port, _CONNECT_BESIDE_S))
-        for port, limit_s in wanted:
-            with suppress(OSError):
-                connection = socket.create_connection((store.host, port), timeout=limit_s)
-                self.connections.append(connection)
+        self._connect(store.host, store.port, _CONNECT_S)
+        if store.check([_KEY]) and (offer := find_offer(store.get(_KEY))):
+            self._server = offer.server
+            if connection := self._connect(store.host, offer.port, _CONNECT_BESIDE_S):
+                with suppress(OSError):
+                    connection.sendall(offer.word)
+
+    def _connect(self, host: str, port: int, limit_s: float) -> socket.socket | None:
+        with suppress(OSError):
+            connection = socket.create_connection((host, port), timeout=limit_s)
+            self.connections.append(connection)
+            return connection
+        return None
 
     def is_served(self) -> bool:
         """Whether the process that serves the store is still there."""
         try:
-            return not find_readable(self.connections, 0.0)
+            if find_readable(self.connections, 0.0):
+                return False
         except (OSError, ValueError):  # closed
             return False
+        # Of a process that is ending the connections stay open for a while.
+        return self._server is None or is_alive(self._server) is not False
 
     def close(self) -> None:
         """Close the connections, also for the server where a forked child has copies of them."""
@@ -83,9 +99,24 @@ class ServerWatch:
             connection.close()
 
 
-def find_port(value: bytes) -> int | None:
-    """The port of a server watch, as the store names it; None where that is no port."""
-    return find_whole_number(value.decode(errors="replace"), most=65535)
+@dataclass(frozen=True)
+class Offer:
+    """What a server says of itself in its store: where clients watch it, and how they are known."""
+
+    port: int
+    word: bytes
+    server: ProcessCard
+
+
+def find_offer(value: bytes) -> Offer | None:
+    """The offer of a server, as it stands in the store; None where that is none."""
+    try:
+        found = json.loads(value)
+        port, word = int(found["port"]), bytes.fromhex(found["word"])
+        card = ProcessCard.from_json(found["server"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    return Offer(port, word, card) if 0 < port < 65536 and len(word) == _WORD_BYTES else None
 
 
 def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
@@ -123,7 +154,8 @@ def offer_server_watch(store: Store, host: str, timeout: timedelta) -> None:
     except OSError:
         return
     clients = _Clients(listener, timeout)
-    store.set(_KEY, str(listener.getsockname()[1]))
+    offer = {"port": listener.getsockname()[1], "word": clients.word.hex()}
+    store.set(_KEY, json.dumps({**offer, "server": my_card().to_json()}))
     with _lock:
         _served.append(clients)
     atexit.register(clients.close)
@@ -132,7 +164,7 @@ def offer_server_watch(store: Store, host: str, timeout: timedelta) -> None:
 
 
 class _Clients:
-    """The clients that watch this process.
+    """The clients that watch this process: those that have sent the word that the store tells.
 
     Args:
         listener: where they connect to.
@@ -140,9 +172,11 @@ class _Clients:
     """
 
     def __init__(self, listener: socket.socket, timeout: timedelta) -> None:
+        self.word = secrets.token_bytes(_WORD_BYTES)
         self._timeout = timeout
         listener.setblocking(False)
         self._listener = listener
+        self._strangers: list[socket.socket] = []
         self._connections: list[socket.socket] = []
         self._process_id = os.getpid()
 
@@ -156,11 +190,30 @@ class _Clients:
             return
         with suppress(OSError):
             while True:
-                self._connections.append(self._listener.accept()[0])
+                self._strangers.append(self._listener.accept()[0])
+        for stranger in self._strangers[:]:
+            self._greet(stranger)
+        for stranger in self._strangers[:-_MOST_STRANGERS]:
+            self._strangers.remove(stranger)
+            stranger.close()
         closed = find_readable(self._connections, seconds)  # clients send nothing
         for connection in [one for one in self._connections if one.fileno() in closed]:
             self._connections.remove(connection)
             connection.close()
+
+    def _greet(self, stranger: socket.socket) -> None:
+        """Take a connection for a client's once it has sent the word; close it if it sent other."""
+        try:
+            sent = stranger.recv(_WORD_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            sent = b""
+        self._strangers.remove(stranger)
+        if sent == self.word:
+            self._connections.append(stranger)
+        else:
+            stranger.close()
 
     def close(self) -> None:
         """Wait until no client needs the store; close this side, and see the clients close theirs.
@@ -177,7 +230,8 @@ class _Clients:
             self.update(patience.slice_s(_SLICE_S))
         grace = Grace(_CLOSING_S)
         self.update()
-        self._listener.close()
+        for connection in (self._listener, *self._strangers):
+            connection.close()
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)

@@ -56,16 +56,19 @@ def _find_host_identity() -> str:
         return f"{platform.node()}/{uuid.getnode():x}"
 
 
+_PF_EXITING = 0x4  # of Linux, set before the process gives its memory and files back
+
+
 def process_start(pid: int) -> str | None:
     """Return when process ``pid`` of this host started, in the system's own terms.
 
-    None if there is no such process; with the number it names a process for good, since numbers
-    are given again.
+    None if there is no such process, or one that is ending. With the number it names a process for
+    good, since numbers are given again.
     """
     process = read_process(pid)
     if process is not None:
         _, fields = process
-        return None if fields[0] in "ZX" else fields[19]
+        return None if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING else fields[19]
     if os.path.exists("/proc/self/stat"):
         return None
     shown = subprocess.run(

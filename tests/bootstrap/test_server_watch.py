@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +17,9 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from meshdist.bootstrap import server_watch
-from meshdist.bootstrap.server_watch import ServerWatch, accept_clients
+from meshdist.bootstrap.server_watch import ServerWatch, accept_clients, find_offer
 from meshdist.bootstrap.stores import bind_listener, connect_store, serve_store
+from meshdist.runtime.hosts import my_card
 from tests.load import is_within
 
 _SERVER = """
@@ -130,3 +133,31 @@ def test_a_killed_server_ends_all_connections() -> None:
         server.wait(10)
         assert select.select(watch.connections, [], [], 10.0)[0] == watch.connections
         watch.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"junk", bytes(16), bytes(100)])
+def test_strangers_keep_no_server_from_ending(said: bytes) -> None:
+    with served("None") as (server, store):
+        offer = find_offer(store.get("meshdist/server watch"))
+        assert offer is not None
+        strangers = [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(100)]
+        for stranger in strangers:
+            stranger.sendall(said)
+        watch = ServerWatch(store)
+        tell_to_end(server)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(0.5)  # it waits for its client, and for no one else
+        watch.close()
+        assert server.wait(10) == 0
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_process_that_is_ending_is_known_by_its_card() -> None:
+    with served("None") as (server, store):
+        watch = ServerWatch(store)
+        assert watch.is_served()
+        watch._server = dataclasses.replace(my_card(), start="1")
+        assert not watch.is_served()
+        watch.close()
+        server.kill()
