@@ -3,7 +3,8 @@
     python benchmarks/mesh_creation.py [REPORT.json]
 
 Processes are forked after import. In each, torch's world comes first and meshdist adopts it; then
-both make a mesh in turn, and close it, for several rounds. A round's time is the slowest rank's.
+both make a mesh in turn, and close it, for several rounds. A round's time is the slowest rank's. A
+second world of ours meets in a file, as under `meshdist run` on one host.
 """
 
 from __future__ import annotations
@@ -62,30 +63,36 @@ def worker(rank: int, size: int, port: int, folder: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, size, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
-    md.init_process_group()
     times: dict[str, list[float]] = {}
-    for number in range(ROUNDS + 1):
-        for shape in SHAPES[size]:
-            took, theirs = timed(
-                lambda shape=shape: torch_init_device_mesh(
-                    "cpu", shape, mesh_dim_names=names_of(shape)
+    file = md.FileStore(str(Path(folder, "store")), size)
+    for side, of_file in (("ours", None), ("ours, file", file)):
+        if of_file is None:
+            md.init_process_group()
+        else:
+            md.init_process_group("gloo", store=of_file, rank=rank, world_size=size)
+        for number in range(ROUNDS + 1):
+            for shape in SHAPES[size]:
+                took, theirs = timed(
+                    lambda shape=shape: torch_init_device_mesh(
+                        "cpu", shape, mesh_dim_names=names_of(shape)
+                    )
                 )
-            )
-            for group in theirs.get_all_groups():
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
-            ours, mesh = timed(
-                lambda shape=shape: md.init_device_mesh(
-                    "cpu", shape, mesh_dim_names=names_of(shape)
+                for group in theirs.get_all_groups():
+                    if group is not dist.group.WORLD:
+                        dist.destroy_process_group(group)
+                ours, mesh = timed(
+                    lambda shape=shape: md.init_device_mesh(
+                        "cpu", shape, mesh_dim_names=names_of(shape)
+                    )
                 )
-            )
-            mesh.close()
-            if number:
-                times.setdefault(f"torch {shape}", []).append(took)
-                times.setdefault(f"ours {shape}", []).append(ours)
+                mesh.close()
+                if number:
+                    times.setdefault(f"torch {shape}", []).append(took)
+                    times.setdefault(f"{side} {shape}", []).append(ours)
+        dist.barrier()
+        md.destroy_process_group()
     Path(folder, str(rank)).write_text(json.dumps(times))
     dist.barrier()
-    md.destroy_process_group()
 
 
 def over_processes(size: int) -> list[dict[str, Any]]:
@@ -117,7 +124,7 @@ def over_processes(size: int) -> list[dict[str, Any]]:
     rows = []
     for shape in SHAPES[size]:
         row: dict[str, Any] = {"ranks": size, "shape": str(shape), "what": "gloo, ms"}
-        for side in ("torch", "ours"):
+        for side in ("torch", "ours", "ours, file"):
             slowest = [
                 max(times) for times in zip(*(r[f"{side} {shape}"] for r in per_rank), strict=True)
             ]

@@ -1,14 +1,17 @@
 """A store whose requests end in time, also where its server is stopped or has ended.
 
 Torch's clients wait for an answer without a limit, report a lost server on stderr with a stack, and
-keep every other thread waiting that uses the same connection. A BoundedStore leaves the requests to
-a thread of its own, so that the caller can give up; it looks first whether the server lives; and it
-waits for a key by asking for it. What it reads is checked: other processes may have written it.
+keep every other thread waiting that uses the same connection. A BoundedStore looks first whether
+the server lives, waits for a key by asking for it, and leaves requests to another process to a
+thread of its own, so that the caller can give up. Requests to a file, or to a server in this
+process, need no thread, and end by themselves; where another process is stopped while it keeps the
+file locked, that is seen before. What is read is checked: other processes may have written it.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import threading
@@ -18,10 +21,11 @@ from concurrent.futures import Future, TimeoutError as NoAnswerYet
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, FileStore, Store
+from torch.distributed import DistNetworkError, Store
 
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
@@ -73,20 +77,26 @@ class BoundedStore(Store):
         super().__init__()
         self._patience = timeout
         self.is_served_here = is_served_here
+        path = getattr(raw, "path", None)  # a FileStore's
         self.server = "the process that serves the store"
+        if path is not None:
+            self.server = "a process that uses the store"
         self.client = f"process {os.getpid()}"
         """What messages call it, and this process."""
         self._raw = raw
         if is_served_here:
             accept_clients()
         self._watch = None if is_served_here else ServerWatch(raw)
+        self._file = None if path is None else os.open(path, os.O_RDONLY)
+        self._process_id = os.getpid()
+        self._is_closed = False
         self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._requests = SimpleQueue()
         self._busy_since: float | None = None
-        self._process_id = os.getpid()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if self._file is None and not is_served_here:
+            self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
+            self._thread.start()
         atexit.register(self.close)
 
     # -- torch's methods ---------------------------------------------------------------------------
@@ -131,8 +141,12 @@ class BoundedStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for all ``keys`` and return their values."""
-        self.wait(keys)
-        return self._ask(lambda raw: raw.multi_get(list(keys)))
+        wanted = list(keys)
+        values = self._ask(lambda raw: raw.multi_get(wanted) if raw.check(wanted) else None)
+        if values is None:
+            self.wait(wanted)
+            return self._ask(lambda raw: raw.multi_get(wanted))
+        return values
 
     def delete_key(self, key: str) -> bool:
         """Forget ``key``; whether it was there."""
@@ -166,7 +180,7 @@ class BoundedStore(Store):
 
     def let_server_end(self) -> None:
         """Close the watch, for which a server waits that ends, once no request is under way."""
-        if self._watch is not None:
+        if self._watch is not None and self._thread is not None:
             watch = self._watch
             self._requests.put((lambda _: watch.close(), Future()))
 
@@ -176,19 +190,25 @@ class BoundedStore(Store):
         if self._process_id != os.getpid() or self._is_closed:
             return
         self._is_closed = True
-        self._requests.put(None)
-        self._thread.join(0.0 if self._is_silent() else _END_S)
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join(0.0 if self._busy_s() > _ANSWER_S else _END_S)
         if self._watch is not None:
             self._watch.close()
+        if self._file is not None:
+            os.close(self._file)
 
     # -- the requests ------------------------------------------------------------------------------
 
     def _ask(self, request: Callable[[Store], T]) -> T:
-        """Return what ``request`` returns, in the thread that makes all requests."""
+        """Return what ``request`` returns, given the store that serves it."""
         if self._is_closed or self._process_id != os.getpid():
             raise StoreError("the store of this world is closed in this process")
         if not self.is_served:
             raise self._lost("has ended")
+        if self._thread is None:
+            self._await_unlocked()
+            return request(self._raw)
         answer: Future[T] = Future()
         self._requests.put((request, answer))
         deadline, grace = _deadline.get(), Grace(_ANSWER_S - self._busy_s())
@@ -200,9 +220,16 @@ class BoundedStore(Store):
                     answer.cancel()
                     raise self._lost("does not answer") from None
             except DistNetworkError:
-                if self.is_served_here or self.is_served:
-                    raise self._refused() from None
-                raise self._lost("has ended") from None
+                raise (self._refused() if self.is_served else self._lost("has ended")) from None
+
+    def _await_unlocked(self) -> None:
+        """Return when no process keeps the store's file locked."""
+        if self._file is None or _is_unlocked(self._file):
+            return
+        grace = Grace(_ANSWER_S)
+        while not wait_until(partial(_is_unlocked, self._file), _deadline.get() or grace):
+            if grace.is_over:
+                raise self._lost("keeps its file locked")
 
     def _run(self) -> None:
         while (asked := self._requests.get()) is not None:
@@ -228,18 +255,11 @@ class BoundedStore(Store):
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def _is_silent(self) -> bool:
-        return self._busy_s() > _ANSWER_S
-
     def _lost(self, what: str) -> StoreError:
-        found = None
-        if isinstance(self._raw, FileStore):
-            found = "a process that is stopped may keep the store's file locked"
         return StoreError(
             f"{self.server} {what}",
             where=self.client,
             expected="it to live, and to answer, as long as other ranks need it",
-            found=found,
             fix="look at what that process wrote last, and whether it is stopped",
         )
 
@@ -251,6 +271,15 @@ class BoundedStore(Store):
             found="a key that was to be counted up may hold what is no number",
             fix="let no other program write to the store",
         )
+
+
+def _is_unlocked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True
 
 
 def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:

@@ -134,10 +134,10 @@ class Registry:
             return
         key = f"{call}/finished"
         with suppress(StoreError):  # the next call that needs it says so
-            world.store.add(key, 1)
+            self._count(key, len(members), Grace(_DONE_S), waits=world.server == world.rank)
             if world.server == world.rank:
-                self._await_count(key, len(members), Grace(_DONE_S))
-                world.store.delete_key(key)
+                for old in (key, _all_key(key)):
+                    world.store.delete_key(old)
 
     def acquire(self, wire: Wire, opening: Opening, label: str, user: User) -> OpenCommunicator:
         """Return the communicator called ``label``; opening a new one waits for all members.
@@ -166,11 +166,10 @@ class Registry:
                 communicator = wire.open(opening)
                 if world.has_processes and len(ranks) > 1:
                     # A member that ended now would fail others that still connect to each other.
-                    world.store.add(opened_key, 1)
-                    self._await_count(opened_key, len(ranks), Grace(_PATIENCE_S))
+                    self._count(opened_key, len(ranks), Grace(_PATIENCE_S))
         except BaseException:
             with suppress(StoreError):
-                world.store.add(opened_key, len(ranks))  # the others need not wait
+                world.store.set(_all_key(opened_key), "")  # the others need not wait
             if communicator is not None:
                 communicator.close()
             if table is not None:
@@ -222,7 +221,9 @@ class Registry:
         finally:
             self._abort_here(message)
         if number and world.server == world.rank:  # it may end right after this call
-            self._await_count(receipts_key(number), world.size, Grace(_RECEIPTS_S))
+            received, limit = receipts_key(number), Grace(_RECEIPTS_S)
+            with suppress(StoreError):
+                wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
         """Refuse every later verb of this rank on a failed communicator, with the reason."""
@@ -305,10 +306,13 @@ class Registry:
             if self.world.server == self.world.rank:  # others may need this process for long
                 entry.close()
 
-    def _await_count(self, key: str, number: int, grace: Grace) -> None:
-        """Return when a count in the store is ``number``, at the deadline, or without the store."""
-        with suppress(StoreError):
-            wait_until(lambda: read_number(self.world.store, key) >= number, grace)
+    def _count(self, key: str, number: int, grace: Grace, *, waits: bool = True) -> None:
+        """Count this rank in the store; wait, at most so long, until ``number`` ranks have come."""
+        store = self.world.store
+        if store.add(key, 1) == number:
+            store.set(_all_key(key), "")
+        elif waits:
+            wait_until(lambda: store.check([_all_key(key)]), grace)
 
     def _abort_as_told(self, message: dict[str, Any]) -> None:
         self._abort_here(_abort_message(message))
@@ -322,6 +326,11 @@ class Registry:
                 entry.share_key = None  # no group that is made later shares a broken one
         for entry in opened:
             entry.communicator.abort()
+
+
+def _all_key(key: str) -> str:
+    """What is set once all ranks have been counted under ``key``."""
+    return f"{key}/all"
 
 
 def _ending_key(rank: int) -> str:

@@ -157,6 +157,7 @@ def test_a_process_that_is_ending_is_known_by_its_card() -> None:
     with served("None") as (server, store):
         watch = ServerWatch(store)
         assert watch.is_served()
+        watch._next_look = 0.0
         watch._server = dataclasses.replace(my_card(), start="1")
         assert not watch.is_served()
         watch.close()

@@ -1,0 +1,199 @@
+"""A store whose requests end in time; what is read from it is checked."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+import meshdist as md
+from meshdist.bootstrap import bounded_store
+from meshdist.bootstrap.bounded_store import BoundedStore, read_json, read_number, within
+from meshdist.bootstrap.stores import connect_store
+from meshdist.runtime.deadlines import Deadline
+from tests.load import is_within
+
+LONG = timedelta(seconds=30)
+_SERVER = """
+import sys
+from datetime import timedelta
+from meshdist.bootstrap.stores import bind_listener, serve_store
+
+store = serve_store(bind_listener("127.0.0.1", 0), "127.0.0.1", 0, timedelta(seconds=60))
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def served() -> Iterator[tuple[subprocess.Popen[str], BoundedStore]]:
+    """A server in a process of its own, and a client."""
+    command, pipe = [sys.executable, "-c", _SERVER], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        client = BoundedStore(connect_store("127.0.0.1", int(server.stdout.readline()), LONG), LONG)
+        try:
+            yield server, client
+        finally:
+            client.close()
+            server.send_signal(signal.SIGCONT)
+            server.kill()
+
+
+@pytest.fixture(params=["hash", "file", "served", "served here"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "served":
+        with served() as (_, client):
+            yield PrefixStore("below", client)
+        return
+    if request.param == "file":
+        bounded = BoundedStore(FileStore(str(tmp_path / "store"), -1), LONG)
+    elif request.param == "hash":
+        bounded = BoundedStore(HashStore(), LONG)
+    else:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        bounded = BoundedStore(server, LONG, is_served_here=True)
+    yield PrefixStore("below", bounded)
+    bounded.close()
+
+
+def test_it_does_what_the_store_below_it_does(store: Store) -> None:
+    assert not store.check(["a"])
+    store.set("a", "one")
+    assert store.get("a") == b"one"
+    assert (store.add("n", 2), store.add("n", 3), read_number(store, "n")) == (2, 5, 5)
+    assert read_number(store, "absent") == 0
+    assert not store.check(["absent"])  # to read it writes nothing
+    assert store.compare_set("b", "", "first") == b"first"
+    assert store.compare_set("b", "", "second") == b"first"
+    assert store.multi_get(["b", "a"]) == [b"first", b"one"]
+
+
+def test_a_thread_that_waits_keeps_no_other_waiting(store: Store) -> None:
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(store.get("late")))
+    thread.start()
+    time.sleep(0.05)
+    store.set("late", "here")
+    thread.join(20)
+    assert got == [b"here"]
+
+
+def test_a_wait_ends_at_its_timeout(store: Store) -> None:
+    start = time.monotonic()
+    with pytest.raises(md.StoreError, match="wait timeout"):
+        store.wait(["absent"], timedelta(seconds=0.2))
+    with within(Deadline(0.2)), pytest.raises(md.StoreError, match="wait timeout"):
+        store.get("absent")
+    assert is_within(time.monotonic() - start, 5.0)
+
+
+def test_a_stopped_server_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.5)
+    with served() as (server, client):
+        client.server = "rank 0, which serves the store,"
+        client.set("a", "1")
+        server.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(md.StoreError) as caught:
+            client.check(["a"])
+        assert caught.value.summary == "rank 0, which serves the store, does not answer"
+        assert is_within(time.monotonic() - start, 5.0)
+        start = time.monotonic()
+        with pytest.raises(md.StoreError, match="does not answer"):
+            client.add("n", 1)  # not asked any more
+        assert is_within(time.monotonic() - start, 2.0)
+        server.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert client.get("a") == b"1"
+        assert client.add("n", 1) == 1  # what was given up is not done later
+
+
+def test_a_longer_deadline_waits_for_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.1)
+    with served() as (server, client):
+        server.send_signal(signal.SIGSTOP)
+        threading.Timer(0.6, server.send_signal, [signal.SIGCONT]).start()
+        with within(Deadline(30.0)):
+            assert not client.check(["a"])
+
+
+def test_a_server_that_has_ended_is_told_at_once() -> None:
+    with served() as (server, client):
+        server.kill()
+        server.wait()
+        with pytest.raises(md.StoreError, match="the process that serves the store has ended"):
+            client.check(["a"])
+        assert not client.is_served
+
+
+def test_a_key_that_a_stranger_has_filled_with_junk_costs_one_request() -> None:
+    with served() as (_, client):
+        client.set("n", "junk")
+        with pytest.raises(md.StoreError, match="has closed this process's connection") as caught:
+            client.add("n", 1)
+        assert "a key that was to be counted up may hold what is no number" in str(caught.value)
+        assert client.add("m", 1) == 1
+
+
+def test_a_file_that_stays_locked_is_told_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.2)
+    path = tmp_path / "store"
+    client = BoundedStore(FileStore(str(path), -1), LONG)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(md.StoreError, match="a process that uses the store keeps its file"):
+            client.check(["a"])
+        threading.Timer(0.5, fcntl.flock, [file, fcntl.LOCK_UN]).start()
+        with within(Deadline(30.0)):
+            assert not client.check(["a"])
+    client.close()
+
+
+def test_a_closed_store_refuses_and_a_forked_child_too() -> None:
+    client = BoundedStore(HashStore(), LONG)
+    child = os.fork()
+    if child == 0:
+        try:
+            client.check(["a"])
+        except md.StoreError:
+            client.close()  # does nothing there
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not client.check(["a"])
+    client.close()
+    client.close()
+    with pytest.raises(md.StoreError, match="the store of this world is closed in this process"):
+        client.check(["a"])
+    assert not [t for t in threading.enumerate() if t.name == "meshdist-store" and t.is_alive()]
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b"{", b"[1]", b'{"b": 1}', b"null"])
+def test_junk_is_named_with_its_key(value: bytes) -> None:
+    store = HashStore()
+    store.set("key", value)
+    with pytest.raises(md.StoreError) as caught:
+        read_json(store, "key", lambda found: found["a"])
+    assert caught.value.summary == (
+        "the store holds under 'key' what no rank of this job has written"
+    )
+    assert caught.value.found == repr(value)
+    with pytest.raises(md.StoreError, match="under 'key'"):
+        read_number(store, "key")
+    store.set("key", json.dumps({"a": 1}))
+    assert read_json(store, "key", lambda found: found["a"]) == 1
