@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from ..checking.calls import Call, GroupFacts
@@ -32,14 +33,26 @@ STORE_LOST = "the store is lost"
 
 
 def opening_error(
-    failure: WireFailure, group: str, wire: Wire, where: str, silent: str = ""
+    failure: WireFailure,
+    group: str,
+    ranks: Sequence[int],
+    wire: Wire,
+    where: str,
+    silent: str = "",
 ) -> MeshdistError:
-    """The error of a group that a wire did not open; ``silent`` as ``OtherMembers.silent``."""
+    """The error of a group that a wire did not open.
+
+    Args:
+        failure: the wire's.
+        group, ranks: what messages call the group, and its members.
+        wire, where: the wire, and this rank.
+        silent: as ``OtherMembers.silent``.
+    """
     kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
     return kind(
         f"{group} could not be opened on wire {wire.name!r}",
         where=where,
-        found="\n".join(filter(None, (str(failure), silent))),
+        found="\n".join(filter(None, (_text_of(failure, ranks), silent))),
         fix=f"name another backend, for example {wire.replacement or 'gloo'!r}"
         if isinstance(failure, WireRefused)
         else "see that all of these ranks come to this point, and that no one has ended",
@@ -131,7 +144,7 @@ class Explainer:
         except MembersDisagree as disagreement:
             failure = disagreement
         call = self._find_call(note)
-        text = str(failure)
+        text = _text_of(failure, self._group.ranks)
         if isinstance(failure, MembersDisagree):
             if failure.message is None:
                 return self._different_calls(failure.number or call.sequence)
@@ -140,8 +153,6 @@ class Explainer:
         if is_misfit and call.message is not None:
             sides, number = call.message[:3], call.message[3]
             return self._different_messages(sides, MembersDisagree("", number), call, text)
-        if isinstance(failure, MemberLost):
-            text = f"rank {self._group.ranks[failure.member]} {failure}"
         abort = self._others.find_abort()
         if abort is not None or isinstance(failure, WireAborted):
             return self._aborted(call, text, abort)
@@ -265,3 +276,10 @@ class Explainer:
 
     def _find_call(self, note: int | None = None) -> Call:
         return self._recorder.find_note(note) or Call(0, self._group, "an earlier call", None)
+
+
+def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:
+    """What a failure says; a member is named by its rank, of ``ranks``."""
+    if isinstance(failure, MemberLost):
+        return f"rank {ranks[failure.member]} {failure}"
+    return str(failure)

@@ -305,7 +305,7 @@ class ProcessGroup(VerbMethods):
         is_refused = isinstance(failure, WireRefused)
         silent = "" if is_refused else silent_ranks(self.world, self.ranks)
         where = f"rank {self.world.rank}, among {ranks_text(self.ranks)}"
-        return opening_error(failure, self.name, wire, where, silent)
+        return opening_error(failure, self.name, self.ranks, wire, where, silent)
 
 
 def _across_hosts(backends: dict[str, str]) -> dict[str, str]:

@@ -464,7 +464,7 @@ def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Commu
         with within(Deadline(opening.timeout)):
             return wire.open(opening)
     except WireFailure as failure:
-        raise opening_error(failure, group.name, wire, group.here) from None
+        raise opening_error(failure, group.name, group.ranks, wire, group.here) from None
 
 
 @atexit.register

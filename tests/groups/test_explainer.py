@@ -199,13 +199,14 @@ def test_a_call_that_is_forgotten_has_no_name() -> None:
         (WireRefused("no"), md.BackendError, "no", "another backend, for example 'gloo'"),
         (WireTimeout("late"), md.CollectiveTimeoutError, "late\nrank 6 is silent", "no one has"),
         (WireFailure("reset"), md.BackendError, "reset\nrank 6 is silent", "come to this point"),
+        (MemberLost("has ended", 1), md.BackendError, "rank 6 has ended", "no one has ended"),
     ],
 )
 def test_a_group_that_is_not_opened(failure: WireFailure, kind: type, found: str, fix: str) -> None:
     wire: Any = mock.Mock(replacement="")
     wire.name = "shm"
-    silent = "" if isinstance(failure, WireRefused) else "rank 6 is silent"
-    error: Any = opening_error(failure, "a group", wire, "rank 4", silent)
+    silent = "" if isinstance(failure, (WireRefused, MemberLost)) else "rank 6 is silent"
+    error: Any = opening_error(failure, "a group", (4, 6), wire, "rank 4", silent)
     assert type(error) is kind
     assert error.summary == "a group could not be opened on wire 'shm'"
     assert (error.where, error.found) == ("rank 4", found) and fix in error.fix
