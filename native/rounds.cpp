@@ -5,12 +5,13 @@ namespace meshdist {
 Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) {
   const auto ready = [&] { return has_published(member, round); };
   const auto is_over = [&] { return end_.is_over(); };
+  unsigned end = member + 1;
   for (;;) {
     if (look(end_.patience, ready, is_over)) return ready() ? Status::ok : end_.over_status();
-    // Members that were looked at before may also be dead; but they have published this round.
-    if (end_.is_gone(member) && !ready()) {
+    const int gone = find_gone(member, end, round);
+    if (gone >= 0) {
       if (end_.is_over()) return end_.over_status();
-      culprit_ = static_cast<int>(member);
+      culprit_ = gone;
       end_.end(Status::died, culprit_);
       return Status::died;
     }
@@ -25,7 +26,17 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) 
     }
     doze(end_.me().seats[kForRounds], static_cast<std::int32_t>(member),
          left < kSlice ? left : kSlice, ready, is_over);
+    end = end_.size;  // one that has ended cannot come, however long this one may still take
   }
+}
+
+// Of the members from `begin` to `end` one that has gone and will not publish `round`; else -1.
+int Rounds::find_gone(unsigned begin, unsigned end, std::uint64_t round) const {
+  for (unsigned j = begin; j < end; ++j) {
+    // In this order: it may publish and go meanwhile.
+    if (j != end_.rank && end_.is_gone(j) && !has_published(j, round)) return static_cast<int>(j);
+  }
+  return -1;
 }
 
 void Rounds::describe(Status status, std::uint64_t round) {

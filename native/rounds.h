@@ -94,6 +94,7 @@ class Rounds {
     return line(member, round).flag.load(std::memory_order_seq_cst) == stamp(round);
   }
   Status wait_for(unsigned member, std::uint64_t round, const Call& call);
+  int find_gone(unsigned begin, unsigned end, std::uint64_t round) const;
 
   const Endpoint& end_;
   std::uint64_t next_ = 0;

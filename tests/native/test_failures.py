@@ -167,6 +167,21 @@ def test_a_member_that_dies_in_the_middle_is_noticed_within_a_second(
         assert noticed - died[0] < 1.0 + 0.3  # the sleeps of a busy machine
 
 
+def test_a_dead_member_is_noticed_while_another_one_is_late() -> None:
+    def body(c: Any) -> Any:
+        if c.rank == 2:
+            os._exit(3)
+        if c.rank == 1:
+            time.sleep(TIMEOUT / 4)
+        begin = time.monotonic()
+        status = c.barrier(TIMEOUT)
+        return status, c.last_failure().culprit, time.monotonic() - begin
+
+    first, _, _ = run_ranks(3, body)
+    assert first[:2] == (STATUSES["DIED"], 2)
+    assert is_within(first[2], 1.0)
+
+
 def test_a_stopped_member_leads_to_a_timeout_on_all() -> None:
     def body(c: Any) -> Any:
         x = torch.zeros(10**6)
