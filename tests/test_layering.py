@@ -123,6 +123,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "groups": (
             "paused_clocks",
             "signal_thread",
+            "endings",
             "agreement",
             "matching",
             "header_tables",

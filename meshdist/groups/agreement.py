@@ -23,6 +23,7 @@ from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError, CollectiveTimeoutError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
+from .endings import Endings
 from .signal_thread import ask
 
 __all__ = ["Agreement", "Agreements", "digest_of_ranks"]
@@ -97,6 +98,7 @@ class Agreements:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._endings = Endings(world)
         self._has_notice = False  # whether the store shows what this rank waits for
 
     def agree(
@@ -119,6 +121,7 @@ class Agreements:
         Raises:
             AgreementError: the definitions differ, or members wait for each other in different
                 ones.
+            BackendError: a member that did not come has ended.
             CollectiveTimeoutError: a member did not come; the text names it.
         """
         world, members = self._world, tuple(sorted(ranks))
@@ -183,6 +186,7 @@ class Agreements:
             missing = [rank for rank in members if not store.check([meeting.key(rank)])]
             if not missing:
                 break
+            self._check_alive(meeting, missing)
             if deadline.is_over:
                 seconds = meeting.timeout.total_seconds()
                 outcome = f"rank {world.rank} waited {seconds:g} s for {meeting.text}"
@@ -203,6 +207,20 @@ class Agreements:
                     fix="make meshes and groups from equal arguments on all of their ranks",
                 )
         self._show_notice(None)
+
+    def _check_alive(self, meeting: _Meeting, missing: list[int]) -> None:
+        """Raise where some of the ``missing`` have ended, before they came."""
+        store, ended = self._world.store, {rank: self._endings.find(rank) for rank in missing}
+        # In this order: one may come and end meanwhile.
+        lost = [rank for rank in missing if ended[rank] and not store.check([meeting.key(rank)])]
+        if lost:
+            raise BackendError(
+                f"{ranks_text(lost)} cannot come to make a {meeting.kind}",
+                where=f"rank {self._world.rank}, {meeting.text}, for {ranks_text(meeting.members)}",
+                expected=f"the same call on {ranks_text(meeting.members)}",
+                found="\n".join(f"rank {rank} {ended[rank]}" for rank in lost),
+                fix=f"look at what ended {ranks_text(lost)}; make it on the ranks that are left",
+            )
 
     def _show_notice(self, meeting: _Meeting | None) -> None:
         """Show in the store what this rank waits for; None takes an older notice away."""

@@ -65,7 +65,7 @@ class MembersOfWorld(OtherMembers):
             answer = answers.get(rank)
             line = last_call_text(answer)
             if answer is None:
-                line = registry.find_ending(rank) or line
+                line = registry.endings.find(rank) or line
             if answer is not None:
                 line = line.removeprefix("runs, and ")
                 here = [one for one in answer["calls"] if one["label"] == self._opened.label]
@@ -149,7 +149,7 @@ def silent_ranks(world: World, ranks: tuple[int, ...]) -> str:
     registry = get_registry(world)
     others = tuple(rank for rank in ranks if rank != world.rank)
     try:
-        endings = {rank: text for rank in others if (text := registry.find_ending(rank))}
+        endings = {rank: text for rank in others if (text := registry.endings.find(rank))}
         if endings:
             return "\n".join(f"rank {rank} {text}" for rank, text in endings.items())
         answers = ask(world, others, patience_s=_LIFE_SIGN_S)

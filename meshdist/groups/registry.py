@@ -30,6 +30,7 @@ from ..wires.communicator import Communicator
 from ..wires.opening import Opening
 from ..wires.registry import Wire
 from .agreement import Agreement, Agreements
+from .endings import Endings
 from .header_tables import HeaderTables
 from .matching import Matching
 from .signal_thread import Answer, SignalThread, post, receipts_key
@@ -94,6 +95,7 @@ class Registry:
         self.beside_wires = Recorder()
         """Calls that go through the store instead of a communicator."""
         self.header_tables = HeaderTables(world)
+        self.endings = Endings(world)
         self._agreements = Agreements(world)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
@@ -104,6 +106,7 @@ class Registry:
         world = self.world
         if not world.has_processes or world.handle is None:
             return
+        self.endings.announce()
         self.header_tables.publish()
         self._signals = SignalThread(world, world.handle, self.answer, self._abort_as_told)
         atexit.register(self._end)  # runs before that of the signals, which was registered before
@@ -282,18 +285,11 @@ class Registry:
         with self._lock:
             return list(self._by_label.values())
 
-    def find_ending(self, rank: int) -> str:
-        """How a rank says that it has left the world; "" where it has not."""
-        if not self.world.has_processes or not self.world.store.check([_ending_key(rank)]):
-            return ""
-        return read_json(self.world.store, _ending_key(rank), str)
-
     def _leave(self, how: str) -> None:
         """Tell the others that this rank leaves the world, and how."""
         atexit.unregister(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
-            with suppress(StoreError):
-                self.world.store.set(_ending_key(self.world.rank), json.dumps(how))
+            self.endings.leave(how)
 
     def _end(self) -> None:
         """Leave, and let the others see how, before this process ends."""
@@ -331,10 +327,6 @@ class Registry:
 def _all_key(key: str) -> str:
     """What is set once all ranks have been counted under ``key``."""
     return f"{key}/all"
-
-
-def _ending_key(rank: int) -> str:
-    return f"ended/{rank}"
 
 
 def parse_disagreement(value: dict[str, str]) -> dict[str, str]:

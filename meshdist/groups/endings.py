@@ -1,0 +1,60 @@
+"""How ranks of a world have ended, or left it, as the others see it.
+
+A rank that leaves in good order, or by an exception, writes so to the store. One that is killed
+cannot, but processes of one host see that its process has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from ..bootstrap.bounded_store import read_json
+from ..bootstrap.world import World
+from ..errors import StoreError
+from ..runtime.hosts import ProcessCard, is_alive, my_card
+
+__all__ = ["Endings"]
+
+
+class Endings:
+    """The endings of one world's ranks, as one of them sees them; none where they are simulated."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cards: dict[int, ProcessCard] = {}
+
+    def announce(self) -> None:
+        """Show the others of this host which process this rank is."""
+        self._world.store.set(_card_key(self._world.rank), json.dumps(my_card().to_json()))
+
+    def leave(self, how: str) -> None:
+        """Tell the others that this rank leaves the world, and how."""
+        with suppress(StoreError):
+            self._world.store.set(_ending_key(self._world.rank), json.dumps(how))
+
+    def find(self, rank: int) -> str:
+        """How a rank has left the world, as in "has ended"; "" where it has not, for all one sees.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        world = self._world
+        if not world.has_processes:
+            return ""
+        if world.store.check([_ending_key(rank)]):
+            return read_json(world.store, _ending_key(rank), str)
+        if world.hosts[rank] != world.hosts[world.rank]:
+            return ""
+        if rank not in self._cards and world.store.check([_card_key(rank)]):
+            self._cards[rank] = read_json(world.store, _card_key(rank), ProcessCard.from_json)
+        card = self._cards.get(rank)
+        return "has ended" if card is not None and is_alive(card) is False else ""
+
+
+def _ending_key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def _card_key(rank: int) -> str:
+    return f"process/{rank}"
