@@ -62,11 +62,12 @@ struct Header {
   std::uint8_t unused = 0;
   std::int32_t root = 0;  // for lists: a digest of the sizes
   std::uint64_t count = 0;
-  std::uint64_t sequence = 0;
+  std::uint32_t sequence = 0;     // its low bits
+  std::uint32_t fingerprint = 0;  // of a call of which the other fields do not show all; else 0
 
   bool operator==(const Header& other) const {
     return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
-           count == other.count && sequence == other.sequence;
+           count == other.count && sequence == other.sequence && fingerprint == other.fingerprint;
   }
   bool operator!=(const Header& other) const { return !(*this == other); }
 };

@@ -123,8 +123,9 @@ class PyCommunicator : public Communicator {
     return job;
   }
   Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in,
-          const Buffers& outs, const Buffers& ins) const {
+          const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint) const {
     Job it = job(verb, count, dtype, op, root, out, in);
+    it.call.header.fingerprint = fingerprint;
     if (!fits(outs, kOutputs[verb], root) || !fits(ins, kInputs[verb], root)) {
       throw std::invalid_argument("the verb takes another number of buffers");
     }

@@ -98,7 +98,7 @@ class Rounds {
 
   const Endpoint& end_;
   std::uint64_t next_ = 0;
-  std::uint64_t sequence_ = 0;
+  std::uint32_t sequence_ = 0;
   int culprit_ = -1;
 };
 

@@ -15,6 +15,7 @@ from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeErr
 from ..groups.channel import Channel
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
+from ..verb_table import VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
@@ -142,7 +143,9 @@ class Collective:
         first = tensor[0] if isinstance(tensor, list) else tensor
         channel = self.group.open_channel(first.device.type)
         channel.enter(self.name, tensor, self.op, self.root, sent, taken)
-        return run(channel, self.name, start, self.written, async_op, result=result)
+        shows_all = VERBS[self.name].is_plain and self.factor is None
+        written = self.written
+        return run(channel, self.name, start, written, async_op, result=result, shows_all=shows_all)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -266,6 +269,7 @@ def run(
     timeout: timedelta | None = None,
     *,
     result: Sequence[Any] | None = None,
+    shows_all: bool = True,
 ) -> Work | None:
     """Start a verb that ``channel.enter`` has let through; wait for it, or return its Work.
 
@@ -277,6 +281,8 @@ def run(
         async_op: whether to return the Work.
         timeout: in place of the group's.
         result: what the Work returns as its result, where that is more than what is written.
+        shows_all: whether what ``start`` calls on the communicator shows all of the call that must
+            be equal on all members.
 
     Raises:
         CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as the group explains.
@@ -284,7 +290,8 @@ def run(
     for _, data, _ in written:
         note_write(data)
     limit = timeout or channel.timeout
-    terms = Terms(limit, verb, channel.recorder.sequence, not async_op)
+    call = None if shows_all else channel.recorder.find_note()
+    terms = Terms(limit, verb, channel.recorder.sequence, not async_op, call)
     try:
         operation = start(channel.communicator, terms)
         if not async_op:

@@ -18,8 +18,7 @@ import torch
 
 from ..arrays import shape_text
 from ..dtypes import dtype_name
-from ..error_text import grouped_text
-from ..errors import AgreementError, ArgumentError, DtypeError, KindError, ShapeError
+from ..errors import ArgumentError, DtypeError, KindError, ShapeError
 from ..reduce_ops import ReduceOp, multiply
 from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
@@ -27,7 +26,7 @@ from ..wires.operations import Chain, Operation, Terms
 from ..wires.reductions import reduced
 from ..wires.work import Work
 from .checks import get_peer
-from .collective import Collective, Start
+from .collective import Collective
 from .instruments import verb
 
 __all__ = [
@@ -163,7 +162,7 @@ def broadcast_multigpu(
     def start(wire: Communicator, terms: Terms) -> Operation:
         return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
 
-    return _run(call, start, buffers, async_op)
+    return call.run(start, buffers, async_op)
 
 
 @verb()
@@ -200,7 +199,7 @@ def all_reduce_multigpu(
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
 
-    return _run(call, start, buffers, async_op)
+    return call.run(start, buffers, async_op)
 
 
 @verb()
@@ -245,7 +244,7 @@ def reduce_multigpu(
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
 
-    return _run(call, start, buffers, async_op)
+    return call.run(start, buffers, async_op)
 
 
 @verb()
@@ -284,8 +283,8 @@ def all_gather_multigpu(
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
     _check_same(call, outputs, inputs[0], "output_tensor_lists")
 
-    return _run(
-        call, lambda wire, terms: _gather_packed(wire, outputs, inputs, terms), inputs, async_op
+    return call.run(
+        lambda wire, terms: _gather_packed(wire, outputs, inputs, terms), inputs, async_op
     )
 
 
@@ -330,36 +329,6 @@ def _place(call: Collective, place: object, argument: str, tensors: Sequence[tor
             expected=f"{argument} from 0 to {len(tensors) - 1}",
         )
     return place
-
-
-def _run(
-    call: Collective, start: Start, tensors: list[torch.Tensor], async_op: bool
-) -> Work | None:
-    """Run a collective on one of each member's tensors; their lists are equally long.
-
-    Where no headers compare the lengths, a round of their own does, since nothing else shows a
-    difference.
-    """
-    group, device = call.group, tensors[0].device
-
-    def compare_and_start(wire: Communicator, terms: Terms) -> Operation:
-        if not (group.world.is_simulated or group.open_channel(device.type).spans_hosts):
-            return start(wire, terms)
-        mine = torch.tensor([len(tensors)], device=device)
-        gathered = mine.new_empty(group.size())
-        wire.all_gather(gathered, mine, terms._replace(waits=True)).finish(terms.timeout)
-        lengths = gathered.tolist()
-        if len(set(lengths)) > 1:
-            found = [(rank, f"{n} tensors") for rank, n in zip(group.ranks, lengths, strict=True)]
-            raise AgreementError(
-                f"{call.name}: the members' lists have different lengths",
-                where=f"{group.name}; no data was moved",
-                expected="as many tensors on every member",
-                found=grouped_text(found),
-            )
-        return start(wire, terms)
-
-    return call.run(compare_and_start, tensors, async_op)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

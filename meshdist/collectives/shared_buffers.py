@@ -68,7 +68,8 @@ def shared_empty(
     counts = torch.empty(target.size(), dtype=torch.int64)
     try:
         # The places in memory follow from the sizes, which must be equal first.
-        terms = Terms(channel.timeout, "shared_empty", channel.recorder.sequence, waits=True)
+        noted = channel.recorder.find_note()
+        terms = Terms(channel.timeout, "shared_empty", channel.recorder.sequence, True, noted)
         communicator.all_gather(counts, count, terms).finish(channel.timeout)
         if bool((counts != count).any()):
             raise channel.disagree(channel.recorder.sequence)

@@ -82,13 +82,14 @@ def all_reduce(
     channel.enter("all_reduce", buffer, kind if factor is None else ReduceOp.PREMUL_SUM)
     if factor is not None:
         multiply(buffer, factor)
-    if async_op or buffer is not tensor:
+    if async_op or buffer is not tensor or factor is not None:
         return run(
             channel,
             "all_reduce",
             lambda wire, terms: wire.all_reduce(buffer, kind, terms),
             [(tensor, data, buffer)],
             async_op,
+            shows_all=factor is None,
         )
     note_write(buffer)  # the common case: nothing to copy back
     timeout = channel.timeout

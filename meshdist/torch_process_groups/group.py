@@ -340,7 +340,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     number = call.sequence
                     if self._comparison is not None:
                         self._comparison.enter(call, limit)
-                terms = Terms(limit, request.verb, number, not is_async)
+                noted = None if request.shows_all else call
+                terms = Terms(limit, request.verb, number, not is_async, noted)
                 parts = [getattr(carrier, way)(*given, terms) for given in calls]
                 operation = parts[0] if len(parts) == 1 else Chain(parts)
             if is_async:

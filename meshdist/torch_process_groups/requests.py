@@ -18,7 +18,8 @@ from ..collectives.checks import (
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..groups.verb_methods import Asked
-from ..reduce_ops import Factor, ReduceKind, multiply, split_premul
+from ..reduce_ops import Factor, ReduceKind, ReduceOp, multiply, split_premul
+from ..verb_table import VERBS
 
 __all__ = ["Request", "check_some", "find_tensor"]
 
@@ -53,6 +54,11 @@ class Request:
         if self.noted is None:
             return ()
         return [self.noted] if isinstance(self.noted, torch.Tensor) else self.noted
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether the wire's verb shows all of the call that must be equal on all members."""
+        return self.message is not None or (VERBS[self.verb].is_plain and self._factor is None)
 
     @property
     def title(self) -> str:
@@ -105,7 +111,7 @@ class Request:
         op, self._factor = split_premul(self.asked.op)
         for tensor in tensors:
             check_reducible(op, tensor, self.verb, self._factor)
-        self.facts["op"] = op
+        self.facts["op"] = op if self._factor is None else ReduceOp.PREMUL_SUM
         return op
 
     def written_and_read(

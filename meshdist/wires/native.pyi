@@ -365,6 +365,7 @@ class Communicator:
         data: int,
         outputs: Sequence[tuple[int, int]],
         inputs: Sequence[tuple[int, int]],
+        fingerprint: int,
         timeout: float,
         /,
     ) -> int:
@@ -386,6 +387,7 @@ class Communicator:
         data: int,
         outputs: Sequence[tuple[int, int]],
         inputs: Sequence[tuple[int, int]],
+        fingerprint: int,
         timeout: float,
         /,
     ) -> Ticket:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+from ..checking.calls import Call
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 from .failures import WireFailure
@@ -23,12 +24,16 @@ class Terms(NamedTuple):
         verb: the public verb that it belongs to, for messages; "" for none.
         number: under which the group has noted the call or message, for messages; 0 for none.
         waits: whether the caller waits for it at once, so that starting it may wait already.
+        call: the call as the group has noted it, where the arguments of the communicator's verb do
+            not show all that must be equal on all members: a wire that compares calls by itself
+            compares this one, too. None where they do.
     """
 
     timeout: timedelta
     verb: str = ""
     number: int = 0
     waits: bool = False
+    call: Call | None = None
 
 
 class Operation(ABC):

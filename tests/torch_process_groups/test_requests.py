@@ -71,7 +71,7 @@ def test_what_is_read_does_not_change_while_it_is_written() -> None:
 def test_a_factor_is_applied_before_the_sum() -> None:
     one = request(op=dist._make_nccl_premul_sum(2.0))
     assert one.take_op([X]) == dist.ReduceOp.SUM
-    assert one.facts == {"op": dist.ReduceOp.SUM}
+    assert one.facts == {"op": dist.ReduceOp.PREMUL_SUM}
     assert torch.equal(one.scaled(X), 2 * X)
     x = X.clone()
     assert one.scaled(x, in_place=True) is x and torch.equal(x, 2 * X)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...checking.calls import Call, GroupFacts, data_of, fingerprint_of
 from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
 from ...runtime.deadlines import clock
@@ -50,6 +51,7 @@ _KIB = 1024
 # together stay in the shared cache, and a group takes no more than some MiB.
 _MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128 * _KIB, 64 * _KIB))
 _ALIGNMENT = 4096
+_UNKNOWN = GroupFacts("", (), 0)
 
 Places = Sequence[tuple[int, int]]
 """Of each buffer its address, and how many elements it has."""
@@ -115,9 +117,12 @@ class ShmCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
         codes = _sums.get(tensor.dtype) if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
-            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
+            return fallbacks.all_reduce_by_gathering(
+                self, tensor, op, _noted(terms, "all_reduce", tensor, op)
+            )
         # What `_start` does, without its call: this verb is the most frequent.
-        call = (_core.VERBS["all_reduce"], tensor.numel(), *codes, 0, tensor.data_ptr(), 0, (), ())
+        more = (0, tensor.data_ptr(), 0, (), (), _fingerprint(terms))
+        call = (_core.VERBS["all_reduce"], tensor.numel(), *codes, *more)
         if not terms.waits:
             return self._started(
                 self._core.start(*call, terms.timeout.total_seconds()), tensor, terms
@@ -136,7 +141,7 @@ class ShmCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
         codes = _codes(tensor.dtype, op)
         if codes is None:
-            return super().reduce(tensor, op, root, terms)
+            return super().reduce(tensor, op, root, _noted(terms, "reduce", tensor, op, root))
         place = tensor.data_ptr()
         return self._start("reduce", tensor, terms, tensor.numel(), *codes, root, place)
 
@@ -170,7 +175,8 @@ class ShmCommunicator(Communicator):
     ) -> Operation:
         codes = _codes(tensor.dtype, op)
         if codes is None:
-            return super().reduce_scatter(output, tensor, op, terms)
+            noted = _noted(terms, "reduce_scatter", tensor, op)
+            return super().reduce_scatter(output, tensor, op, noted)
         places = (output.data_ptr(), tensor.data_ptr())
         kept = (output, tensor)
         return self._start("reduce_scatter", kept, terms, output.numel(), *codes, 0, *places)
@@ -180,7 +186,8 @@ class ShmCommunicator(Communicator):
     ) -> Operation:
         codes = _codes(output.dtype, op)
         if codes is None:
-            return super().reduce_scatter_list(output, inputs, op, terms)
+            noted = _noted(terms, "reduce_scatter_list", inputs, op)
+            return super().reduce_scatter_list(output, inputs, op, noted)
         outs, ins = _places([output]), _places(inputs)
         return self._start(
             "reduce_scatter_v", (output, inputs), terms, 0, *codes, outs=outs, ins=ins
@@ -256,7 +263,8 @@ class ShmCommunicator(Communicator):
             out, data: addresses of the result and of the input, where each is one buffer.
             outs, ins: address and count of each part, where they are several.
         """
-        call = (_core.VERBS[verb], count, dtype, op, root, out, data, outs, ins)
+        places = (out, data, outs, ins)
+        call = (_core.VERBS[verb], count, dtype, op, root, *places, _fingerprint(terms))
         seconds = terms.timeout.total_seconds()
         if not terms.waits:
             return self._started(self._core.start(*call, seconds), kept, terms)
@@ -334,6 +342,19 @@ class ShmWire(Wire):
         # The first call measures which stores suit the path between the members.
         communicator.barrier(Terms(opening.timeout, waits=True))
         return communicator
+
+
+def _fingerprint(terms: Terms) -> int:
+    """What the core compares of a call beside the arguments that it is given."""
+    return 0 if terms.call is None else fingerprint_of(terms.call)
+
+
+def _noted(terms: Terms, verb: str, tensor: Any, op: ReduceKind, root: int | None = None) -> Terms:
+    """The terms of a reduction that is done by moving data, which shows neither verb nor op."""
+    if terms.call is not None:
+        return terms
+    call = Call(terms.number, _UNKNOWN, verb, data_of(tensor), op, root)
+    return terms._replace(call=call)
 
 
 def _make_segment(size: int, is_crowded: bool) -> int:

@@ -181,7 +181,10 @@ class SimulatedCommunicator(Communicator):
         if root is not None and sizes[:1] == sizes[1:]:
             sizes = ()  # as even as a rooted verb is
         self._started += 1
-        call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
+        if terms.call is not None:
+            call = terms.call._replace(sequence=self._started, group=self._group)
+        else:
+            call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
         started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs)
         self._meeting.enter(started)
         return started

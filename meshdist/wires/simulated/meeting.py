@@ -21,6 +21,7 @@ from ...checking.calls import Call, header_of, message_fingerprint
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceOp
+from ...verb_table import ROOTED_VERBS
 from ..failures import WireAborted, WireFailure
 from ..operations import Operation
 from ..packing import Tensors
@@ -84,8 +85,8 @@ class Collective(Step):
     @cached_property
     def header(self) -> tuple[Any, ...]:
         """What must be equal on all members."""
-        # The sizes of a call with a root are the root's alone: it compares the numbers of elements.
-        call = self.call if self.call.root is None else self.call._replace(sizes=())
+        # The sizes of a verb with a root are the root's alone: it compares the numbers of elements.
+        call = self.call._replace(sizes=()) if self.way in ROOTED_VERBS else self.call
         return self.way, header_of(call)
 
     def describe(self) -> str:
@@ -208,7 +209,7 @@ class Meeting:
         data = Round(
             [part.inputs for part in parts],
             [part.outputs for part in parts],
-            ReduceOp.SUM if call.op is None else call.op,
+            ReduceOp.SUM if call.op in (None, ReduceOp.PREMUL_SUM) else call.op,
             call.root or 0,
         )
         failure = _attempt(lambda: move(parts[0].way, data))
