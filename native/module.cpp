@@ -157,8 +157,9 @@ NB_MODULE(native, m) {
            nb::arg().none(), nb::arg().none());
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
-      .def(nb::init<PyCommunicator&, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
-           "communicator"_a, "fail"_a, "largest_tag"_a, "timeout"_a);
+      .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(),
+           nb::keep_alive<1, 2>(), "communicator"_a, "fail"_a, "give_up"_a, "largest_tag"_a,
+           "timeout"_a);
   m.attr("MPI_FUNCTIONS") = MpiFunctions::names();
   nb::class_<MpiFunctions>(m, "MpiFunctions")
       .def(nb::new_(&MpiFunctions::of), "addresses"_a, "comm"_a, "byte"_a, "in_place"_a,

@@ -13,6 +13,10 @@ Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
   if (unfinished_.load(std::memory_order_acquire) != 0) {
     TicketPtr ticket = start(std::move(job));
     const Status status = wait(ticket, kForever, interruption);
+    if (status == Status::interrupted) {  // it uses memory of a caller that goes on
+      end_->end(status, static_cast<int>(end_->rank));
+      wait(ticket, kForever, nullptr);
+    }
     if (status != Status::ok) failure = ticket->failure;
     return status;
   }

@@ -21,7 +21,7 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) 
       return Status::timeout;
     }
     if (call.interruption != nullptr && call.interruption()) {
-      end_.end(Status::interrupted);  // half done: no member can go on
+      end_.end(Status::interrupted, static_cast<int>(end_.rank));  // half done: no member can go on
       return Status::interrupted;
     }
     doze(end_.me().seats[kForRounds], static_cast<std::int32_t>(member),

@@ -10,9 +10,15 @@ namespace meshdist {
 
 class ShmRunner final : public Runner {
  public:
-  // `fail(status, note, message)` makes the error of a collective, or of a noted message.
-  ShmRunner(PyCommunicator& core, nb::object fail, std::int64_t largest_tag, double timeout)
-      : Runner(largest_tag), core_(core), fail_(std::move(fail)), timeout_(timeout) {}
+  // `fail(status, note, message)` makes the error of a collective, or of a noted message;
+  // `give_up(error)` raises what a signal's handler has raised in a collective, and tells the others.
+  ShmRunner(PyCommunicator& core, nb::object fail, nb::object give_up, std::int64_t largest_tag,
+            double timeout)
+      : Runner(largest_tag),
+        core_(core),
+        fail_(std::move(fail)),
+        give_up_(std::move(give_up)),
+        timeout_(timeout) {}
 
   void run(const Collective& call) override {
     const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
@@ -22,7 +28,13 @@ class ShmRunner final : public Runner {
     for (Address one : call.ins) job.ins.push_back({pointer(one), call.count});
     for (Address one : call.outs) job.outs.push_back({pointer(one), call.count});
     if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
-    const int status = core_.run(job, timeout_);
+    int status = 0;
+    try {
+      status = core_.run(job, timeout_);
+    } catch (nb::python_error& error) {
+      call_with(give_up_, nb::borrow(error.value()));
+      throw;
+    }
     if (status != 0) raise_error(call_with(fail_, whole(status), nb::none(), nb::none()));
   }
 
@@ -42,7 +54,7 @@ class ShmRunner final : public Runner {
 
  private:
   PyCommunicator& core_;
-  const nb::object fail_;
+  const nb::object fail_, give_up_;
   const double timeout_;
 };
 

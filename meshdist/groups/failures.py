@@ -16,7 +16,10 @@ from ..errors import (
     CollectiveTimeoutError,
     MeshdistError,
 )
+from ..runtime.deadlines import Grace, wait_until
 from ..wires.failures import (
+    Interrupted,
+    MemberGaveUp,
     MemberLost,
     MembersDisagree,
     MessageMisfit,
@@ -30,6 +33,7 @@ from ..wires.registry import Wire
 __all__ = ["STORE_LOST", "Explainer", "OtherMembers", "opening_error"]
 
 STORE_LOST = "the store is lost"
+_REASON_S = 1.0
 
 
 def opening_error(
@@ -91,6 +95,9 @@ class OtherMembers(ABC):
     def break_here(self, reason: str) -> None:
         """Let every later call of this member be refused."""
 
+    def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
+        """End the communicator for all members, and tell them the reason of this one."""
+
     def report(self, call: Call) -> str:
         """How far each of them has come, for a timeout of ``call``."""
         return ""
@@ -137,8 +144,12 @@ class Explainer:
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
         """The error of the call noted under the number ``note``; None means the last one.
 
-        The first rank that fails leaves its reason in the store; later ones quote it.
+        The first rank that fails leaves its reason in the store; later ones quote it. What a
+        signal's handler has raised is told to the others, and raised here as it is.
         """
+        if isinstance(failure, Interrupted):
+            self._others.give_up(f"gave up in {self._find_call(note).title}: {failure}")
+            raise failure.error from None
         try:
             self._others.compare_again()
         except MembersDisagree as disagreement:
@@ -154,6 +165,8 @@ class Explainer:
             sides, number = call.message[:3], call.message[3]
             return self._different_messages(sides, MembersDisagree("", number), call, text)
         abort = self._others.find_abort()
+        if abort is None and isinstance(failure, MemberGaveUp):  # it says why in a moment
+            abort = wait_until(self._others.find_abort, Grace(_REASON_S))
         if abort is not None or isinstance(failure, WireAborted):
             return self._aborted(call, text, abort)
         if self._others.is_closed:
@@ -280,6 +293,6 @@ class Explainer:
 
 def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:
     """What a failure says; a member is named by its rank, of ``ranks``."""
-    if isinstance(failure, MemberLost):
+    if isinstance(failure, (MemberLost, MemberGaveUp)):
         return f"rank {ranks[failure.member]} {failure}"
     return str(failure)

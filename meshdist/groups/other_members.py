@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from ..bootstrap.bounded_store import read_json
@@ -52,6 +53,12 @@ class MembersOfWorld(OtherMembers):
 
     def break_here(self, reason: str) -> None:
         get_registry(self._world).break_here(self._opened.label, reason)
+
+    def give_up(self, reason: str) -> None:
+        if not self._world.is_simulated:
+            registry, message = get_registry(self._world), {"reason": reason}
+            with suppress(StoreError):  # the others will see that it is lost
+                registry.abort([self._opened.label], {**message, "group": self._group.name})
 
     def report(self, call: Call) -> str:
         if self._world.is_simulated:

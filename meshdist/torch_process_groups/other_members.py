@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from ..bootstrap.bounded_store import read_json
 from ..checking.calls import Call, GroupFacts
 from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text
@@ -21,6 +22,7 @@ from .comparing import Comparison
 __all__ = ["MembersOfTorchGroup"]
 
 _ANSWERS_S = 1.0
+_ABORT = "abort"
 
 
 @dataclass
@@ -46,8 +48,20 @@ class MembersOfTorchGroup(OtherMembers):
         if self.comparison is not None:
             self.comparison.compare_again()
 
+    def find_abort(self) -> dict[str, Any] | None:
+        with suppress(RuntimeError):  # the store is lost
+            if self.store.check([_ABORT]):
+                return read_json(self.store, _ABORT, _abort)
+        return None
+
     def break_here(self, reason: str) -> None:
         self.break_group(reason)
+
+    def give_up(self, reason: str) -> None:
+        mine = {"rank": self.group.ranks[self.group.rank], "reason": reason}
+        with suppress(RuntimeError):
+            self.store.set(_ABORT, json.dumps(mine))
+        self.break_here(reason)
 
     def agree_on_error(
         self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
@@ -79,3 +93,8 @@ class MembersOfTorchGroup(OtherMembers):
             (rank, texts.get(member, "has not reported"))
             for member, rank in enumerate(self.group.ranks)
         )
+
+
+def _abort(value: dict[str, Any]) -> dict[str, Any]:
+    """What a member writes that gives up."""
+    return {"rank": int(value["rank"]), "reason": str(value["reason"])}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 __all__ = [
+    "Interrupted",
+    "MemberGaveUp",
     "MemberLost",
     "MembersDisagree",
     "MessageMisfit",
@@ -33,6 +35,31 @@ class WireTimeout(WireFailure):
 
 class WireAborted(WireFailure):
     """The communicator was aborted while an operation waited."""
+
+
+class MemberGaveUp(WireAborted):
+    """A member of which others waited for more has given up, and tells why elsewhere.
+
+    Args:
+        text: what it gave up, for example ``has given up waiting for this call``.
+        member: its place in the group.
+    """
+
+    def __init__(self, text: str, member: int) -> None:
+        super().__init__(text)
+        self.member = member
+
+
+class Interrupted(WireFailure):
+    """A signal's handler has raised while this member was in a collective: it has given that up.
+
+    Args:
+        error: what the handler has raised, and the program is to see.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}".rstrip(": "))
+        self.error = error
 
 
 class WireRefused(WireFailure):

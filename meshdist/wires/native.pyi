@@ -141,12 +141,17 @@ class Runner:
     """What a wire does for the fast path."""
 
 class ShmRunner(Runner):
-    """Through shared memory. ``fail(status, note, message)`` makes the error of a call."""
+    """Through shared memory.
+
+    ``fail(status, note, message)`` makes the error of a call; ``give_up(error)`` raises what a
+    signal's handler has raised in a collective.
+    """
 
     def __init__(
         self,
         communicator: Communicator,
         fail: Callable[[int, int | None, tuple[bool, int, int] | None], BaseException],
+        give_up: Callable[[BaseException], None],
         largest_tag: int,
         timeout: float,
     ) -> None: ...

@@ -14,6 +14,8 @@ from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.recorder import Recorder
 from meshdist.groups.failures import STORE_LOST, Explainer, OtherMembers, opening_error
 from meshdist.wires.failures import (
+    Interrupted,
+    MemberGaveUp,
     MemberLost,
     MembersDisagree,
     MessageMisfit,
@@ -46,6 +48,9 @@ class Others(OtherMembers):
         return self.answers.get("abort")
 
     def break_here(self, reason: str) -> None:
+        self.asked.append(reason)
+
+    def give_up(self, reason: str) -> None:
         self.asked.append(reason)
 
     def report(self, call: Call) -> str:
@@ -110,6 +115,24 @@ def test_a_member_that_is_known_to_be_lost_is_not_searched_for() -> None:
     error, others = explained(MemberLost("has ended", 1), first="it failed first")
     assert error.found == "rank 6 has ended\nit failed first"
     assert "silent" not in others.asked
+
+
+def test_a_member_that_gave_up_is_named_where_it_does_not_say_why() -> None:
+    error, _ = explained(MemberGaveUp("has given up this message", 1))
+    assert isinstance(error, md.AbortedError)
+    assert error.found == "rank 6 has given up this message"
+
+
+def test_what_interrupts_a_call_is_raised_as_it_is_and_told_to_the_others() -> None:
+    others = Others()
+    explainer = Explainer(FACTS, Recorder(), others)
+    struck = KeyError("no data")
+    with pytest.raises(KeyError) as caught:
+        explainer.explain(Interrupted(struck))
+    assert caught.value is struck
+    (reason,) = others.asked
+    assert reason.startswith("gave up in call 0 on a group: an earlier call")
+    assert reason.endswith(": KeyError: 'no data'")
 
 
 @pytest.mark.parametrize(

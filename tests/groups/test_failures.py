@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import textwrap
 import threading
 import time
@@ -225,6 +226,51 @@ def test_a_rank_that_has_ended_is_not_waited_for_where_a_mesh_is_made(pool: Pool
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
         assert f"found:    rank 1 {ended}" in told[rank]
         assert "make it on the ranks that are left" in told[rank]
+
+
+class Struck(Exception):
+    pass
+
+
+def raise_struck(*_: object) -> None:
+    raise Struck("a handler has a fault")
+
+
+def interrupted_in(how: str) -> str:
+    """What ends a call on every rank where a signal's handler of rank 1 raises inside."""
+    x = torch.ones(2)
+    md.all_reduce(x)
+    if md.get_rank() == 0:
+        time.sleep(1.5)  # comes late
+    elif md.get_rank() == 1:
+        signal.signal(signal.SIGALRM, raise_struck)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        if how == "beside what is in flight":
+            work = md.all_reduce(torch.ones(2), async_op=True)
+        md.all_reduce(x, op=md.ReduceOp.SUM if how == "fast" else md.ReduceOp.MAX)
+        if how == "beside what is in flight":
+            work.wait()
+    except (Struck, md.MeshdistError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "hosts"),
+    [("fast", ""), ("slow", ""), ("beside what is in flight", ""), ("fast", "AABB")],
+)
+def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(
+    pool: Pool, how: str, hosts: str
+) -> None:
+    wire = "hierarchical" if hosts else "shm"
+    told = pool.run(interrupted_in, 4, how, backend=wire, hosts=hosts)
+    assert told[1] == "Struck: a handler has a fault"
+    for text in (told[0], *told[2:]):
+        assert text.startswith("AbortedError: all_reduce on the world was aborted\n"), text
+        assert "rank 1: gave up in call " in text
+        assert "on the world: all_reduce((2,) float32" in text
+        assert "test_failures.py" in text and ": Struck: a handler has a fault" in text
 
 
 def test_a_program_that_never_destroys_ends_at_once_and_silently(pool: Pool) -> None:

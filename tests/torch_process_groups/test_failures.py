@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,10 @@ def caught(kind: type[BaseException], call: Any) -> str:
         call()
     assert isinstance(found.value, dist.DistBackendError)
     return str(found.value)
+
+
+def raise_no_data(*_: object) -> None:
+    raise KeyError("no data")
 
 
 def without_memory() -> torch.Tensor:
@@ -55,6 +60,23 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
             "tensors"
         )
         assert after == 3.0
+
+
+def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(pool: Pool) -> None:
+    def program() -> str:
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+            return caught(md.AbortedError, lambda: dist.all_reduce(torch.ones(2)))
+        signal.signal(signal.SIGALRM, raise_no_data)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyError, match="no data"):
+            dist.all_reduce(torch.ones(2))
+        time.sleep(1.5)
+        return ""
+
+    told = on_torch(pool, program, 2)[1]
+    assert "rank 0: gave up in call 1 on group '0' (ranks 0-1): all_reduce((2,) float32" in told
+    assert ": KeyError: 'no data'" in told
 
 
 def test_a_negative_tag_is_refused_before_anything_is_sent(pool: Pool) -> None:

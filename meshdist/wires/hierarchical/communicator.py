@@ -28,6 +28,8 @@ from .. import fallbacks
 from ..c10d.gloo import GlooCommunicator
 from ..communicator import Communicator, handed_to
 from ..failures import (
+    Interrupted,
+    MemberGaveUp,
     MemberLost,
     MembersDisagree,
     WireAborted,
@@ -174,7 +176,7 @@ class HierarchicalCommunicator(Communicator):
         try:
             with torch.inference_mode():  # it may be a parameter, or an inference tensor
                 act(Stages(self._places, self._inside, self._across, terms.timeout), *arguments)
-        except (WireTimeout, MembersDisagree) as failure:  # the others learn it by themselves
+        except (WireTimeout, MembersDisagree, Interrupted) as failure:  # the others will learn it
             self._failure = str(failure)
             if isinstance(failure, MembersDisagree):
                 failure.number = terms.number
@@ -186,6 +188,8 @@ class HierarchicalCommunicator(Communicator):
                 raise WireAborted(str(failure)) from None
             if isinstance(failure, MemberLost):
                 raise MemberLost(str(failure), self._places.here[failure.member]) from None
+            if isinstance(failure, MemberGaveUp):
+                raise MemberGaveUp(str(failure), self._places.here[failure.member]) from None
             if isinstance(failure, WireAborted):
                 raise WireFailure("a member of this host gave up in this call") from None
             raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...bootstrap.mpi_library import find_functions
 from ..communicator import Explain
 from ..core import core
-from ..failures import WireFailure
+from ..failures import Interrupted, WireFailure
 from .arrivals import Arrivals
 from .link import Link, MpiOperation
 from .ops import plain_reductions
@@ -53,7 +53,7 @@ def make_fast_path(
         arrivals=arrivals,
         timeout=timeout,
         link=link,
-        finish_collective=partial(_finish, link, timeout),
+        finish_collective=partial(_finish_collective, link, timeout),
         finish_message=partial(_finish, link, timeout),
         explain=explained,
         error=failing,
@@ -78,6 +78,16 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
         handle_bytes=MPI._sizeof(MPI.Request),
         status_bytes=MPI._sizeof(MPI.Status),
     )
+
+
+def _finish_collective(link: Link, timeout: timedelta, request: int, kept: Any) -> None:
+    """Wait for a collective that had to be started."""
+    try:
+        _finish(link, timeout, request, kept)
+    except WireFailure:
+        raise
+    except BaseException as error:  # of a signal's handler: it is never asked for again
+        raise Interrupted(error) from None
 
 
 def _finish(link: Link, timeout: timedelta, request: int, kept: Any, is_send: bool = True) -> None:

@@ -27,7 +27,7 @@ from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
 from ..core import core as _core
-from ..failures import WireRefused
+from ..failures import Interrupted, WireRefused
 from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
 from ..packing import Sizes, Tensors
@@ -127,10 +127,7 @@ class ShmCommunicator(Communicator):
             return self._started(
                 self._core.start(*call, terms.timeout.total_seconds()), tensor, terms
             )
-        status = self._run(*call, terms.timeout.total_seconds())
-        if status:
-            raise failure_of(status, self._core.last_failure())
-        return DONE
+        return self._do(*call, terms.timeout.total_seconds())
 
     def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
         codes = _codes(tensors[0].dtype, op)
@@ -231,7 +228,10 @@ class ShmCommunicator(Communicator):
             failure = core.last_failure() if message is None else core.last_transfer_failure()
             return explain(failure_of(status, failure, note, message), note)
 
-        runner = _core.ShmRunner(core, fail, LARGEST_TAG, timeout.total_seconds())
+        def give_up(error: BaseException) -> None:
+            explain(Interrupted(error), None)
+
+        runner = _core.ShmRunner(core, fail, give_up, LARGEST_TAG, timeout.total_seconds())
         return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
 
     abort = handed_to("_core", "abort")
@@ -268,7 +268,14 @@ class ShmCommunicator(Communicator):
         seconds = terms.timeout.total_seconds()
         if not terms.waits:
             return self._started(self._core.start(*call, seconds), kept, terms)
-        status = self._run(*call, seconds)
+        return self._do(*call, seconds)
+
+    def _do(self, *call: Any) -> Operation:
+        """Do a collective: the arguments are those of the core's ``run``."""
+        try:
+            status = self._run(*call)
+        except BaseException as error:  # of a signal's handler
+            raise Interrupted(error) from None
         if status:
             raise failure_of(status, self._core.last_failure())
         return DONE

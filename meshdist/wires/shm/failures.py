@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..core import core
-from ..failures import MemberLost, MembersDisagree, WireAborted, WireFailure, WireTimeout
+from ..failures import (
+    MemberGaveUp,
+    MemberLost,
+    MembersDisagree,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+)
 
 __all__ = ["failure_of"]
 
@@ -40,6 +47,11 @@ def failure_of(
         return _lost(failure, message)
     if cause == known["CLOSED"]:
         return WireFailure("the communicator was closed")
+    if cause == known["INTERRUPTED"] and failure.culprit >= 0:
+        return MemberGaveUp("has given up waiting for this call", failure.culprit)
+    if cause == known["CANCELLED"] and message is not None:
+        peer = message[1] if message[1] >= 0 else failure.source
+        return MemberGaveUp("has given up this message", peer)
     return WireAborted(text or "the communicator was aborted")
 
 
