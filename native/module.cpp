@@ -167,16 +167,16 @@ NB_MODULE(native, m) {
   nb::class_<ArrivalWords>(m, "ArrivalWords")
       .def("__init__",
            filled_in<ArrivalWords, Words, std::vector<Words>, std::uint64_t, std::uint64_t,
-                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>(),
-           "mine"_a, "others"_a, "window"_a, "check_every"_a, "waits"_a, "left"_a, "even"_a,
-           "number_shift"_a);
+                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>(),
+           "mine"_a, "others"_a, "window"_a, "check_every"_a, "inside"_a, "waits"_a, "left"_a,
+           "even"_a, "number_shift"_a);
   nb::class_<MpiRunner, Runner>(m, "MpiRunner")
       .def(nb::init<const MpiFunctions&, const ArrivalWords&, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object, std::uint64_t, std::int64_t,
-                    std::uint64_t, double>(),
+                    std::uint64_t, std::uint64_t, double>(),
            nb::keep_alive<1, 2>(), "functions"_a, "words"_a, "arrivals"_a, "timeout"_a, "link"_a,
            "finish_collective"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a,
-           "largest_tag"_a, "most_bytes"_a, "spin_s"_a);
+           "largest_tag"_a, "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
   bind_fast_path(m);
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);

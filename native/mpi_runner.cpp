@@ -142,7 +142,10 @@ int MpiRunner::run_with_all(const Collective& call, const int* cuts, bool is_eve
   const auto says_even = [&](const Words& words) { return (words.get(place) & words_.even) != 0; };
   const bool are_even =
       is_even && std::all_of(words_.others.begin(), words_.others.end(), says_even);
-  return mpi_.run(call, are_even ? nullptr : cuts, is_root(call));
+  words_.mine.put(words_.inside, limit_ms_);
+  const int error = mpi_.run(call, are_even ? nullptr : cuts, is_root(call));
+  words_.mine.put(words_.inside, 0);
+  return error;
 }
 
 // Wait for the others in Python. Where one of them does not wait for its collective no member may do

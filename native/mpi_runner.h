@@ -14,6 +14,7 @@ struct ArrivalWords {
   Words mine;
   std::vector<Words> others;
   std::uint64_t window, check_every;           // a word per collective, and how many there were
+  std::uint64_t inside;                        // the word that says how long it may be in MPI's call
   std::uint64_t waits, left, even, number_shift;  // the contents of a word
 };
 
@@ -22,11 +23,12 @@ class MpiRunner final : public Runner {
   // Python's objects go on where this one cannot: `arrivals`, `link`, and `finish_collective(request,
   // kept)` and `finish_message(request, x, is_send)`, which wait. `explain(error, note, num_bytes)`
   // makes the error to raise; `error` is the class of MPI's errors. `most_bytes` is how much one call
-  // may move.
+  // may move, and `limit_ms` how long it may take.
   MpiRunner(const MpiFunctions& mpi, const ArrivalWords& words, nb::object arrivals,
             nb::object timeout, nb::object link, nb::object finish_collective,
             nb::object finish_message, nb::object explain, nb::object error, std::uint64_t rank,
-            std::int64_t largest_tag, std::uint64_t most_bytes, double spin_s)
+            std::int64_t largest_tag, std::uint64_t most_bytes, std::uint64_t limit_ms,
+            double spin_s)
       : Runner(largest_tag),
         mpi_(mpi),
         words_(words),
@@ -39,6 +41,7 @@ class MpiRunner final : public Runner {
         error_(std::move(error)),
         rank_(rank),
         most_bytes_(std::min(most_bytes, kMostBytes)),
+        limit_ms_(limit_ms),
         spin_ns_(static_cast<Nanoseconds>(spin_s * 1e9)) {}
 
   bool is_ready() const override;
@@ -69,7 +72,7 @@ class MpiRunner final : public Runner {
   const MpiFunctions& mpi_;
   const ArrivalWords words_;
   const nb::object arrivals_, timeout_, link_, finish_collective_, finish_message_, explain_, error_;
-  const std::uint64_t rank_, most_bytes_;
+  const std::uint64_t rank_, most_bytes_, limit_ms_;
   const Nanoseconds spin_ns_;
 };
 

@@ -108,6 +108,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mpi.buffers",
             "mpi.link",
             "mpi.arrivals",
+            "mpi.watchdog",
             "mpi.opening",
             "mpi.fast_path",
             "mpi.staging",

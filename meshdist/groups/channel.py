@@ -79,6 +79,7 @@ class Channel:
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
         self.explain = Explainer(group, self.recorder, others).explain
+        self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self.explain)
         entry = self._native_entry()

@@ -25,6 +25,7 @@ __all__ = [
     "free_bytes",
     "host_identity",
     "is_alive",
+    "is_stopped",
     "my_card",
     "num_cores",
     "num_forks",
@@ -199,6 +200,12 @@ def is_alive(card: ProcessCard) -> bool | None:
     if card.host == host_identity():
         return process_start(card.pid) == card.start
     return None
+
+
+def is_stopped(card: ProcessCard) -> bool:
+    """Return whether the process is seen to be stopped, by SIGSTOP or a debugger."""
+    process = read_process(card.pid) if card.host == host_identity() else None
+    return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
 
 
 _num_forks = 0

@@ -115,6 +115,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             raise
         others = MembersOfTorchGroup(self._facts, opening.store, self._comparison, self._break)
         self._explainer = Explainer(self._facts, self._recorder, others)
+        for carrier in self._carriers.values():
+            carrier.watch(self._explainer.explain)
         self._completer = WorkerQueue(self._abort_carriers)
         self._starting = threading.Lock()
         self._noting = threading.Lock()

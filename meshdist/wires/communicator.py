@@ -130,6 +130,9 @@ class Communicator(ABC):
         if not wait_until(condition, Deadline(timeout)):
             raise WireTimeout.after(timeout)
 
+    def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
+        """Take what makes the error of a call that can neither end nor raise."""
+
     def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
         """The fast path of a group on this wire; None where there is none.
 

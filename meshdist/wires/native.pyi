@@ -178,6 +178,7 @@ class ArrivalWords:
         others: list[Words],
         window: int,
         check_every: int,
+        inside: int,
         waits: int,
         left: int,
         even: int,
@@ -203,6 +204,7 @@ class MpiRunner(Runner):
         rank: int,
         largest_tag: int,
         most_bytes: int,
+        limit_ms: int,
         spin_s: float,
     ) -> None: ...
 

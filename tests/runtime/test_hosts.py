@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshdist.runtime.hosts import (
     free_bytes,
     host_identity,
     is_alive,
+    is_stopped,
     my_card,
     process_start,
 )
@@ -70,6 +72,20 @@ def test_a_process_that_has_ended() -> None:
         child.communicate()
     assert is_alive(card) is False
     assert process_start(child.pid) is None
+
+
+def test_a_process_that_is_stopped() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        card = dataclasses.replace(my_card(), pid=child.pid, start=process_start(child.pid) or "")
+        assert not is_stopped(card)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert is_stopped(card)
+        assert not is_stopped(dataclasses.replace(card, start="0"))
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_number_that_was_given_again() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -21,9 +21,10 @@ from ..core import core
 from ..failures import WireAborted, WireFailure
 from .link import Link
 
-__all__ = ["Arrivals", "Turnout", "words_of_process"]
+__all__ = ["Arrivals", "Turnout", "milliseconds", "words_of_process"]
 
 _WINDOW = 1024
+_INSIDE = _WINDOW + 1
 _CHECK_EVERY = 256
 _LEAVING_S = 0.001
 _SETTLING = timedelta(seconds=5)
@@ -59,8 +60,9 @@ class Arrivals:
         others: the other members' words.
     """
 
-    num_words: ClassVar = _WINDOW + 1
-    """One for each collective in the window, and how many there were."""
+    num_words: ClassVar = _WINDOW + 2
+    """One for each collective in the window, how many there were, and for how many milliseconds
+    this member may stay in MPI's blocking call: 0 where it is in none."""
 
     link: Link
     mine: memoryview
@@ -73,6 +75,7 @@ class Arrivals:
             core.Words(self.mine),
             [core.Words(theirs) for theirs in self.others],
             window=_WINDOW,
+            inside=_INSIDE,
             check_every=_CHECK_EVERY,
             waits=_WAITS,
             left=_LEFT,
@@ -133,6 +136,22 @@ class Arrivals:
         self.link.wait(partial(self._look_for_all, number), _SETTLING)
         return self._turnout(number)
 
+    def stay_inside(self, call: Callable[..., Any], arguments: Any, timeout: timedelta) -> None:
+        """Make MPI's blocking call, which may take as long as the timeout, as others can see."""
+        self.mine[_INSIDE] = milliseconds(timeout)
+        try:
+            call(*arguments)
+        finally:
+            self.mine[_INSIDE] = 0
+
+    def find_stay(self) -> tuple[int, float] | None:
+        """The number of the collective in whose blocking call this member is, and its timeout.
+
+        In seconds; None where it is in none.
+        """
+        number, limit_ms = self.mine[_WINDOW], self.mine[_INSIDE]
+        return (number, limit_ms / 1000) if limit_ms else None
+
     def end(self) -> None:
         """After MPI's call: raise what interrupted the wait before it."""
         interruption, self._interruption = self._interruption, None
@@ -185,6 +204,11 @@ class Arrivals:
                 )
 
             self.link.wait(look_for_all, timeout)
+
+
+def milliseconds(timeout: timedelta) -> int:
+    """A timeout as a word has it: at least 1."""
+    return max(1, int(timeout.total_seconds() * 1000))
 
 
 @cache

@@ -27,6 +27,7 @@ from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Sizes, Tensors, parts
 from ..registry import Wire, register_wire
 from ..tag_numbers import TagNumbers
+from . import watchdog
 from .arrivals import Arrivals, Turnout
 from .buffers import Buffers, packed, unpacked
 from .fast_path import make_fast_path
@@ -276,8 +277,16 @@ class MpiCommunicator(Communicator):
         self._link.is_aborted = True
         self._mailbox.abort()
 
+    def watch(self, explain: Explain) -> None:
+        if self._arrivals is not None:
+            watchdog.watch(self._arrivals, explain)
+
     leave = handed_to("_link", "leave")
-    close = handed_to("_link", "close")
+
+    def close(self) -> None:
+        if self._arrivals is not None:
+            watchdog.forget(self._arrivals)
+        self._link.close()
 
     # -- how it is done -----------------------------------------------------------------------
 
@@ -336,7 +345,7 @@ class MpiCommunicator(Communicator):
             if turnout:  # from here to MPI's call no handler of a signal runs
                 if turnout is _EVEN:  # faster than with sizes for each
                     call, arguments = even_call, even
-                call(*arguments)
+                arrivals.stay_inside(call, arguments, terms.timeout)
                 if then is not None:
                     then()
             else:

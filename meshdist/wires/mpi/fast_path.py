@@ -10,7 +10,7 @@ from ...bootstrap.mpi_library import find_functions
 from ..communicator import Explain
 from ..core import core
 from ..failures import Interrupted, WireFailure
-from .arrivals import Arrivals
+from .arrivals import Arrivals, milliseconds
 from .link import Link, MpiOperation
 from .ops import plain_reductions
 
@@ -60,6 +60,7 @@ def make_fast_path(
         rank=link.comm.rank,
         largest_tag=largest_tag,
         most_bytes=most_bytes,
+        limit_ms=milliseconds(timeout),
         spin_s=link.spin_s,
     )
     return core.FastPath(entry, runner, plain_reductions(MPI, link.comm.size))  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from ..failures import WireFailure, WireTimeout
 from ..opening import Opening
 from .arrivals import Arrivals, words_of_process
 from .link import Link, left_key, report_dead_ranks_at_the_end
+from .watchdog import limited
 
 __all__ = ["open_link", "parse_member"]
 
@@ -106,18 +107,20 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     everyone = MPI.COMM_WORLD
     all_ranks = everyone.Get_group()
     group = all_ranks.Incl([one["rank"] for one in members])
-    comm = everyone.Create_group(group, members[0]["tag"])
+    cards = [one["card"] for one in members]
+    with limited(opening, cards):
+        comm = everyone.Create_group(group, members[0]["tag"])
     for one in (group, all_ranks):
         one.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    cards = [one["card"] for one in members]
     link = Link(MPI, comm, opening, cards, region.release_after_all)
     report_dead_ranks_at_the_end()
     words, others = region.words, _words_of_others(opening, members)
     # On a buffer: mpi4py's calls for objects can hold the GIL while they wait for other ranks, and
     # another thread of this process, which opens a group with them, waits for the GIL.
     are_seen = bytearray([words is not None and others is not None])
-    comm.Allreduce(MPI.IN_PLACE, [are_seen, MPI.BYTE], op=MPI.BAND)
+    with limited(opening, cards):
+        comm.Allreduce(MPI.IN_PLACE, [are_seen, MPI.BYTE], op=MPI.BAND)
     if words is None or others is None or not are_seen[0]:
         return link, None
     return link, Arrivals(link, words, others)

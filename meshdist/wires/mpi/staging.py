@@ -76,6 +76,7 @@ class StagedCommunicator(Communicator):
     has_sent_itself = handed_to("host", "has_sent_itself")
     batch = handed_to("host", "batch")
     wait_for = handed_to("host", "wait_for")
+    watch = handed_to("host", "watch")
     abort = handed_to("host", "abort")
     leave = handed_to("host", "leave")
     close = handed_to("host", "close")
