@@ -10,9 +10,21 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from meshdist.verb_table import ROOTED_VERBS, VERBS
 from tests.faults.programs import ALL_WAIT, COMPARED, MESSAGES, Program, Step, draw_program
 
-__all__ = ["ABRUPT", "EXIT", "FAULT", "KINDS", "MISCALLS", "SIGNALLED", "Case", "case_of"]
+__all__ = [
+    "ABRUPT",
+    "EXIT",
+    "FAULT",
+    "KINDS",
+    "MISCALLS",
+    "SIGNALLED",
+    "SKIPPING",
+    "Case",
+    "can_be_missed",
+    "case_of",
+]
 
 FAULT, EXIT = "fault", "exit"
 
@@ -192,7 +204,10 @@ def draw_place(draw: random.Random, program: Program, kind: str, rank: int) -> i
     if kind in ("abort", "dropped group", "destroy", *SKIPPING):
         own = [number for number in own if number > 0] or own
     if kind in SKIPPING:
-        own = [number for number in own if can_be_missed(program, rank, number)] or own[-1:]
+        own = [number for number in own if can_be_missed(program, rank, number)]
+        if not own:
+            steps.append(Step("all_reduce"))
+            own = [len(steps) - 1]
     if kind in MISCALLS or kind == "dropped Work":
         fit = [number for number in own if steps[number].call in COMPARED]
         if not fit:  # a call that can be struck so
@@ -203,21 +218,46 @@ def draw_place(draw: random.Random, program: Program, kind: str, rank: int) -> i
 
 
 def can_be_missed(program: Program, rank: int, number: int) -> bool:
-    """Whether the rank's next call on the group differs, so that others can see that one lacks."""
+    """Whether others can see that one call of the rank lacks.
+
+    Where its next call of the same kind on the same members is equal in all that is compared it
+    takes the place of the missing one: no library can tell the two apart, as in MPI.
+    """
     step, steps = program.steps[number], program.steps
     members = program.members(step, rank)
     for later in steps[number + 1 :]:
         if later.call == "reinit":
             return True
-        if program.takes_part(later, rank) and program.members(later, rank) == members:
+        is_alike = kind_of(later) == kind_of(step) and program.takes_part(later, rank)
+        if is_alike and program.members(later, rank) == members:
             return header_of(later) != header_of(step)
     return True
 
 
+def kind_of(step: Step) -> str:
+    """What kind of calls are made in one common order: of other kinds one does not wait."""
+    if step.call in MESSAGES:
+        return "message"
+    return step.call if step.call in BY_STORE else "collective"
+
+
 def header_of(step: Step) -> tuple[object, ...]:
-    """What members compare of a call."""
+    """What members compare of a call: whatever can differ in those of its kind."""
     verb = step.call.replace("_single", "").replace("_into_tensor", "").replace("_tensor", "")
-    return verb, step.count, step.dtype, step.op, step.root, step.peer
+    if step.call in BY_STORE:
+        return verb, step.ranks, step.shape
+    if step.call in MESSAGES:
+        return verb, step.count, step.dtype, step.root, step.peer
+    facts = VERBS.get(step.call)
+    if step.call in ("barrier", "ddp") or (facts is not None and facts.is_of_objects):
+        data: tuple[object, ...] = ()
+    else:
+        data = (step.count, step.dtype)
+    op = step.op if facts is None or facts.reduces else ""
+    is_rooted = facts is not None and (
+        facts.is_of_objects or not ROOTED_VERBS.isdisjoint(facts.wire_verbs)
+    )
+    return verb, data, op, step.root if is_rooted and "all_" not in verb else -1
 
 
 def reach_s(step: Step) -> float:

@@ -13,9 +13,19 @@ from typing import Any
 
 import pytest
 
-from tests.faults.cases import EXIT, FAULT, KINDS, Case, Fault, case_of
+from tests.faults.cases import (
+    EXIT,
+    FAULT,
+    KINDS,
+    SKIPPING,
+    Case,
+    Fault,
+    can_be_missed,
+    case_of,
+)
 from tests.faults.outcomes import Outcome, judge, named_ranks
 from tests.faults.programs import Program, Step
+from tests.faults.reports import Result, Tally
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
@@ -66,6 +76,36 @@ def test_the_rank_that_is_struck_takes_part_in_its_step() -> None:
 def test_rank_0_is_struck_as_often_as_the_others() -> None:
     struck = [case_of(f"shm fault 1 {number}").fault.rank for number in range(400)]
     assert 150 < struck.count(0) < 250
+
+
+WORLD = [((0, 1),)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_seen"),
+    [
+        ([Step("all_reduce"), Step("all_reduce")], False),
+        ([Step("all_reduce"), Step("all_reduce", root=1, peer=0)], False),
+        ([Step("barrier"), Step("barrier", count=9, dtype="int64", op="MAX", root=1)], False),
+        ([Step("all_reduce"), Step("send"), Step("all_reduce")], False),
+        ([Step("broadcast"), Step("broadcast", root=1)], True),
+        ([Step("all_reduce"), Step("all_reduce", op="MAX")], True),
+        ([Step("all_reduce"), Step("barrier"), Step("all_reduce")], True),
+        ([Step("all_reduce")], True),
+    ],
+)
+def test_a_missing_call_can_be_seen_where_the_next_one_differs(
+    steps: list[Step], is_seen: bool
+) -> None:
+    program = Program(2, [Step("init"), *steps], WORLD)
+    assert can_be_missed(program, 0, 1) is is_seen
+
+
+def test_a_call_is_left_out_only_where_that_can_be_seen() -> None:
+    for number in range(400):
+        case = case_of(f"shm fault 2 {number}")
+        if case.fault.kind in SKIPPING and case.fault.step:
+            assert can_be_missed(case.program, case.fault.rank, case.fault.step), case
 
 
 # -- the judge ------------------------------------------------------------------------------------
@@ -174,6 +214,32 @@ def test_noise_is_found() -> None:
     assert kinds_of(outcome) == []
     outcome.said["0"] = "frame #0: c10::Error::Error"
     assert kinds_of(outcome) == ["noise"]
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "kind"),
+    [
+        ("env", 0, "noise of torch's client"),
+        ("tcp", 0, "noise of torch's client"),
+        ("file", 0, "noise"),
+        ("env", 1, "noise"),
+    ],
+)
+def test_what_torchs_client_writes_of_a_killed_server_is_counted_apart(
+    method: str, rank: int, kind: str
+) -> None:
+    outcome = outcome_with()
+    outcome.notes[1], outcome.notes[0] = [], [error_with(f"rank {rank} has ended")]
+    outcome.notes[0][0] |= {"rank": 0, "at": 11.0}
+    outcome.said["1" if rank == 0 else "0"] = "[TCPStore.cpp:122] recvValue\nframe #0: c10::Error"
+    fault = Fault("SIGKILL", rank, step=2)
+    case = Case("a test", "shm", BARRIERS, method, "return", "raise", fault)
+    found = [finding for finding in judge(case, outcome) if "noise" in finding.kind]
+    assert [finding.kind for finding in found] == [kind]
+    tally = Tally()
+    tally.add(Result(case, outcome, found, 1.0))
+    assert bool(tally.broken) == (kind == "noise")
+    assert kind in tally.summary()
 
 
 def test_under_mpi_the_job_may_name_the_rank() -> None:
