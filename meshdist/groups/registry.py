@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,8 +39,9 @@ from .signal_thread import Answer, SignalThread, post, receipts_key
 __all__ = ["OpenCommunicator", "Registry", "get_registry", "parse_disagreement"]
 
 _making = threading.Lock()
-_PATIENCE_S = 5.0
-_DONE_S = 30.0
+_PATIENCE = timedelta(seconds=5)
+_DONE = timedelta(seconds=30)
+_SLICE_S = 0.5
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
 
@@ -129,16 +131,18 @@ class Registry:
     def finish(self, call: str, members: Collection[int]) -> None:
         """End this rank's part in a call of ``members``, which needs the store no more.
 
-        On the rank whose process serves the store this returns once all have come here: it may end
-        right after the call.
+        On the rank whose process serves the store this returns once all have come here, or cannot
+        come any more: it may end right after the call.
         """
         world = self.world
         if world.server is None or not world.has_processes or len(members) < 2:
             return
         key = f"{call}/finished"
         with suppress(StoreError):  # the next call that needs it says so
-            self._count(key, len(members), Grace(_DONE_S), waits=world.server == world.rank)
-            if world.server == world.rank:
+            if world.server != world.rank:
+                self._count(key, members)
+            else:
+                self._count(key, members, min(_DONE, world.timeout or _DONE))
                 for old in (key, _all_key(key)):
                     world.store.delete_key(old)
 
@@ -169,7 +173,7 @@ class Registry:
                 communicator = wire.open(opening)
                 if world.has_processes and len(ranks) > 1:
                     # A member that ended now would fail others that still connect to each other.
-                    self._count(opened_key, len(ranks), Grace(_PATIENCE_S))
+                    self._count(opened_key, ranks, _PATIENCE)
         except BaseException:
             with suppress(StoreError):
                 world.store.set(_all_key(opened_key), "")  # the others need not wait
@@ -302,13 +306,23 @@ class Registry:
             if self.world.server == self.world.rank:  # others may need this process for long
                 entry.close()
 
-    def _count(self, key: str, number: int, grace: Grace, *, waits: bool = True) -> None:
-        """Count this rank in the store; wait, at most so long, until ``number`` ranks have come."""
-        store = self.world.store
-        if store.add(key, 1) == number:
-            store.set(_all_key(key), "")
-        elif waits:
-            wait_until(lambda: store.check([_all_key(key)]), grace)
+    def _count(
+        self, key: str, members: Collection[int], patience: timedelta = timedelta(0)
+    ) -> None:
+        """Count this rank in the store, and wait until all ``members`` have come.
+
+        Wait at most ``patience``, and shortly once one of them has ended.
+        """
+        store, all_key = self.world.store, _all_key(key)
+        if store.add(key, 1) == len(members):
+            store.set(all_key, "")
+            return
+        grace, have_come = Grace(patience), partial(store.check, [all_key])
+        has_one_ended = False
+        while not (grace.is_over or wait_until(have_come, Grace(grace.slice_s(_SLICE_S)))):
+            if has_one_ended:
+                return
+            has_one_ended = any(map(self.endings.find, members))
 
     def _abort_as_told(self, message: dict[str, Any]) -> None:
         self._abort_here(_abort_message(message))

@@ -33,6 +33,8 @@ __all__ = ["GRACE_S", "TORCHS_CLIENT", "Finding", "Outcome", "judge", "named_ran
 TORCHS_CLIENT = "noise of torch's client"
 """The kind of what is found and breaks no promise."""
 GRACE_S = 6.0
+LEAVING_S = 0.05
+"""How long after its last note a rank may leave a meeting."""
 """How long after its timeout a rank may take to ask the others, to raise, to wait for those that
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
 _LAST_WORDS = re.compile(
@@ -263,8 +265,15 @@ def at_step(outcome: Outcome, rank: int, what: str, number: int) -> float | None
 
 
 def left_behind(case: Case, outcome: Outcome) -> list[str]:
-    """What was left behind, but for the record of a meeting whose last rank had no time."""
+    """What was left behind, but for the record of a meeting that no rank could remove.
+
+    The rank that was struck was the last to end, or lived when the others left the meeting.
+    """
     last = max(outcome.ends, key=lambda rank: outcome.ends[rank][0], default=None)
-    is_excused = case.init_method == "file" and outcome.fault_at and last == case.fault.rank
+    others = [rank for rank in range(case.size) if rank != case.fault.rank]
+    left = [note["at"] for rank in others if (note := outcome.find(rank, "end"))]
+    have_left_before = max(left, default=0.0) < outcome.fault_at + LEAVING_S
+    is_last = last == case.fault.rank or have_left_before
+    is_excused = case.init_method == "file" and outcome.fault_at and is_last
     is_excused = is_excused and (case.fault.kind in ABRUPT or "os._exit" in case.fault.kind)
     return [one for one in outcome.left if not (is_excused and one.startswith("meeting"))]
