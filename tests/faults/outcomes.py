@@ -33,10 +33,10 @@ __all__ = ["GRACE_S", "TORCHS_CLIENT", "Finding", "Outcome", "judge", "named_ran
 TORCHS_CLIENT = "noise of torch's client"
 """The kind of what is found and breaks no promise."""
 GRACE_S = 6.0
-LEAVING_S = 0.05
-"""How long after its last note a rank may leave a meeting."""
 """How long after its timeout a rank may take to ask the others, to raise, to wait for those that
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
+LEAVING_S = 0.05
+"""How long after its last note a rank may leave a meeting."""
 _LAST_WORDS = re.compile(
     r"process rank (\d+) with PID|is ended by mpiexec: rank (\d+)|"
     r"rank (\d+) of MPI's world ends|MPI_ABORT was invoked on rank (\d+)"
