@@ -92,9 +92,9 @@ def test_ranks_heed_ctrl_c_also_where_the_launcher_was_started_in_the_background
     path = tmp_path / "script.py"
     path.write_text(SIGNALS)
     module = "meshdist.launch" if launcher == "meshdist" else "torch.distributed.run"
-    start = 'trap "" INT HUP; exec "$@"'
+    start = ["env", "--ignore-signal=INT,HUP", "--default-signal=QUIT", sys.executable]
     done = subprocess.run(
-        ["sh", "-c", start, "sh", sys.executable, "-m", module, "--nproc-per-node=2", str(path)],
+        [*start, "-m", module, "--nproc-per-node=2", str(path)],
         env=dict(os.environ, PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
