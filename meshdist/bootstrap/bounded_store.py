@@ -68,25 +68,29 @@ class BoundedStore(Store):
         raw: what serves the requests, on a connection that nothing else uses.
         timeout: how long to wait for a key where no deadline is in force.
         is_served_here: whether this process serves it.
+        server: what messages call the process that serves it.
 
-    Every method raises StoreError where the server has ended, has closed the connection, or does
-    not answer in time.
+    To make one, and every method, raise StoreError where the server has ended, has closed the
+    connection, or does not answer in time.
     """
 
-    def __init__(self, raw: Store, timeout: timedelta, *, is_served_here: bool = False) -> None:
+    def __init__(
+        self,
+        raw: Store,
+        timeout: timedelta,
+        *,
+        is_served_here: bool = False,
+        server: str = "the process that serves the store",
+    ) -> None:
         super().__init__()
         self._patience = timeout
         self.is_served_here = is_served_here
         path = getattr(raw, "path", None)  # a FileStore's
-        self.server = "the process that serves the store"
-        if path is not None:
-            self.server = "a process that uses the store"
+        self.server = server if path is None else "a process that uses the store"
         self.client = f"process {os.getpid()}"
-        """What messages call it, and this process."""
+        """What messages call this process."""
         self._raw = raw
-        if is_served_here:
-            accept_clients()
-        self._watch = None if is_served_here else ServerWatch(raw)
+        self._watch: ServerWatch | None = None
         self._file = None if path is None else os.open(path, os.O_RDONLY)
         self._process_id = os.getpid()
         self._is_closed = False
@@ -98,6 +102,14 @@ class BoundedStore(Store):
             self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
             self._thread.start()
         atexit.register(self.close)
+        if is_served_here:
+            accept_clients()
+            return
+        try:
+            self._watch = self._ask(ServerWatch)
+        except BaseException:
+            self.close()
+            raise
 
     # -- torch's methods ---------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from ..runtime.whole_numbers import find_whole_number
 from .bounded_store import BoundedStore, read_json, read_jsons, read_number, within
 from .stores import PrefixStore, Store
 
-__all__ = ["SERVER", "Attempt", "Joined"]
+__all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
 
 SERVER = "rank {}, which serves the store,"
 """What messages call a rank whose process serves the store."""
@@ -131,12 +131,7 @@ class Attempt:
         except RendezvousError:
             raise
         except RuntimeError as error:  # torch's store errors
-            raise RendezvousError(
-                f"the store was lost while the ranks were joining: {str(error).splitlines()[0]}",
-                where=f"{self.origin}; {my_card()}",
-                expected="the process that serves the store (rank 0, as a rule) to live",
-                fix="look at the output of rank 0, and start the job again",
-            ) from error
+            raise lost_while_joining(self.origin, error) from error
         return joined
 
     def try_generation(self, generation: int) -> Joined | None:
@@ -341,6 +336,16 @@ class Attempt:
             found=f"{process} ({self._card}): {self.size}; the first that came: {agreed}",
             fix="give every rank the same world_size (or WORLD_SIZE)",
         )
+
+
+def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
+    """The error of a rank that comes to the store, by ``origin``, and finds none that answers."""
+    return RendezvousError(
+        f"the store was lost while the ranks were joining: {str(error).partition(chr(10))[0]}",
+        where=f"{origin}; {my_card()}",
+        expected="the process that serves the store (rank 0, as a rule) to live",
+        fix="look at the output of rank 0, and start the job again",
+    )
 
 
 def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:

@@ -19,13 +19,13 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
-from ..errors import ArgumentError, KindError, RendezvousError
+from ..errors import ArgumentError, KindError, RendezvousError, StoreError
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
 from .bounded_store import BoundedStore
 from .environments import MOST_RANKS, Surroundings, read_surroundings
-from .generations import SERVER, Attempt, Joined
+from .generations import SERVER, Attempt, Joined, lost_while_joining
 from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
@@ -291,11 +291,14 @@ def _meet_in(
 ) -> Joined:
     prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
     patience = max(terms.timeout, LEAST_STORE_TIMEOUT)
-    handle = BoundedStore(store, patience, is_served_here=isinstance(store, ServedStore))
-    if is_served_by_0:
-        handle.server = SERVER.format(0)
+    server = {"server": SERVER.format(0)} if is_served_by_0 else {}
+    is_here = isinstance(store, ServedStore)
+    try:
+        handle = BoundedStore(store, patience, is_served_here=is_here, **server)
+    except StoreError as error:
+        raise lost_while_joining(origin, error) from error
     given = rank if rank >= 0 else None
-    known |= {"prefix": prefix, "serves": handle.is_served_here or (is_served_by_0 and rank == 0)}
+    known |= {"prefix": prefix, "serves": is_here or (is_served_by_0 and rank == 0)}
     try:
         return Attempt(handle, given, size, terms.timeout, origin, terms.wires, **known).join()
     except BaseException:

@@ -106,6 +106,10 @@ class OtherMembers(ABC):
         """Which of them give no sign of life."""
         return ""
 
+    def ending(self, member: int) -> str:
+        """How a member has left, as in "ended by ValueError: no data"; "" where that is unknown."""
+        return ""
+
     def find_first_failure(self, call: Call, text: str) -> str:
         """What the first member that failed reports; "" where that is this one, with ``text``."""
         return ""
@@ -156,6 +160,9 @@ class Explainer:
             failure = disagreement
         call = self._find_call(note)
         text = _text_of(failure, self._group.ranks)
+        ending = ""
+        if isinstance(failure, MemberLost) and (ending := self._others.ending(failure.member)):
+            text = f"rank {self._group.ranks[failure.member]} {ending}"
         if isinstance(failure, MembersDisagree):
             if failure.message is None:
                 return self._different_calls(failure.number or call.sequence)
@@ -181,6 +188,8 @@ class Explainer:
         is_known = isinstance(failure, (WireTimeout, MemberLost))
         silent = "" if is_known else self._others.silent()
         first = self._others.find_first_failure(call, text)
+        if ending:  # others that noticed it before are no cause
+            first = ""
         if isinstance(failure, WireTimeout):
             found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
             return self._late(call, failure, found)

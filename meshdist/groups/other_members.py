@@ -82,6 +82,12 @@ class MembersOfWorld(OtherMembers):
             lines.append(f"rank {rank}: {line}")
         return "\n".join(lines)
 
+    def ending(self, member: int) -> str:
+        try:
+            return get_registry(self._world).endings.find(self._group.ranks[member])
+        except StoreError:
+            return ""
+
     def silent(self) -> str:
         return silent_ranks(self._world, self._others)
 

@@ -21,7 +21,7 @@ def ending_text() -> str:
     """How this process ends, for messages of others, as in "ended by ValueError: no data"."""
     exception = _find_exception()
     if exception is None:
-        return "ended in good order"
+        return "ended without an exception"
     kind, message = type(exception).__name__, str(exception).partition("\n")[0]
     frames = traceback.extract_tb(exception.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]

@@ -222,6 +222,11 @@ class _Answer:
         self.is_whole = not part
         return bool(part)
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether the rank can send no answer any more."""
+        return self.is_whole and not self._data
+
     def find(self) -> tuple[str, Any]:
         """Return the answer: its kind and its value; kind "none" as long as it is incomplete."""
         if not self.is_whole or not self._data:
@@ -267,14 +272,24 @@ class _Team:
     def results(self, timeout: timedelta | None) -> list[Any]:
         """Wait for all ranks and return their results; raise at the first failure."""
         deadline = Deadline(timeout)
-        while self._launch.running and self._launch.failed is None:
+        while self._launch.running and self._launch.failed is None and self._find_mute() is None:
             if deadline.is_over:
                 self._raise_timeout(timeout)
             self._step(None if timeout is None else deadline.left_s)
         self._collect_followers()
         if self._launch.failed is not None:
             self._raise_first_failure()
+        mute = self._find_mute()
+        if mute is not None:
+            summary = f"rank {mute} ended with exit code 0, and without an answer"
+            fix = "let the function return: os._exit ends a process before it answers"
+            self._raise_failure(mute, None, summary, "", fix)
         return [self._result(rank) for rank in sorted(self._answers)]
+
+    def _find_mute(self) -> int | None:
+        """The first rank that has ended without an answer, if one has."""
+        mute = (rank for rank in self._endings if self._answers[rank].is_missing)
+        return next(mute, None)
 
     def _step(self, seconds: float | None) -> None:
         for ending in self._launch.step(seconds):
@@ -292,8 +307,6 @@ class _Team:
         kind, value = self._answers[rank].find()
         if kind == "result":
             return value
-        if kind == "none":
-            self._raise_failure(rank, None, f"rank {rank} ended without an answer", "")
         _, exception, text, _ = value
         self._raise_failure(rank, exception, f"rank {rank}: {text}", text)
 

@@ -114,6 +114,8 @@ class Rank:
                 continue
             if step.group not in self.calls.handles and number:
                 continue  # the handle was dropped
+            if step.call == "reinit":
+                self._finish(len(program.steps) + 10)  # a Work does not outlive its world
             strikes = is_mine and number == fault.step
             if strikes and fault.moment == BEFORE and self._strike(step):
                 continue
