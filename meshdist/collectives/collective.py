@@ -153,6 +153,13 @@ class Collective:
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
         """Raise unless both tensors have one dtype and one device."""
+        self.check_same_dtype(output, tensor, names)
+        self.check_same_device(output, tensor, names)
+
+    def check_same_dtype(
+        self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
+    ) -> None:
+        """Raise unless both tensors have one dtype."""
         if output.dtype != tensor.dtype:
             dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
             raise DtypeError(
@@ -162,6 +169,11 @@ class Collective:
                 found=f"{names[0]} {dtypes[0]}, {names[1]} {dtypes[1]}",
                 fix=f"give {names[0]} the dtype of {names[1]}, {tensor.dtype}",
             )
+
+    def check_same_device(
+        self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
+    ) -> None:
+        """Raise unless both tensors lie on one device."""
         if output.device != tensor.device:
             raise ArgumentError(
                 f"{self.name} has arguments on different devices",

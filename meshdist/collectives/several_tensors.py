@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from ..arrays import shape_text
-from ..dtypes import dtype_name
-from ..errors import ArgumentError, DtypeError, KindError, ShapeError
+from ..errors import ArgumentError, KindError
 from ..reduce_ops import ReduceOp, multiply
 from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
@@ -281,7 +279,8 @@ def all_gather_multigpu(
     inputs = _take(call, call.read, input_tensor_list, "input_tensor_list")
     count = len(inputs) * call.group.size()
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
-    _check_same(call, outputs, inputs[0], "output_tensor_lists")
+    names = ("an entry of output_tensor_lists", "input_tensor_list[0]")
+    _check_same(call, outputs, inputs[0], names)
 
     return call.run(
         lambda wire, terms: _gather_packed(wire, outputs, inputs, terms), inputs, async_op
@@ -296,26 +295,17 @@ def _take(
 ) -> list[torch.Tensor]:
     """What ``call.read`` or ``call.write`` takes of a list whose entries are alike."""
     tensors = [take(one, argument) for one in call.check_list(given, argument)]
-    _check_same(call, tensors, tensors[0], argument)
+    _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
 
 
 def _check_same(
-    call: Collective, tensors: Sequence[torch.Tensor], first: torch.Tensor, argument: str
+    call: Collective, tensors: Sequence[torch.Tensor], like: torch.Tensor, names: tuple[str, str]
 ) -> None:
-    """Raise unless all tensors are like the first in dtype and number of elements."""
+    """Raise unless all tensors have the dtype and the number of elements of ``like``."""
     for tensor in tensors:
-        if tensor.dtype is not first.dtype:
-            raise DtypeError(
-                f"{call.name} has tensors of different dtypes",
-                expected="one dtype",
-                found=f"{dtype_name(first.dtype)} and, in {argument}, {dtype_name(tensor.dtype)}",
-            )
-        if tensor.numel() != first.numel():
-            raise ShapeError(
-                f"{call.name} has tensors of different numbers of elements",
-                found=f"{shape_text(first.shape)} and, in {argument}, {shape_text(tensor.shape)}",
-            )
+        call.check_same_dtype(tensor, like, names)
+        call.check_same_size(tensor, like, names)
 
 
 def _place(call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]) -> int:
@@ -363,10 +353,8 @@ def _gather_packed(
     return Chain([wire.all_gather(whole, packed, terms)], unpack)
 
 
-def _check_devices(call: Collective, tensors: list[torch.Tensor], argument: str) -> None:
+def _check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:
+    """Raise unless all tensors lie on one device."""
+    names = (f"an entry of {argument}", f"{argument}[0]")
     for tensor in tensors:
-        if tensor.device != tensors[0].device:
-            raise ArgumentError(
-                f"{call.name} has tensors on different devices in {argument}",
-                found=f"{tensors[0].device} and {tensor.device}",
-            )
+        call.check_same_device(tensor, tensors[0], names)

@@ -290,16 +290,18 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
         assert [text.splitlines()[0] for text in found] == [
             "all_reduce_multigpu: tensor_list has 0 entries",
             "all_reduce_multigpu: tensor_list must be a list",
-            "all_reduce_multigpu has tensors of different numbers of elements",
-            "all_reduce_multigpu has tensors of different dtypes",
+            "all_reduce_multigpu: an entry of tensor_list and tensor_list[0] have different "
+            "numbers of elements",
+            "all_reduce_multigpu has arguments of different dtypes",
             "all_reduce_multigpu cannot reduce int32 with AVG",
             "reduce_multigpu: there is no tensor number 2 in tensor_list",
             "broadcast_multigpu: src_tensor must be a whole number",
             "broadcast_multigpu: src=5 is not a member of the world",
             "all_gather_multigpu: output_tensor_lists has 1 entry",
             "all_gather_multigpu: an entry of output_tensor_lists has 1 entry",
-            "all_gather_multigpu has tensors of different numbers of elements",
+            "all_gather_multigpu: an entry of output_tensor_lists and input_tensor_list[0] have "
+            "different numbers of elements",
         ]
-        assert found[2].endswith("found:    (2,) and, in tensor_list, (3,)")
-        assert found[3].endswith("found:    float32 and, in tensor_list, int32")
+        assert "found:    an entry of tensor_list (3,), tensor_list[0] (2,)" in found[2]
+        assert "found:    an entry of tensor_list int32, tensor_list[0] float32" in found[3]
         assert found[5].endswith("expected: dst_tensor from 0 to 1")
