@@ -31,11 +31,15 @@ ON = ["shm", "gloo", "hierarchical", pytest.param("mpi", marks=pytest.mark.mpi)]
 
 
 def run_inside(
-    outer: Callable[[], Any], handle: Callable[[], Any], folder: str, rank: int | None = None
+    outer: Callable[[], Any],
+    handle: Callable[[], Any],
+    folder: str,
+    rank: int | None = None,
+    comes_s: float = COMES_S,
 ) -> Any:
     """What ``handle()`` gave in a signal's handler on rank 0, whose ``outer()`` waits for rank 1.
 
-    What it raises leaves the handler, too.
+    What it raises leaves the handler, too. Rank 1 waits at most ``comes_s`` for the handler.
     """
     told, found = Path(folder, "told"), []
 
@@ -47,7 +51,7 @@ def run_inside(
         told.touch()
 
     if (md.get_rank() if rank is None else rank) == 1:
-        wait_until(told.exists, Deadline(COMES_S))
+        wait_until(told.exists, Deadline(comes_s))
         outer()
         return None
     before = signal.signal(signal.SIGALRM, handler)
@@ -151,7 +155,11 @@ class Enough(Exception):
     """What a handler raises."""
 
 
-def ends(outer_name: str, error: str, folder: str) -> tuple[str, list[float]]:
+class EnoughAtRuntime(RuntimeError):
+    """The same, of the class that torch's own errors have."""
+
+
+def ends(outer_name: str, error: str, comes_s: float, folder: str) -> tuple[str, list[float]]:
     """How an exception of a handler leaves a call, and what another group gives afterwards."""
     rank, other = md.get_rank(), md.new_group([0, 1])
     x, y = torch.ones(3), torch.ones(3)
@@ -161,14 +169,14 @@ def ends(outer_name: str, error: str, folder: str) -> tuple[str, list[float]]:
     outer = (lambda: md.all_reduce(x)) if flying is None else flying.wait
 
     def handle() -> None:
-        if error == "Enough":
-            raise Enough
-        md.barrier(other)
+        if error == "NestedVerbError":
+            md.barrier(other)
+        raise Enough if error == "Enough" else EnoughAtRuntime
 
     left = "nothing"
     try:
-        run_inside(outer, handle, folder)
-    except (Enough, md.MeshdistError) as caught:
+        run_inside(outer, handle, folder, comes_s=comes_s)
+    except (Enough, EnoughAtRuntime, md.MeshdistError) as caught:
         left = type(caught).__name__
     if flying is not None:
         with suppress(md.BackendError):
@@ -177,13 +185,14 @@ def ends(outer_name: str, error: str, folder: str) -> tuple[str, list[float]]:
     return left, y.tolist()
 
 
-@pytest.mark.parametrize("error", ["Enough", "NestedVerbError"])
+@pytest.mark.parametrize("comes_s", [0.2, COMES_S])  # the first within one slice of Gloo's wait
+@pytest.mark.parametrize("error", ["Enough", "EnoughAtRuntime", "NestedVerbError"])
 @pytest.mark.parametrize("outer", ["all_reduce", "wait() of all_reduce"])
 @pytest.mark.parametrize("wire", ["shm", "gloo"])
 def test_what_a_handler_raises_leaves_the_call(
-    pool: Pool, tmp_path: Path, wire: str, outer: str, error: str
+    pool: Pool, tmp_path: Path, wire: str, outer: str, error: str, comes_s: float
 ) -> None:
-    found = WIRES[wire](pool, ends, 2, outer, error, str(tmp_path))
+    found = WIRES[wire](pool, ends, 2, outer, error, comes_s, str(tmp_path))
     assert found[0] == (error, [2.0] * 3)
     assert found[1][1] == [2.0] * 3
 

@@ -20,6 +20,7 @@ import hashlib
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 
+from ...checking.call_sites import is_between
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, clock, wait_until
 from ...runtime.hosts import num_cores
@@ -150,6 +152,14 @@ class GlooCommunicator(C10dCommunicator):
     def own_timeout(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
 
+    def failure(self, error: RuntimeError) -> WireFailure:
+        # Gloo raises from C++. What was raised in the program's code is a signal handler's, which
+        # Python runs as a call of Gloo's returns: it leaves the verb as it is.
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(not is_between[frame.f_code.co_filename] for frame, _ in frames):
+            raise error
+        return super().failure(error)
+
     @property
     def is_closed(self) -> bool:
         """Whether it has come to its end."""
@@ -216,7 +226,7 @@ class GlooCommunicator(C10dCommunicator):
         except DistNetworkError:  # the store's server has ended: no tag has a new number
             return _MOST_NUMBERED
         except RuntimeError as error:
-            raise self.failure(error) from None
+            raise super().failure(error) from None
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
         self.dropped.look()
