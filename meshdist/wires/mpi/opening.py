@@ -91,7 +91,7 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     except BackendError as error:
         fields = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
         mine["problem"] = {"summary": error.summary, **fields}
-    except Exception as error:  # MPI's own, for example
+    except (ImportError, RuntimeError) as error:  # mpi4py finds no library; MPI does not start
         mine["problem"] = {
             "summary": "MPI cannot be used for this group",
             "where": f"rank {opening.ranks[opening.rank]}, {opening.name}",
