@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+from functools import partial
 from typing import Any
 
 from ..launching.launcher import LaunchError
@@ -26,99 +27,90 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to a million")
 
 
-# Name, type, default, placeholder and help.
-_PLACE: tuple[tuple[str, Any, Any, str, str], ...] = (
-    (
-        "nproc-per-node",
-        str,
-        "1",
-        "N",
-        "processes to start on this host: a number, cpu (as many as cores), gpu or xpu (as many as "
-        "there are), auto (accelerators, else cores); default: 1",
-    ),
-    ("nnodes", str, "1", "M", "hosts in the job, each with its own launcher (default: 1)"),
-    ("node-rank", int, 0, "K", "number of this host, from 0 (default: 0)"),
-    (
-        "master-addr",
-        str,
-        None,
-        "ADDRESS",
-        "name or address of host 0, where rank 0 serves the store; needed with several hosts",
-    ),
-    (
-        "master-port",
-        int,
-        None,
-        "PORT",
-        "port of that store (default: a free one on a single host, else 29500)",
-    ),
-    ("local-addr", str, None, "ADDRESS", "of host 0: the same as --master-addr"),
-    ("rdzv-endpoint", str, "", "HOST:PORT", "--master-addr and --master-port in one"),
-    ("role", str, "default", "NAME", "the ranks' ROLE_NAME (default: default)"),
-    (
-        "signals-to-handle",
-        str,
-        None,
-        "NAMES",
-        "the signals that end the job, with commas between (default: SIGINT,SIGTERM,SIGHUP)",
-    ),
-    (
-        "shutdown-timeout",
-        _seconds,
-        None,
-        "S",
-        "seconds between asking ranks to end and killing them (default: 2 to 3.5)",
-    ),
-)
-# Name, short form, placeholder and help.
-_OUTPUT: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
-    ("log-dir", (), "DIR", "keep the ranks' output in files of a new folder in DIR, and show it"),
-    (
-        "redirects",
-        ("-r",),
-        "STREAMS",
-        "output to files alone: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ...",
-    ),
-    ("tee", ("-t",), "STREAMS", "output to files and to the console: as for --redirects"),
-    ("local-ranks-filter", (), "RANKS", "show the output of these local ranks alone, as in 0,2"),
-    ("rdzv-id", (), "NAME", "how the name of the folder in --log-dir begins (default: none)"),
-)
-_WITHOUT_EFFECT: tuple[tuple[str, Any], ...] = (
-    ("start-method", {"choices": ("spawn", "fork", "forkserver")}),
-    ("monitor-interval", {"type": float}),
-)
 _TORCHRUN = "start it by torchrun instead: programs of meshdist run unchanged under it"
-# Name, the one value that is served, why no other is, and what to use instead.
-_ELSEWHERE = (
-    (
-        "max-restarts",
+_OF_LINES = ("", "lines are not chosen", "--log-dir keeps all of them in files, for grep")
+_ELSEWHERE = {
+    "max-restarts": (
         "0",
         "restarts need an elastic agent, which this launcher is not",
         "torchrun --max-restarts, under which programs of meshdist run unchanged; or start the "
         "command again, from the program's last checkpoint",
     ),
-    (
-        "rdzv-conf",
+    "rdzv-conf": (
         "",
         "the launchers of several hosts do not meet: the ranks do",
         "init_process_group(timeout=...) is how long ranks wait for each other",
     ),
-    ("event-log-handler", "null", "events are those of torchrun's elastic agent", _TORCHRUN),
-    ("logs-specs", "", "it names a class of torchrun's elastic agent", _TORCHRUN),
-    ("numa-binding", "", "the ranks of this launcher are bound to no cores", _TORCHRUN),
-    (
-        "duplicate-stdout-filters",
-        "",
-        "lines are not chosen",
-        "--log-dir keeps all of them in files, for grep",
-    ),
-    (
-        "duplicate-stderr-filters",
-        "",
-        "lines are not chosen",
-        "--log-dir keeps all of them in files, for grep",
-    ),
-)
+    "event-log-handler": ("null", "events are those of torchrun's elastic agent", _TORCHRUN),
+    "logs-specs": ("", "it names a class of torchrun's elastic agent", _TORCHRUN),
+    "numa-binding": ("", "the ranks of this launcher are bound to no cores", _TORCHRUN),
+    "duplicate-stdout-filters": _OF_LINES,
+    "duplicate-stderr-filters": _OF_LINES,
+}
+"""By name of a flag: the one value that is served, why no other is, and what to use instead."""
+
+
+def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
+    """Add the flags of torchrun; with short, -n for the number of processes."""
+    add, add_switch = partial(_add, parser), partial(_add_switch, parser)
+    text = (
+        "processes to start on this host: a number, cpu (as many as cores), gpu or xpu (as many as "
+        "there are), auto (accelerators, else cores); default: 1"
+    )
+    add("nproc-per-node", "N", text, *(["-n"] if short else []), default="1")
+    add("nnodes", "M", "hosts in the job, each with its own launcher (default: 1)", default="1")
+    add("node-rank", "K", "number of this host, from 0 (default: 0)", type=int, default=0)
+    text = "name or address of host 0, where rank 0 serves the store; needed with several hosts"
+    add("master-addr", "ADDRESS", text)
+    text = "port of that store (default: a free one on a single host, else 29500)"
+    add("master-port", "PORT", text, type=int)
+    add("local-addr", "ADDRESS", "of host 0: the same as --master-addr")
+    add("rdzv-endpoint", "HOST:PORT", "--master-addr and --master-port in one", default="")
+    add("role", "NAME", "the ranks' ROLE_NAME (default: default)", default="default")
+    text = "the signals that end the job, with commas between (default: SIGINT,SIGTERM,SIGHUP)"
+    add("signals-to-handle", "NAMES", text)
+    text = "seconds between asking ranks to end and killing them (default: 2 to 3.5)"
+    add("shutdown-timeout", "S", text, type=_seconds)
+    add_switch("standalone", "one host, at a free port whatever else is given")
+    text = "static, or on one host c10d, which is the same there (default: static)"
+    add("rdzv-backend", "static|c10d", text, default="static")
+    add_switch("module", "start a module, found as `python -m` finds it, not a script", "-m")
+    add_switch("no-python", "start a program that is not Python")
+    add_switch("run-path", "start a script, whatever --module and --no-python say")
+    add("log-dir", "DIR", "keep the ranks' output in files of a new folder in DIR, and show it")
+    text = "output to files alone: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ..."
+    add("redirects", "STREAMS", text, "-r")
+    add("tee", "STREAMS", "output to files and to the console: as for --redirects", "-t")
+    add("local-ranks-filter", "RANKS", "show the output of these local ranks alone, as in 0,2")
+    add("rdzv-id", "NAME", "how the name of the folder in --log-dir begins (default: none)")
+    text = "has no effect: the ranks are new interpreters, and watched without polling"
+    add("start-method", None, text, choices=("spawn", "fork", "forkserver"))
+    add("monitor-interval", None, text, type=float)
+    for name, (served, _, _) in _ELSEWHERE.items():
+        add(name, None, argparse.SUPPRESS, default=served)
+    add_switch("virtual-local-rank", argparse.SUPPRESS)
+
+
+def _add(
+    parser: argparse.ArgumentParser,
+    name: str,
+    metavar: str | None,
+    text: str,
+    *letters: str,
+    default: Any = None,
+    **options: Any,
+) -> None:
+    """Add a flag that takes a value."""
+    default = _default(name, default)
+    names = (*letters, *_spellings(name))
+    parser.add_argument(*names, metavar=metavar, default=default, help=text, **options)
+
+
+def _add_switch(parser: argparse.ArgumentParser, name: str, text: str, *letters: str) -> None:
+    """Add a flag that takes none."""
+    is_on = _default(name, "0") not in ("", "0")
+    names = (*letters, *_spellings(name))
+    parser.add_argument(*names, action="store_true", default=is_on, help=text)
 
 
 def _spellings(name: str) -> list[str]:
@@ -129,48 +121,11 @@ def _default(name: str, otherwise: Any) -> Any:
     return os.environ.get(f"PET_{name.replace('-', '_').upper()}", otherwise)
 
 
-def _add_switch(parser: argparse.ArgumentParser, name: str, text: str, *short: str) -> None:
-    is_on = _default(name, "0") not in ("", "0")
-    names = (*short, *_spellings(name))
-    parser.add_argument(*names, action="store_true", default=is_on, help=text)
-
-
-def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
-    """Add the flags of torchrun; with short, -n for the number of processes."""
-    for name, kind, default, metavar, text in _PLACE:
-        names = ["-n"] if short and metavar == "N" else []
-        names += _spellings(name)
-        value = _default(name, default)
-        parser.add_argument(*names, type=kind, default=value, metavar=metavar, help=text)
-    _add_switch(parser, "standalone", "one host, at a free port whatever else is given")
-    backends = ("static", "c10d")
-    text = "static, or on one host c10d, which is the same there (default: static)"
-    default = _default("rdzv-backend", "static")
-    parser.add_argument(
-        *_spellings("rdzv-backend"), metavar="|".join(backends), default=default, help=text
-    )
-    _add_switch(
-        parser, "module", "start a module, found as `python -m` finds it, not a script", "-m"
-    )
-    _add_switch(parser, "no-python", "start a program that is not Python")
-    _add_switch(parser, "run-path", "start a script, whatever --module and --no-python say")
-    for name, letters, placeholder, text in _OUTPUT:
-        names = [*letters, *_spellings(name)]
-        parser.add_argument(*names, default=_default(name, None), metavar=placeholder, help=text)
-    for name, settings in _WITHOUT_EFFECT:
-        text = "has no effect: the ranks are new interpreters, and watched without polling"
-        parser.add_argument(*_spellings(name), default=_default(name, None), help=text, **settings)
-    for name, served, _, _ in _ELSEWHERE:
-        hidden = argparse.SUPPRESS
-        parser.add_argument(*_spellings(name), default=_default(name, served), help=hidden)
-    _add_switch(parser, "virtual-local-rank", argparse.SUPPRESS)
-
-
 # -- what they mean -----------------------------------------------------------------------------
 
 
 def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
-    for name, served, why, fix in _ELSEWHERE:
+    for name, (served, why, fix) in _ELSEWHERE.items():
         given = getattr(arguments, name.replace("-", "_"))
         if given != served:
             raise LaunchError(
