@@ -56,8 +56,7 @@ class Joined:
         handle: makes the requests to the store. Keep it as long as the store: a PrefixStore does
             not keep alive a store that is written in Python.
         server: the rank whose process serves the store; None where no rank does.
-        hosts: for each rank the number of its host, numbered as they first appear; None if all
-            ranks are on one host.
+        hosts: for each rank the number of its host, numbered as they first appear.
         local_rank: this process's number among the ranks of its host.
         wires: what all ranks said that they could use.
         origin: how the ranks met, for messages.
@@ -71,7 +70,7 @@ class Joined:
     make_torch_store: Callable[[], Store]
     handle: BoundedStore
     server: int | None
-    hosts: tuple[int, ...] | None
+    hosts: tuple[int, ...]
     local_rank: int
     wires: frozenset[str]
     origin: str
@@ -80,7 +79,7 @@ class Joined:
     @property
     def local_size(self) -> int:
         """How many ranks this process's host has."""
-        return self.size if self.hosts is None else self.hosts.count(self.hosts[self.rank])
+        return self.hosts.count(self.hosts[self.rank])
 
 
 @dataclass
@@ -241,7 +240,7 @@ class Attempt:
             lambda: PrefixStore(below, self.handle.raw_clone()),
             self.handle,
             server,
-            tuple(state["hosts"]) if any(state["hosts"]) else None,
+            tuple(state["hosts"]),
             state["local_ranks"][rank],
             frozenset(state["wires"]),
             self.origin,

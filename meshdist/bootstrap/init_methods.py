@@ -29,7 +29,6 @@ from .generations import SERVER, Attempt, Joined, lost_while_joining
 from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
-    PrefixStore,
     ServedStore,
     Store,
     TCPStore,
@@ -44,6 +43,7 @@ from .stores import (
     keep_store,
     numeric_loopback,
     open_file,
+    root_of,
     serve_store,
 )
 
@@ -103,7 +103,7 @@ def meet(
     terms = _Terms(group_name, timeout, wires)
     if store is not None:
         # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
-        is_served_by_0 = isinstance(_root_of(store), TCPStore)
+        is_served_by_0 = isinstance(root_of(store), TCPStore)
         own = _own_handle(store)
         return _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
     url = _split("env://" if init_method is None else init_method)
@@ -270,12 +270,6 @@ def _own_handle(store: Store) -> Store:
         return cloned(store)
     except (RuntimeError, NotImplementedError):  # a store written in Python may have no clones
         return store
-
-
-def _root_of(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def _meet_in(

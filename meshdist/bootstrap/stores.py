@@ -47,6 +47,7 @@ __all__ = [
     "keep_store",
     "numeric_loopback",
     "open_file",
+    "root_of",
     "serve_store",
     "unknown_address",
 ]
@@ -334,6 +335,13 @@ def _check_descriptors(num_needed: int, purpose: str) -> None:
             found=lack,
             fix=MORE_DESCRIPTORS,
         )
+
+
+def root_of(store: Store) -> Store:
+    """Return the store under all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def cloned(store: Any) -> Store:

@@ -18,7 +18,7 @@ from ..bootstrap.world import find_world
 from ..errors import NestedVerbError
 from .call_sites import call_site, show_site
 
-__all__ = ["alone", "check_alone", "is_nested", "never_nested", "under_way"]
+__all__ = ["run_unnested", "check_unnested", "is_nested", "never_nested", "under_way"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ def is_nested() -> bool:
     return bool(under_way) and get_ident() == _main_thread
 
 
-def check_alone(verb: str) -> None:
+def check_unnested(verb: str) -> None:
     """Raise NestedVerbError where this thread is in a verb already."""
     if not is_nested():
         return
@@ -50,7 +50,7 @@ def check_alone(verb: str) -> None:
     )
 
 
-def alone(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call ``function``, which carries out a verb, as the one verb of its thread.
 
     Raises:
@@ -59,7 +59,7 @@ def alone(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     if get_ident() != _main_thread:
         return function(*args, **kwargs)
     if under_way:
-        check_alone(verb)
+        check_unnested(verb)
     try:  # a handler may raise at any step: so it is noted inside, and forgotten in one
         under_way.add(verb)
         return function(*args, **kwargs)
@@ -68,12 +68,12 @@ def alone(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Let every call of ``function``, which carries out the verb of its name, be ``alone``."""
+    """Let every call of ``function`` go by ``run_unnested``, as the verb of its name."""
     verb = function.__name__
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return alone(verb, function, *args, **kwargs)
+        return run_unnested(verb, function, *args, **kwargs)
 
     return call
 

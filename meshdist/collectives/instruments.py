@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from ..checking.nesting import alone, check_alone, under_way
+from ..checking.nesting import check_unnested, run_unnested, under_way
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..verb_table import OBJECT_VERBS
@@ -37,17 +37,17 @@ _WHY_NOT_TRACED = (
 _FAST_CALL = """
 def {name}({parameters}):
     if under_way:
-        check_alone({name!r})
+        check_unnested({name!r})
     target = group if type(group) is ProcessGroup else resolve_group(group)
     if profiler._is_profiler_enabled:
         with profiler.record_function(title(function, ({arguments},), {{}})):
-            return alone({name!r}, function, {arguments})
+            return run_unnested({name!r}, function, {arguments})
     path = target.fast_path
     if path is not None{conditions}:
         found = path.{name}({given})
         if found is not False:
             return found
-    return alone({name!r}, function, {arguments})
+    return run_unnested({name!r}, function, {arguments})
 """
 
 
@@ -90,8 +90,8 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
         # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
             with profiler.record_function(_title(function, args, kwargs)):
-                return alone(name, function, *args, **kwargs)
-        return alone(name, function, *args, **kwargs)
+                return run_unnested(name, function, *args, **kwargs)
+        return run_unnested(name, function, *args, **kwargs)
 
     return call
 
@@ -114,8 +114,8 @@ def _with_fast_path(
     namespace: dict[str, Any] = {
         **{f"default_{one.name}": one.default for one in parameters.values()},
         "ProcessGroup": ProcessGroup,
-        "alone": alone,
-        "check_alone": check_alone,
+        "run_unnested": run_unnested,
+        "check_unnested": check_unnested,
         "find_peer": peer,
         "function": function,
         "profiler": profiler,

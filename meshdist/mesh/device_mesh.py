@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..bootstrap.world import World, get_usable_world
-from ..checking.nesting import alone
+from ..checking.nesting import run_unnested
 from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshError, NotInGroupError
 from ..groups.process_group import ProcessGroup
@@ -124,7 +124,7 @@ class DeviceMesh:
             _derived={},
         )
         if open_groups and coordinate is not None:
-            alone("DeviceMesh", self._open)
+            run_unnested("DeviceMesh", self._open)
 
     device_type: str
     """Where the tensors live: "cpu", "cuda", ..."""
@@ -349,7 +349,7 @@ class DeviceMesh:
         options = tuple(self._definition.options[index] for index in kept)
         definition = replace(self._definition, layout=layout, options=options)
         groups = tuple(
-            alone("DeviceMesh", self._new_group, definition, (axis,))
+            run_unnested("DeviceMesh", self._new_group, definition, (axis,))
             if axis in new
             else self._groups[index]
             for axis, index in enumerate(kept if self._groups else ())
@@ -362,7 +362,7 @@ class DeviceMesh:
         """Open the groups of all axes; collective over the mesh's ranks."""
         self._check_member("warmup")
         check_device(self.device_type)
-        alone("warmup", self._open)
+        run_unnested("warmup", self._open)
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:
         """Free every rank that waits in a group of this mesh; its groups are unusable then.

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store
 from ..bootstrap.bounded_store import BoundedStore, within
 from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
-from ..checking.nesting import alone, never_nested
+from ..checking.nesting import never_nested, run_unnested
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
@@ -315,7 +315,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         if is_recorded:
             records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
         is_async_here = is_async or is_recorded
-        work = alone(request.verb, self._started, request, result, way, calls, is_async_here)
+        work = run_unnested(request.verb, self._started, request, result, way, calls, is_async_here)
         if is_recorded:
             work.end_with(records)
             if not is_async:

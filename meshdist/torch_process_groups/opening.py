@@ -13,7 +13,7 @@ from ..bootstrap.bounded_store import BoundedStore
 from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
-from ..bootstrap.stores import cloned
+from ..bootstrap.stores import cloned, root_of
 from ..checking.nesting import never_nested
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
@@ -68,8 +68,7 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
     text = ",".join(map(str, members))
     # The members of a group ask for it equally often, the others not at all.
     name = f"mpi {text} {joined.store.add(f'{text} by {joined.rank}', 1)}"
-    hosts = joined.hosts or (0,) * joined.size
-    mine = tuple(hosts[rank] for rank in members)
+    hosts = tuple(joined.hosts[rank] for rank in members)
     return WireGroup(
         wire,
         Opening(
@@ -79,10 +78,10 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
             rank=members.index(joined.rank),
             device_type="cpu",
             timeout=DEFAULT_TIMEOUT,  # torch does not pass on the program's
-            is_one_host=len(set(mine)) == 1,
+            is_one_host=len(set(hosts)) == 1,
             name=name,
             num_local=joined.local_size,
-            hosts=mine,
+            hosts=hosts,
         ),
         name,
     )
@@ -100,10 +99,8 @@ def _store_of(options: Any) -> Store:
     They are in the store that torch gives the group. In a world over MPI it gives what cannot be
     called: there the group gets the store by which mpiexec's ranks have met.
     """
-    store = root = options.store
-    while isinstance(root, PrefixStore):
-        root = root.underlying_store
-    if type(root) is Store:
+    store = options.store
+    if type(root_of(store)) is Store:
         joined = _joined_under_mpi()
         store = PrefixStore(f"torch's group {options.group_id}", joined.make_torch_store())
     generation = store.add(f"opened by {options.group_rank}", 1)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
-from ..checking.nesting import alone, is_nested
+from ..checking.nesting import is_nested, run_unnested
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline
 from ..runtime.timeouts import check_timeout
@@ -80,7 +80,7 @@ class Work:
         if timeout:
             check_timeout(timeout)
         if not self._done:
-            alone(f"wait() of {self._verb}", self._end_in_time, timeout or self._timeout)
+            run_unnested(f"wait() of {self._verb}", self._end_in_time, timeout or self._timeout)
         if self._future is not None:
             self._complete()
         if self._error is not None:

@@ -122,9 +122,8 @@ def init_process_group(
     device = _checked_device(device_id)
     if store is None and torch_distributed.is_initialized():
         joined = _meet_in_torch_world(rank, world_size, group_name, timeout)
-        if backend is None:
-            named = parse_backends(torch_distributed.get_backend_config())
-            backends = _available(named) or backends
+        named = parse_backends(torch_distributed.get_backend_config())
+        common = _available(named) or backends
     else:
         joined = meet(
             init_method,
@@ -136,9 +135,9 @@ def init_process_group(
             wires=usable_defaults(),
             is_mpi_asked=is_mpi,
         )
-        if backend is None:
-            backends = _available(default_wires(joined.wires))
-    world = _make_world(joined, store, backends, timeout, pg_options, device)
+        common = _available(default_wires(joined.wires))
+    chosen = common if backend is None else backends
+    world = _make_world(joined, store, chosen, timeout, pg_options, device)
     world.chooses_wires = backend is None
     install_world(world)
     try:
@@ -438,7 +437,7 @@ def _make_world(
         timeout=timeout,
         local_rank=joined.local_rank,
         local_size=joined.local_size,
-        hosts=joined.hosts or (),
+        hosts=joined.hosts,
         origin=joined.origin,
         options=options,
         device=device,

@@ -54,7 +54,7 @@ def as_rank(
 def test_every_rank_gets_its_own_number(size: int) -> None:
     found = join_all(md.HashStore(), [as_rank(rank, size) for rank in range(size)])
     assert [one.rank for one in found] == list(range(size))
-    assert {(one.size, one.generation, one.hosts) for one in found} == {(size, 0, None)}
+    assert {(one.size, one.generation, one.hosts) for one in found} == {(size, 0, (0,) * size)}
     assert [(one.local_rank, one.local_size) for one in found] == [(r, size) for r in range(size)]
 
 
@@ -287,4 +287,4 @@ def test_local_ranks_that_cannot_be_are_counted_anew() -> None:
     # Two launchers on one host, each of which counts from 0.
     found = layout_of(["a", "a", "a", "a"], [0, 1, 0, 1])
     assert [one.local_rank for one in found] == [0, 1, 2, 3]
-    assert found[0].hosts is None
+    assert found[0].hosts == (0, 0, 0, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshdist.checking import nesting
-from meshdist.checking.nesting import alone, check_alone, is_nested, never_nested
+from meshdist.checking.nesting import check_unnested, is_nested, never_nested, run_unnested
 from meshdist.errors import NestedVerbError
 
 
@@ -21,7 +21,7 @@ def test_one_at_a_time() -> None:
     assert inner(1) == 2
     assert not is_nested()
     with pytest.raises(NestedVerbError, match="inner was called inside outer"):
-        alone("outer", inner, 1)
+        run_unnested("outer", inner, 1)
     assert nesting.under_way == set()
     assert inner.__name__ == "inner"
 
@@ -32,22 +32,22 @@ def test_an_exception_ends_it_too() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        alone("outer", fail)
-    check_alone("another")
+        run_unnested("outer", fail)
+    check_unnested("another")
 
 
 def test_other_threads_are_free() -> None:
     found: list[Any] = []
 
     def elsewhere() -> None:
-        found.append((is_nested(), alone("there", alone, "nested", lambda: 3)))
+        found.append((is_nested(), run_unnested("there", run_unnested, "nested", lambda: 3)))
 
     def outer() -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
 
-    alone("here", outer)
+    run_unnested("here", outer)
     assert found == [(False, 3)]
 
 
@@ -58,4 +58,4 @@ def test_a_forked_child_is_in_none() -> None:
             os._exit(7 if is_nested() else 0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert alone("here", outer) == 0
+    assert run_unnested("here", outer) == 0

@@ -319,7 +319,7 @@ def test_on_simulated_ranks_a_handler_runs_outside_all_of_them() -> None:
 
 def test_the_whole_text() -> None:
     with pytest.raises(md.NestedVerbError) as caught:
-        nesting.alone("all_gather", lambda: md.monitored_barrier())
+        nesting.run_unnested("all_gather", lambda: md.monitored_barrier())
     text = str(caught.value)
     assert text.startswith(
         "monitored_barrier was called inside all_gather, which has not returned\n  where:    "

@@ -127,11 +127,11 @@ class _Member:
             raise
         self.store.set(_ADDRESS, door.address)
         handles = {0: own}
-        talks: dict[socket.socket, int] = {}
+        connections: dict[socket.socket, int] = {}
         while door.awaited:
-            for one in self._ready([*door.watched(), *talks], door.awaited):
-                if one in talks:  # no member sends anything before all have come
-                    rank = self.ranks[talks[one]]
+            for one in self._ready([*door.watched(), *connections], door.awaited):
+                if one in connections:  # no member sends anything before all have come
+                    rank = self.ranks[connections[one]]
                     raise _Trouble("left", f"rank {rank} left while memory was shared")
                 with _as_trouble(self.ranks[0], "a member"):
                     came = door.look(one)
@@ -139,23 +139,23 @@ class _Member:
                     member, connection, handle = came
                     self.stack.enter_context(connection)
                     held.append(handle)
-                    handles[member], talks[connection] = handle, member
+                    handles[member], connections[connection] = handle, member
                     _limit(connection, self.deadline)
         door.close()
         in_order = [handles[member] for member in range(len(self.ranks))]
         with _as_trouble(self.ranks[0], "a member"):
-            for connection in talks:
+            for connection in connections:
                 send(connection, 0, [memory, *in_order], self.deadline)
             held.clear()  # they are handed over
             self.attach(Shared(memory, (-1, *in_order[1:])))
-        self._await_confirmations(talks)
-        for connection in talks:
+        self._await_confirmations(connections)
+        for connection in connections:
             with suppress(OSError):  # the first call notices a member that has left by now
                 send(connection, 0, [], self.deadline)
 
-    def _await_confirmations(self, talks: Mapping[socket.socket, int]) -> None:
+    def _await_confirmations(self, connections: Mapping[socket.socket, int]) -> None:
         """Wait until every other member has confirmed that it uses the memory."""
-        left = dict(talks)
+        left = dict(connections)
         while left:
             for one in self._ready(left, set(left.values())):
                 with _as_trouble(self.ranks[0], f"rank {self.ranks[left.pop(one)]}"):
