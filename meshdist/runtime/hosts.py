@@ -65,6 +65,9 @@ def process_start(pid: int) -> str | None:
 
     None if there is no such process, or one that is ending. With the number it names a process for
     good, since numbers are given again.
+
+    Raises:
+        OSError: it cannot be seen now, for example since this process may open no more files.
     """
     process = read_process(pid)
     if process is not None:
@@ -82,11 +85,14 @@ def read_process(pid: int) -> tuple[str, list[str]] | None:
     """Return the name of process ``pid``, and the fields after it that Linux shows.
 
     The first field is its state, the second its parent. None without such a process or /proc.
+
+    Raises:
+        OSError: as for ``process_start``.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             head, _, tail = file.read().rpartition(")")  # the name may hold any character
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return head.partition("(")[2], tail.split()
 
@@ -191,20 +197,25 @@ class ProcessCard:
 
 def my_card() -> ProcessCard:
     """Return the card of this process."""
-    pid = os.getpid()
-    return ProcessCard(pid, process_start(pid) or "", host_identity(), socket.gethostname())
+    pid, start = os.getpid(), None
+    with suppress(OSError):
+        start = process_start(pid)
+    return ProcessCard(pid, start or "", host_identity(), socket.gethostname())
 
 
 def is_alive(card: ProcessCard) -> bool | None:
-    """Return whether the process lives; None where that cannot be seen from this host."""
+    """Return whether the process lives; None where that cannot be seen from here, or not now."""
     if card.host == host_identity():
-        return process_start(card.pid) == card.start
+        with suppress(OSError):
+            return process_start(card.pid) == card.start
     return None
 
 
 def is_stopped(card: ProcessCard) -> bool:
     """Return whether the process is seen to be stopped, by SIGSTOP or a debugger."""
-    process = read_process(card.pid) if card.host == host_identity() else None
+    process = None
+    with suppress(OSError):
+        process = read_process(card.pid) if card.host == host_identity() else None
     return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
 
 

@@ -58,6 +58,16 @@ def test_files_that_can_still_be_opened() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_whether_a_process_lives_is_not_known_where_no_file_can_be_opened() -> None:
+    card, usual = my_card(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, usual[1]))
+        assert is_alive(card) is None
+        assert my_card() == dataclasses.replace(card, start="")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
 def test_a_process_that_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
