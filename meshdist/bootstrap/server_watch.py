@@ -21,14 +21,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import parent_process
-from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Grace
-from ..runtime.endings import is_ending_by_exception
+from ..runtime.endings import call_at_end, is_ending_by_exception
 from ..runtime.hosts import ProcessCard, is_alive, my_card
 
 __all__ = ["ServerWatch", "accept_clients", "find_offer", "find_readable", "offer_server_watch"]
@@ -164,9 +162,7 @@ def offer_server_watch(store: Store, host: str, timeout: timedelta) -> None:
     store.set(_KEY, json.dumps({**offer, "server": my_card().to_json()}))
     with _lock:
         _served.append(clients)
-    atexit.register(clients.close)
-    if parent_process() is not None:  # its end runs no handlers of atexit
-        Finalize(None, clients.close, exitpriority=0)
+    call_at_end(clients.close)
 
 
 class _Clients:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing.util
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -26,7 +25,7 @@ from ..checking.header_table import HeaderTable
 from ..checking.recorder import Recorder
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.endings import ending_text, is_ending_by_exception
+from ..runtime.endings import call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
 from ..wires.opening import Opening
 from ..wires.registry import Wire
@@ -111,9 +110,7 @@ class Registry:
         self.endings.announce()
         self.header_tables.publish()
         self._signals = SignalThread(world, world.handle, self.answer, self._abort_as_told)
-        atexit.register(self._end)  # runs before that of the signals, which was registered before
-        if multiprocessing.parent_process() is not None:  # a forked worker runs no such handlers
-            multiprocessing.util.Finalize(None, self._end, exitpriority=0)
+        call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager
     def opening(self) -> Iterator[Callable[..., Agreement]]:

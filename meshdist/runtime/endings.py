@@ -1,15 +1,29 @@
-"""How this process ends, asked at its end."""
+"""What this process does at its end, and how it ends, asked there."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 
-__all__ = ["ending_text", "is_ending_by_exception"]
+__all__ = ["call_at_end", "ending_text", "is_ending_by_exception"]
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+
+def call_at_end(function: Callable[[], None]) -> None:
+    """Call ``function`` when this process ends, until ``atexit.unregister`` takes it back.
+
+    A worker of multiprocessing runs no handlers of ``atexit``: there it is called in any case.
+    """
+    atexit.register(function)
+    if parent_process() is not None:
+        Finalize(None, function, exitpriority=0)
 
 
 def is_ending_by_exception() -> bool:
