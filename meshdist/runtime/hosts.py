@@ -164,7 +164,7 @@ class ProcessCard:
 
     Args:
         pid: its number.
-        start: when it started, from ``process_start``.
+        start: when it started, from ``process_start``; "" where that could not be seen.
         host: its host, from ``host_identity``.
         hostname: the host's name, for people.
     """
@@ -205,7 +205,7 @@ def my_card() -> ProcessCard:
 
 def is_alive(card: ProcessCard) -> bool | None:
     """Return whether the process lives; None where that cannot be seen from here, or not now."""
-    if card.host == host_identity():
+    if card.start and card.host == host_identity():
         with suppress(OSError):
             return process_start(card.pid) == card.start
     return None
