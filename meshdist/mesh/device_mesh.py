@@ -56,6 +56,7 @@ class DeviceMesh:
         BackendError: "cuda" without a GPU.
         AgreementError: the ranks define different meshes; every one raises and shows both.
         CollectiveTimeoutError: a rank did not come; the text names it.
+        NotInGroupError: of methods that need this rank's place or groups, where it has none.
 
     Cost: one store round per rank, and one opening per axis: independent of how many groups the
         mesh has.
@@ -378,6 +379,9 @@ class DeviceMesh:
         """End communication on the mesh and all that was derived from it.
 
         Communicators that another mesh shares stay open for it.
+
+        Raises:
+            MeshError: it was derived from another mesh, with which it is closed.
         """
         if self._root is not self:
             raise MeshError(
