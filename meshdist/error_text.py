@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-__all__ = ["ExplainedError", "explain", "fields_among", "grouped_text", "ranks_text"]
+__all__ = ["ExplainedError", "explain", "fields_among", "first_line", "grouped_text", "ranks_text"]
 
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
@@ -50,6 +50,17 @@ def fields_among(values: Mapping[str, object]) -> dict[str, str]:
         {'fix': 'start 8 ranks'}
     """
     return {label: str(values[label]) for label in _LABELS if values.get(label) is not None}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its class where it has none.
+
+    Example:
+        >>> first_line(RuntimeError("no store\\n  at store.cpp:7")), first_line(RuntimeError())
+        ('no store', 'RuntimeError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 class ExplainedError(Exception):

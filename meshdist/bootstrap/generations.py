@@ -25,7 +25,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-from ..error_text import fields_among, ranks_text
+from ..error_text import fields_among, first_line, ranks_text
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card
@@ -340,7 +340,7 @@ class Attempt:
 def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
     """The error of a rank that comes to the store, by ``origin``, and finds none that answers."""
     return RendezvousError(
-        f"the store was lost while the ranks were joining: {str(error).partition(chr(10))[0]}",
+        f"the store was lost while the ranks were joining: {first_line(error)}",
         where=f"{origin}; {my_card()}",
         expected="the process that serves the store (rank 0, as a rule) to live",
         fix="look at the output of rank 0, and start the job again",

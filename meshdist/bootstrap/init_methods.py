@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
+from ..error_text import first_line
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
@@ -357,7 +358,7 @@ def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
         store: Store = next(found)[0]
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"torchrun's store does not answer: {str(error).splitlines()[0]}",
+            f"torchrun's store does not answer: {first_line(error)}",
             where=f"env://, started by torchrun, store at {address}, port {port}",
             fix="look at the output of torchrun on its first host",
         ) from error

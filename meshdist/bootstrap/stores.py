@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
@@ -198,7 +199,7 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
         found = connect_store(address, port, min(timeout, timedelta(seconds=_CONNECT_S)))
         reason = "" if found.check([key]) else "another store answers there"
     except (RendezvousError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].removeprefix("rank 0 has not joined: ")
+        reason = first_line(error).removeprefix("rank 0 has not joined: ")
     store.delete_key(key)
     if reason:
         raise RendezvousError(
@@ -233,9 +234,10 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     client = threading.Thread(target=connect, name="meshdist-connect", daemon=True)
     client.start()
     client.join(min(_ANSWER_S, timeout.total_seconds()))
-    if outcome and isinstance(outcome[0], TCPStore):
-        return outcome[0]
-    reason = f": {str(outcome[0]).splitlines()[0]}" if outcome else ""
+    found = outcome[0] if outcome else None
+    if isinstance(found, TCPStore):
+        return found
+    reason = "" if found is None else f": {first_line(found)}"
     raise RendezvousError(
         f"what listens on {address}, port {port} does not answer as a store{reason}",
         where=f"host {socket.gethostname()}, process {os.getpid()}",
@@ -256,7 +258,7 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
         if reason == _SOUND:
             return FileStore(path, -1)
     except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
     raise RendezvousError(
         f"the file of the store cannot be read: {reason}",
         where=f"{path}; host {socket.gethostname()}, process {os.getpid()}",

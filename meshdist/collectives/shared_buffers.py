@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..checking.nesting import never_nested
+from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import resolve_group
 from ..wires.failures import WireFailure, WireRefused
@@ -59,7 +60,7 @@ def shared_empty(
         like = torch.empty(shape, dtype=dtype, device="meta")
     except (TypeError, RuntimeError) as error:
         raise ArgumentError(
-            f"{shape!r} is no shape", found=str(error).splitlines()[0], fix="for example (2, 3)"
+            f"{shape!r} is no shape", found=first_line(error), fix="for example (2, 3)"
         ) from None
     channel = target.open_channel("cpu")
     channel.enter("shared_empty", like)

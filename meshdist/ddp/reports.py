@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..error_text import grouped_text, ranks_text
+from ..error_text import first_line, grouped_text, ranks_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 
@@ -91,7 +91,7 @@ class Reports:
         return GradientError(
             "the gradients cannot be reduced any more: an earlier all-reduce failed",
             where=self._where,
-            found=str(failure).splitlines()[0],
+            found=first_line(failure),
             fix="end this job, or make the mesh and the model's wrapper anew",
         )
 

@@ -26,6 +26,7 @@ from ..bootstrap.world import (
     install_world,
     remove_world,
 )
+from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupMember, ProcessGroup, resolve_group, world_group
 from ..groups.registry import get_registry
@@ -222,6 +223,9 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
 
     Answers in a forked child too.
+
+    Raises:
+        NotInitializedError: there is no world.
     """
     world = get_world()
     if group is None:
@@ -260,11 +264,15 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the name of the wire that serves ``device`` where none is named."""
+    """Return the name of the wire that serves ``device`` where none is named.
+
+    Raises:
+        ArgumentError: no such device, or none that has a wire.
+    """
     try:
         kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     except RuntimeError as error:
-        raise ArgumentError(f"{device!r} is no device", found=str(error).splitlines()[0]) from None
+        raise ArgumentError(f"{device!r} is no device", found=first_line(error)) from None
     wires = default_wires()
     if kind not in wires:
         raise ArgumentError(

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ...dtypes import DTYPES
+from ...error_text import first_line
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
@@ -69,8 +70,7 @@ class _VerbLacking(WireFailure):
 
 def plain_text(error: Exception) -> str:
     """The first sentence of an error from c10d, without source positions."""
-    text = str(error).splitlines()[0] if str(error) else repr(error)
-    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", text)
+    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", first_line(error))
     return text.split(". This is typically caused")[0].strip()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+from ...error_text import first_line
 from ..communicator import Communicator
 from ..failures import WireFailure
 from ..opening import Opening
@@ -59,7 +60,7 @@ class RegisteredWire(Wire):
             else:
                 group = self.make(opening.make_torch_store(), opening.rank, size, opening.timeout)
         except RuntimeError as error:
-            raise WireFailure(str(error).splitlines()[0]) from error
+            raise WireFailure(first_line(error)) from error
         if isinstance(group, ProcessGroupGloo):
             return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
         return C10dCommunicator(self.name, opening.rank, size, group)

@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
@@ -255,7 +256,7 @@ class Link:
             return MessageMisfit(
                 f"a longer message came where {num_bytes} bytes were to be received"
             )
-        text = str(error).splitlines()[0]
+        text = first_line(error)
         return WireAborted(text) if self.is_aborted else WireFailure(text)
 
     def _check_done(self, is_done: Callable[[], bool]) -> bool:
