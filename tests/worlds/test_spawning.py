@@ -191,6 +191,21 @@ def test_a_rank_that_is_killed_is_named() -> None:
         md.spawn(program, nprocs=2)
 
 
+def test_a_rank_that_leaves_without_an_answer_stops_the_others() -> None:
+    def leave(rank_of_leaver: int) -> None:
+        if int(os.environ["RANK"]) == rank_of_leaver:
+            os._exit(0)
+        time.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(md.RankFailedError) as caught:
+        md.spawn(leave, (1,), nprocs=2)
+    assert caught.value.rank == 1
+    assert caught.value.summary == "rank 1 ended with exit code 0, and without an answer"
+    assert "os._exit ends a process before it answers" in str(caught.value)
+    assert is_within(time.monotonic() - start, 60.0)
+
+
 def test_exit_codes_of_sys_exit() -> None:
     assert md.spawn(sys.exit, (0,), nprocs=1) == [None]
     with pytest.raises(md.RankFailedError, match="rank 0 raised SystemExit: 3"):
