@@ -180,17 +180,17 @@ class Explainer:
             return self._failed(
                 call, text, "let the calls of all threads end before the group is destroyed"
             )
-        # Others may end as soon as they see the group broken: ask them before it is.
-        report = self._others.report(call) if isinstance(failure, WireTimeout) else ""
-        self._others.break_here(f"{call.verb} failed before: {text}")
-        # Before this rank reports that it failed first: a rank whose timeout closes its connections
-        # is the first to fail.
-        is_known = isinstance(failure, (WireTimeout, MemberLost))
-        silent = "" if is_known else self._others.silent()
+        is_late = isinstance(failure, WireTimeout)
+        # A rank whose timeout closes its connections is the first to fail, and says so at once. One
+        # that sees them closed asks before who is still there.
+        silent = "" if is_late or isinstance(failure, MemberLost) else self._others.silent()
         first = self._others.find_first_failure(call, text)
         if ending:  # others that noticed it before are no cause
             first = ""
-        if isinstance(failure, WireTimeout):
+        # Others may end as soon as they see the group broken: ask them before it is.
+        report = self._others.report(call) if is_late else ""
+        self._others.break_here(f"{call.verb} failed before: {text}")
+        if is_late:
             found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
             return self._late(call, failure, found)
         return self._failed(
