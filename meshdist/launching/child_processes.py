@@ -74,7 +74,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
-        self.directory = tempfile.mkdtemp(prefix="meshdist-")
+        self.directory = tempfile.mkdtemp(prefix="meshdist-launch-")
         self.running: dict[int, subprocess.Popen[Any]] = {}
         self.endings: list[Ending] = []
         self.failed: Ending | None = None
