@@ -238,10 +238,9 @@ class BoundedStore(Store):
         """Return when no process keeps the store's file locked."""
         if self._file is None or _is_unlocked(self._file):
             return
-        grace = Grace(_ANSWER_S)
-        while not wait_until(partial(_is_unlocked, self._file), _deadline.get() or grace):
-            if grace.is_over:
-                raise self._lost("keeps its file locked")
+        limit = max(_deadline.get() or Deadline(0), Grace(_ANSWER_S), key=lambda one: one.left_s)
+        if not wait_until(partial(_is_unlocked, self._file), limit):
+            raise self._lost("keeps its file locked")
 
     def _run(self) -> None:
         while (asked := self._requests.get()) is not None:

@@ -121,22 +121,27 @@ class Registry:
             made.append(self._agreements.agree(*definition))
             return made[-1]
 
-        yield agree
-        for agreement in made:
-            self.finish(agreement.name, agreement.offers.keys())
+        has_failed = True
+        try:
+            yield agree
+            has_failed = False
+        finally:
+            for agreement in made:
+                self.finish(agreement.name, agreement.offers.keys(), waits=not has_failed)
 
-    def finish(self, call: str, members: Collection[int]) -> None:
+    def finish(self, call: str, members: Collection[int], *, waits: bool = True) -> None:
         """End this rank's part in a call of ``members``, which needs the store no more.
 
         On the rank whose process serves the store this returns once all have come here, or cannot
-        come any more: it may end right after the call.
+        come any more: it may end right after the call. Without ``waits``, since the call has failed
+        here, it only tells the others that they need not wait for this rank.
         """
         world = self.world
         if world.server is None or not world.has_processes or len(members) < 2:
             return
         key = f"{call}/finished"
         with suppress(StoreError):  # the next call that needs it says so
-            if world.server != world.rank:
+            if world.server != world.rank or not waits:
                 self._count(key, members)
             else:
                 self._count(key, members, min(_DONE, world.timeout or _DONE))
