@@ -23,8 +23,8 @@ class Communicator {
   // Free every thread, of every member, that waits in this communicator.
   void abort() { end->end(Status::aborted); }
 
-  // End this member's part. What is in flight here ends as closed; native threads end by
-  // themselves, and the memory goes with the last of them.
+  // End this member's part. What is in flight here ends as closed, and uses the caller's memory no
+  // more (see Progress::close); native threads end by themselves, and the group's memory goes with the last of them.
   void close() {
     if (end->is_closing()) return;
     end->close();

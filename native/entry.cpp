@@ -23,7 +23,7 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
              std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
-             nb::object disagree, nb::object under_way, unsigned long main_thread)
+             nb::object disagree, nb::list under_way, unsigned long main_thread)
     : num_forks_(forks),
       notes_(notes),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),

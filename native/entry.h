@@ -39,30 +39,34 @@ class Entry {
  public:
   // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
   // `fingerprints` and `message_fingerprints` make what is compared, as Python makes it.
-  // `disagree(number, message)` makes the error of members whose calls differ. `under_way` has the
-  // verb that the main thread is in.
+  // `disagree(number, message)` makes the error of members whose calls differ. `under_way` is a list
+  // of one: the verb that the main thread is in, or None.
   Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
         std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
-        nb::object disagree, nb::object under_way, unsigned long main_thread);
+        nb::object disagree, nb::list under_way, unsigned long main_thread);
+
+  // Whether this thread is in a verb already.
+  bool is_nested() const {
+    return PyList_GetItem(under_way_.ptr(), 0) != Py_None && is_main_thread();
+  }
 
   // Lets `under_way` say what the main thread is in: a verb that a signal's handler calls meanwhile
   // is refused, in Python.
   class UnderWay {
    public:
-    UnderWay(const Entry& entry, nb::handle verb) : verbs_(entry.under_way_) {
-      is_said_ = PyThread_get_thread_ident() == entry.main_thread_;
-      if (is_said_ && PySet_Add(verbs_.ptr(), verb.ptr()) != 0) throw nb::python_error();
+    UnderWay(const Entry& entry, nb::handle verb) : entry_(entry), is_said_(entry.is_main_thread()) {
+      if (is_said_) entry_.say(verb);
     }
     ~UnderWay() {
-      if (is_said_) PySet_Clear(verbs_.ptr());
+      if (is_said_) entry_.say(nb::none());
     }
     UnderWay(const UnderWay&) = delete;
     UnderWay& operator=(const UnderWay&) = delete;
 
    private:
-    const nb::object& verbs_;
-    bool is_said_;
+    const Entry& entry_;
+    const bool is_said_;
   };
 
   // What must be equal on all members besides dtype and count; `number` is that of `op`.
@@ -148,6 +152,10 @@ class Entry {
                const std::uint64_t* part) const;
   nb::object sizes_of(std::uint64_t part);
   nb::handle kind_of(const Message& message);
+  bool is_main_thread() const { return PyThread_get_thread_ident() == main_thread_; }
+  void say(nb::handle verb) const {
+    PyList_SetItem(under_way_.ptr(), 0, nb::borrow(verb).release().ptr());
+  }
 
   const unsigned num_forks_;
   PlainReader reader_;
@@ -159,7 +167,7 @@ class Entry {
   const nb::tuple ranks_;
   const std::uint64_t size_, member_;
   const nb::object fingerprint_of_, message_fingerprint_of_, disagree_;
-  const nb::object under_way_;
+  const nb::list under_way_;
   const unsigned long main_thread_;
   std::vector<Words> others_;
   std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;

@@ -205,7 +205,7 @@ class FastPath {
   }
 
   bool is_ready(bool is_uneven = false) const {
-    return runner_.is_ready() && entry_.is_quiet(is_uneven);
+    return !entry_.is_nested() && runner_.is_ready() && entry_.is_quiet(is_uneven);
   }
 
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
@@ -243,7 +243,7 @@ class FastPath {
   }
 
   bool run(nb::handle x, Message& message) {
-    if (!entry_.read(x, message) || !runner_.takes(message)) return false;
+    if (entry_.is_nested() || !entry_.read(x, message) || !runner_.takes(message)) return false;
     const Entry::UnderWay under_way(entry_, message.verb);
     runner_.run(message, x, entry_);
     return true;

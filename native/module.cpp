@@ -149,7 +149,7 @@ NB_MODULE(native, m) {
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<const Notes&, const Headers*, nb::list, nb::dict, nb::object, nb::object,
                     nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::object,
-                    nb::object, unsigned long>(),
+                    nb::list, unsigned long>(),
            "notes"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
            "ranks"_a, "member"_a, "fingerprints"_a, "message_fingerprints"_a, "disagree"_a,
            "under_way"_a, "main_thread"_a)

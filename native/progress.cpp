@@ -4,10 +4,19 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <thread>
 
 namespace meshdist {
+
+namespace {
+
+// Of a collective that gives up: it may be in the midst of a copy. Longer only where a thread that
+// runs a collective itself has called close(), from a signal's handler.
+constexpr std::chrono::seconds kLongestEnd{10};
+
+}  // namespace
 
 Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
   if (unfinished_.load(std::memory_order_acquire) != 0) {
@@ -32,14 +41,14 @@ TicketPtr Progress::start(Job&& job) {
   auto ticket = std::make_shared<Ticket>();
   ticket->job = std::move(job);
   ticket->job.call.interruption = nullptr;
-  unfinished_.fetch_add(1, std::memory_order_acq_rel);
   std::lock_guard<std::mutex> lock(mutex_);
-  queue_.push_back(ticket);
   if (!has_thread_) {
-    has_thread_ = true;
-    // The thread owns what it works on: neither close() nor the interpreter's exit waits for it.
+    // The thread owns what it works on, but for the caller's memory.
     std::thread([self = shared_from_this()] { self->work(); }).detach();
+    has_thread_ = true;
   }
+  unfinished_.fetch_add(1, std::memory_order_acq_rel);
+  queue_.push_back(ticket);
   wake_.notify_one();
   return ticket;
 }
@@ -53,7 +62,10 @@ void Progress::work() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, [&] { return !queue_.empty() || end_->is_closing(); });
-      if (queue_.empty()) return;
+      if (queue_.empty()) {
+        has_thread_ = false;
+        return;
+      }
       ticket = std::move(queue_.front());
       queue_.pop_front();
     }
@@ -63,7 +75,11 @@ void Progress::work() {
       ticket->status = collectives_.run(ticket->job);
       if (ticket->status != Status::ok) ticket->failure = collectives_.failure();
     }
-    unfinished_.fetch_sub(1, std::memory_order_acq_rel);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      unfinished_.fetch_sub(1, std::memory_order_acq_rel);
+      all_done_.notify_all();
+    }
     ticket->is_done.store(1, std::memory_order_seq_cst);
     futex_wake_all(ticket->is_done);
   }
@@ -108,8 +124,9 @@ void Progress::sweep_locked() {
 }
 
 void Progress::close() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   wake_.notify_all();
+  all_done_.wait_for(lock, kLongestEnd, [&] { return unfinished_.load() == 0; });
 }
 
 }  // namespace meshdist

@@ -34,6 +34,8 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Wait for `ticket`. Where time runs out the communicator ends, since nothing behind it can run.
   Status wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption);
 
+  // Return once no collective uses the caller's memory any more, in ten seconds at most: the
+  // communicator is closing, so each of them gives up where it would wait.
   void close();
 
   // Let collectives read buffers in `memory` where they lie; all members add it, in the same order.
@@ -53,7 +55,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   std::mutex running_;  // held by whichever thread runs a collective
   std::uint64_t num_memories_ = 0;
   std::mutex mutex_;
-  std::condition_variable wake_;
+  std::condition_variable wake_, all_done_;
   std::deque<TicketPtr> queue_;
   std::atomic<int> unfinished_{0};
   bool has_thread_ = false;

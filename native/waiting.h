@@ -129,7 +129,6 @@ bool has_exited(int pidfd);
 template <class Ready, class IsOver>
 bool look(const Patience& patience, Ready ready, IsOver is_over) {
   if (ready()) return true;
-  CoreDemand& demand = core_demand();
   if (patience.spin > 0) {
     const Nanoseconds end = now_ns() + patience.spin;
     do {
@@ -140,6 +139,7 @@ bool look(const Patience& patience, Ready ready, IsOver is_over) {
       if (is_over()) return true;
     } while (now_ns() < end);
   }
+  CoreDemand& demand = core_demand();
   Nanoseconds now = now_ns();
   const Nanoseconds end = now + patience.yield;
   while (now < end && !(patience.has_own_core && demand.is_high(now))) {

@@ -150,8 +150,9 @@ CARD = my_card().to_json()
 ABORT = {"kind": "abort", "rank": 1, "labels": ["group"], "reason": "enough", "group": "the world"}
 DISAGREEMENT = dict.fromkeys(("summary", "where", "expected", "found", "fix"), "text")
 ANSWER = {"calls": [{"label": "group", "sequence": 3, "text": "barrier()"}], "about": None}
-MEMBER = {"card": CARD, "rank": 1, "tag": 7, "words": {"key": 5, "address": [1, 2, 3]}}
-READERS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]]] = {
+MEMBER = {"card": CARD, "rank": 1, "size": 2, "tag": 7, "words": {"key": 5, "address": [1, 2, 3]}}
+Readers = dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]]]
+READERS: Readers = {
     "the size of a world": (texts("1"), lambda text: joining("size")(as_bytes(text))),
     "the card of a rank": (
         records({**CARD, "local_rank": 0, "wires": ["gloo"], "serves": False}),
@@ -191,8 +192,8 @@ READERS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]
 """How the values of a key are drawn, and what reads them."""
 
 
-def check(name: str, count: int) -> None:
-    draw, read = READERS[name]
+def check(name: str, count: int, readers: Readers = READERS) -> None:
+    draw, read = readers[name]
     rng = random.Random(name)
     for _ in range(count):
         given = draw(rng)

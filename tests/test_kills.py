@@ -237,7 +237,7 @@ def test_a_stopped_rank_is_a_timeout_that_names_it(verb: str, pool: Pool) -> Non
         else:
             assert kind == "CollectiveTimeoutError", text
             assert "was not finished within 0.8 s" in text
-            assert "rank 1: gives no answer: it has ended or is stopped" in text
+            assert "rank 1: is stopped, by SIGSTOP or a debugger" in text
         assert is_within(seconds, 0.8 + 3.0)
 
 

@@ -192,7 +192,7 @@ def _rank_of(connection: socket.socket, secret: str) -> int | None:
     """The rank that has connected; None for any other process."""
     connection.settimeout(_GREETING_S)
     greeting = b""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         while not greeting.endswith(b"\n") and len(greeting) < _GREETING_BYTES:
             greeting += (more := connection.recv(_GREETING_BYTES))
             if not more:

@@ -25,12 +25,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.hosts import name_locker
 from .server_watch import ServerWatch, accept_clients, find_readable
-from .stores import cloned
+from .stores import cloned, root_of
 
 __all__ = ["BoundedStore", "read_json", "read_jsons", "read_number", "within"]
 
@@ -45,6 +46,10 @@ _POLL_S = 0.2
 _CLOSING_S = 1.0
 _WRONG_KIND = (TypeError, LookupError, AttributeError)
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
+
+_silent_since: dict[tuple[str, int] | None, float] = {}
+"""Since when a server, by host and port, leaves a request unanswered that was given up."""
+os.register_at_fork(after_in_child=_silent_since.clear)
 
 _deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
 
@@ -85,18 +90,20 @@ class BoundedStore(Store):
         super().__init__()
         self._patience = timeout
         self.is_served_here = is_served_here
-        path = getattr(raw, "path", None)  # a FileStore's
-        self.server = server if path is None else "a process that uses the store"
+        self._path = path = getattr(raw, "path", "")  # a FileStore's
+        self.server = server
         self.client = f"process {os.getpid()}"
         """What messages call this process."""
-        self._raw = raw
+        self._raw: Store | None = raw
         self._watch: ServerWatch | None = None
-        self._file = None if path is None else os.open(path, os.O_RDONLY)
+        self._file = os.open(path, os.O_RDONLY) if path else None
         self._process_id = os.getpid()
         self._is_closed = False
         self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._requests = SimpleQueue()
         self._busy_since: float | None = None
+        root = root_of(raw)
+        self._address = (root.host, root.port) if isinstance(root, TCPStore) else None
         self._thread: threading.Thread | None = None
         if self._file is None and not is_served_here:
             self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
@@ -106,7 +113,7 @@ class BoundedStore(Store):
             accept_clients()
             return
         try:
-            self._watch = self._ask(ServerWatch)
+            self._watch = self._ask(self._watched)
         except BaseException:
             self.close()
             raise
@@ -134,9 +141,11 @@ class BoundedStore(Store):
         return bool(self._ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are set."""
-        in_force = _deadline.get() if timeout is None else None
-        deadline = in_force or Deadline(timeout or self._patience)
+        """Wait until all ``keys`` are set: until the deadline in force, if one is.
+
+        That counts for C++ as well, which hands over a limit of its own.
+        """
+        deadline = _deadline.get() or Deadline(timeout or self._patience)
         if not wait_until(lambda: self.check(keys), deadline):
             raise StoreError(
                 "a wait for the store ended: wait timeout",  # as torch words it
@@ -209,18 +218,21 @@ class BoundedStore(Store):
             self._watch.close()
         if self._file is not None:
             os.close(self._file)
+        if self._thread is None:
+            self._raw = None  # a FileStore makes its file anew where it ends after the others
 
     # -- the requests ------------------------------------------------------------------------------
 
     def _ask(self, request: Callable[[Store], T]) -> T:
         """Return what ``request`` returns, given the store that serves it."""
-        if self._is_closed or self._process_id != os.getpid():
+        raw = self._raw
+        if raw is None or self._is_closed or self._process_id != os.getpid():
             raise StoreError("the store of this world is closed in this process")
         if not self.is_served:
             raise self._lost("has ended")
         if self._thread is None:
             self._await_unlocked()
-            return request(self._raw)
+            return request(raw)
         answer: Future[T] = Future()
         self._requests.put((request, answer))
         deadline, grace = _deadline.get(), Grace(_ANSWER_S - self._busy_s())
@@ -230,6 +242,8 @@ class BoundedStore(Store):
             except NoAnswerYet:
                 if grace.is_over and (deadline is None or deadline.is_over):
                     answer.cancel()
+                    if self._address is not None:
+                        _silent_since[self._address] = time.monotonic() - self._busy_s()
                     raise self._lost("does not answer") from None
             except DistNetworkError:
                 raise (self._refused() if self.is_served else self._lost("has ended")) from None
@@ -240,35 +254,44 @@ class BoundedStore(Store):
             return
         limit = max(_deadline.get() or Deadline(0), Grace(_ANSWER_S), key=lambda one: one.left_s)
         if not wait_until(partial(_is_unlocked, self._file), limit):
-            raise self._lost("keeps its file locked")
+            raise self._lost("keeps its file locked", name_locker(self._path))
 
     def _run(self) -> None:
         while (asked := self._requests.get()) is not None:
-            request, answer = asked
+            (request, answer), raw = asked, self._raw
+            assert raw is not None  # as long as there is this thread
             if not answer.set_running_or_notify_cancel():
                 continue
             self._busy_since = time.monotonic()
             try:
-                answer.set_result(request(self._raw))
+                answer.set_result(request(raw))
             except DistNetworkError as error:
                 # A server that ends closes this connection first, perhaps. One that goes on has
                 # closed it for a request that was wrong.
                 if not find_readable(self.ends, _CLOSING_S):
                     with suppress(RuntimeError, NotImplementedError):
-                        self._raw = cloned(self._raw)
+                        self._raw = cloned(raw)
                 answer.set_exception(error)
             except BaseException as error:
                 answer.set_exception(error)
             finally:
                 self._busy_since = None
+                _silent_since.pop(self._address, None)
 
     def _busy_s(self) -> float:
-        since = self._busy_since
+        """How long the server has not answered this process."""
+        since = _silent_since.get(self._address, self._busy_since)
         return 0.0 if since is None else time.monotonic() - since
 
-    def _lost(self, what: str) -> StoreError:
+    def _watched(self, raw: Store) -> ServerWatch:
+        watch = ServerWatch(raw)
+        if self._is_closed:  # it came too late
+            watch.close()
+        return watch
+
+    def _lost(self, what: str, server: str = "") -> StoreError:
         return StoreError(
-            f"{self.server} {what}",
+            f"{server or self.server} {what}",
             where=self.client,
             expected="it to live, and to answer, as long as other ranks need it",
             fix="look at what that process wrote last, and whether it is stopped",

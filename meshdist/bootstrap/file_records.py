@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import ProcessCard, is_alive, my_card
+from ..runtime.hosts import ProcessCard, is_alive, my_card, name_locker
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 
 __all__ = ["Entry", "enter", "leave", "parse"]
@@ -151,12 +151,13 @@ def _locked(path: str, timeout: timedelta, *, may_create: bool = True) -> Iterat
         if not may_create and isinstance(error, FileNotFoundError):
             yield []  # a user has removed the file
             return
+        more = "make the directory, or " if isinstance(error, FileNotFoundError) else ""
         raise RendezvousError(
             f"the rendezvous file cannot be opened: {getattr(error, 'strerror', None) or error}",
             where=f"file://{path}",
             expected="a path in an existing directory in which this user may write, on a file "
             "system that all ranks share",
-            fix="make the directory, or name another file",
+            fix=f"{more}name another file",
         ) from None
     try:
         record = _read(path, descriptor)
@@ -180,7 +181,7 @@ def _open_locked(path: str, may_create: bool, deadline: Deadline) -> int:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
             if not wait_until(partial(_take_lock, descriptor), deadline):
-                raise OSError(errno.EWOULDBLOCK, "another process keeps it locked")
+                raise OSError(errno.EWOULDBLOCK, f"{name_locker(path)} keeps it locked")
             try:
                 is_current = os.path.samestat(os.fstat(descriptor), os.stat(path))
             except FileNotFoundError:

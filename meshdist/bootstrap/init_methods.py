@@ -292,6 +292,7 @@ def _meet_in(
         handle = BoundedStore(store, patience, is_served_here=is_here, **server)
     except StoreError as error:
         raise lost_while_joining(origin, error) from error
+    del store  # an error would keep it
     given = rank if rank >= 0 else None
     known |= {"prefix": prefix, "serves": is_here or (is_served_by_0 and rank == 0)}
     try:
@@ -452,9 +453,10 @@ def _meet_in_file(
     # A program that ends without closing its world has left as well.
     atexit.register(leave)
     try:
-        store = open_file(entry.store_path, terms.timeout)
         named = replace(terms, group_name="")  # the generation is the job's alone
-        joined = _meet_in(store, entry.rank, size, origin, named, **known)
+        joined = _meet_in(
+            open_file(entry.store_path, terms.timeout), entry.rank, size, origin, named, **known
+        )
     except BaseException:
         leave()
         raise

@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -72,6 +73,8 @@ def load_mpi() -> Any:
     return sys.modules["mpi4py.MPI"]
 
 
+_starting = threading.Lock()
+_HANDLERS = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}
 _loaded_here: list[int] = []
 """The process in which mpi4py was loaded without an end of MPI of its own."""
 
@@ -93,16 +96,32 @@ def start_mpi() -> Any:
             started this process.
     """
     MPI = load_mpi()
-    if not MPI.Is_initialized():
-        with warnings.catch_warnings():
-            # It warns of another MPI's mpiexec; what follows here is an error then.
-            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    with _starting:
+        if not MPI.Is_initialized():
+            _initialize(MPI)
     _check_threads(MPI)
     _check_launcher(MPI, os.environ)
     atexit.unregister(_abort_after_error)
     atexit.register(_abort_after_error, MPI, os.getpid())
     return MPI
+
+
+def _initialize(MPI: Any) -> None:
+    """Start MPI, which may wait for other ranks: without the GIL, that mpi4py would hold."""
+    import mpi4py
+
+    found = find_functions(MPI, "MPI_Init_thread")
+    if found:
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_void_p)
+        kind(found[0])(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+    if not MPI.Is_initialized():  # then mpi4py says why
+        with warnings.catch_warnings():
+            # It warns of another MPI's mpiexec; what follows in start_mpi is an error then.
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    elif handler := _HANDLERS.get(mpi4py.rc.errors):  # which mpi4py sets where it starts MPI
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(getattr(MPI, handler))
 
 
 def describe_mpi() -> dict[str, Any]:

@@ -69,11 +69,17 @@ class ServerWatch:
         if not isinstance(store, TCPStore):
             return
         self._connect(store.host, store.port, _CONNECT_S)
-        if store.check([_KEY]) and (offer := find_offer(store.get(_KEY))):
-            self._server = offer.server
-            if connection := self._connect(store.host, offer.port, _CONNECT_BESIDE_S):
-                with suppress(OSError):
-                    connection.sendall(offer.word)
+        try:
+            offer = find_offer(store.get(_KEY)) if store.check([_KEY]) else None
+        except BaseException:
+            self.close()
+            raise
+        if offer is None:
+            return
+        self._server = offer.server
+        if connection := self._connect(store.host, offer.port, _CONNECT_BESIDE_S):
+            with suppress(OSError):
+                connection.sendall(offer.word)
 
     def _connect(self, host: str, port: int, limit_s: float) -> socket.socket | None:
         with suppress(OSError):

@@ -25,7 +25,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
+from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack, name_locker
 from ..runtime.whole_numbers import find_whole_number
 from .server_watch import offer_server_watch
 
@@ -68,6 +68,7 @@ _MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
 _CONNECT_S = 5.0
 _SOUND = "sound"
+_MOST_DIGITS = 18  # which 64 bits hold
 _ANSWER_S = 30.0
 """How long a server that has accepted a connection may take to answer as a store does."""
 
@@ -141,8 +142,13 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
     if number is None:
         return None
     try:
-        inherited = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)
+        duplicate = os.dup(number)
     except OSError:
+        return None
+    try:
+        inherited = socket.socket(fileno=duplicate)
+    except OSError:  # not socket.fromfd, which would leave the duplicate open then
+        os.close(duplicate)
         return None
     with suppress(OSError, IndexError):  # some other file may have the number now
         is_free = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
@@ -233,16 +239,20 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     # that this one can stop.
     client = threading.Thread(target=connect, name="meshdist-connect", daemon=True)
     client.start()
-    client.join(min(_ANSWER_S, timeout.total_seconds()))
+    limit_s = min(_ANSWER_S, timeout.total_seconds())
+    client.join(limit_s)
     found = outcome[0] if outcome else None
     if isinstance(found, TCPStore):
         return found
     reason = "" if found is None else f": {first_line(found)}"
+    silent = f"nothing has come back in {limit_s:g} s: another service, or rank 0 is stopped"
     raise RendezvousError(
         f"what listens on {address}, port {port} does not answer as a store{reason}",
         where=f"host {socket.gethostname()}, process {os.getpid()}",
         expected="the store of rank 0",
-        fix="choose a port that no other service uses (MASTER_PORT, or the one in the URL)",
+        found="" if found is not None else silent,
+        fix="choose a port that no other service uses (MASTER_PORT, or the one in the URL), and "
+        "see that rank 0 runs",
     )
 
 
@@ -254,7 +264,8 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
     """
     # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
     try:
-        reason = wait_until(lambda: _find_damage(path), Deadline(timeout)) or "it stays locked"
+        found = wait_until(lambda: _find_damage(path), Deadline(timeout))
+        reason = found or f"{name_locker(path)} keeps it locked"
         if reason == _SOUND:
             return FileStore(path, -1)
     except (OSError, ValueError) as error:
@@ -285,7 +296,9 @@ def _find_damage(path: str) -> str | None:
         texts.append(data[begin:position])
     pairs = zip(texts[::2], texts[1::2], strict=False)
     # What torch counts its users by, also when it destroys the object, where errors are fatal.
-    are_counts = all(value.isdigit() for key, value in pairs if not key.startswith(b"/"))
+    # Other keys begin with "/", or with "-" where they are deleted.
+    counts = [value for key, value in pairs if not key.startswith((b"/", b"-"))]
+    are_counts = all(one.isdigit() and len(one) <= _MOST_DIGITS for one in counts)
     is_whole = position == len(data) and len(texts) % 2 == 0
     return _SOUND if is_whole and are_counts else "it is damaged"
 

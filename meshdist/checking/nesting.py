@@ -23,15 +23,15 @@ __all__ = ["run_unnested", "check_unnested", "is_nested", "never_nested", "under
 P = ParamSpec("P")
 R = TypeVar("R")
 
-under_way: set[str] = set()
-"""The verb that the main thread is in; empty where it is in none. The native core fills it, too."""
+under_way: list[str | None] = [None]
+"""The verb that the main thread is in, or None. The native core writes it, too."""
 
 _main_thread = main_thread().ident
 
 
 def is_nested() -> bool:
     """Whether this thread is in a verb."""
-    return bool(under_way) and get_ident() == _main_thread
+    return under_way[0] is not None and get_ident() == _main_thread
 
 
 def check_unnested(verb: str) -> None:
@@ -41,7 +41,7 @@ def check_unnested(verb: str) -> None:
     world = find_world()
     rank = "" if world is None else f"rank {world.rank}, "
     raise NestedVerbError(
-        f"{verb} was called inside {next(iter(under_way))}, which has not returned",
+        f"{verb} was called inside {under_way[0]}, which has not returned",
         where=f"{rank}called at {show_site(call_site())}",
         expected="one verb at a time on a thread; a signal's handler runs on the main thread, in "
         "the middle of what that does",
@@ -58,13 +58,13 @@ def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P
     """
     if get_ident() != _main_thread:
         return function(*args, **kwargs)
-    if under_way:
+    if under_way[0] is not None:
         check_unnested(verb)
     try:  # a handler may raise at any step: so it is noted inside, and forgotten in one
-        under_way.add(verb)
+        under_way[0] = verb
         return function(*args, **kwargs)
     finally:
-        under_way.clear()
+        under_way[0] = None
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
@@ -82,7 +82,7 @@ def _forget_in_child() -> None:
     """A forked child is in no verb of its parent's, and its one thread is the main one."""
     global _main_thread
     _main_thread = get_ident()
-    under_way.clear()
+    under_way[0] = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -31,6 +31,7 @@ _PAGE_WORDS = mmap.PAGESIZE // 8
 _NAME = "meshdist-words"
 _LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
 _NONCE, _COUNT, _ENTRIES = 0, 1, 2  # words of the directory; an entry is a key and where it lies
+_MOST_ENTRIES = (_DIRECTORY_WORDS - _ENTRIES) // 2
 
 
 class WordsAddress(NamedTuple):
@@ -159,14 +160,15 @@ class SharedWordsView:
         if entry is None:
             return None
         start = int(self._words[entry + 1])
-        return self._words[start : start + num_words] if self._entry(key) == entry else None
+        words = self._words[start : start + num_words]
+        return words if len(words) == num_words and self._entry(key) == entry else None
 
     def has(self, key: int) -> bool:
         """Whether there is a region under ``key`` still."""
         return self._entry(key) is not None
 
     def _entry(self, key: int) -> int | None:
-        count = int(self._words[_COUNT])
+        count = min(int(self._words[_COUNT]), _MOST_ENTRIES)
         keys = self._words[_ENTRIES : _ENTRIES + 2 * count : 2].tolist()
         return _ENTRIES + 2 * keys.index(key) if key in keys else None
 

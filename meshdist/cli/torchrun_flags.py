@@ -180,14 +180,14 @@ def number_of_processes(text: str) -> int:
     except (ImportError, RuntimeError, AttributeError):
         raise LaunchError(
             f"{text!r} is no number of processes",
-            where="-n (nprocs)",
+            where="--nproc-per-node, or -n",
             expected=expected,
             fix="meshdist run -n 4 script.py",
         ) from None
     if found == 0:
         raise LaunchError(
             f"there is no {text} on this host that torch can use",
-            where="-n (nprocs)",
+            where="--nproc-per-node, or -n",
             expected=expected,
             fix="-n auto starts a process for each core where there is no accelerator",
         )

@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from ..checking.nesting import check_unnested, run_unnested, under_way
+from ..checking.nesting import run_unnested
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..verb_table import OBJECT_VERBS
@@ -36,8 +36,6 @@ _WHY_NOT_TRACED = (
 )
 _FAST_CALL = """
 def {name}({parameters}):
-    if under_way:
-        check_unnested({name!r})
     target = group if type(group) is ProcessGroup else resolve_group(group)
     if profiler._is_profiler_enabled:
         with profiler.record_function(title(function, ({arguments},), {{}})):
@@ -115,13 +113,11 @@ def _with_fast_path(
         **{f"default_{one.name}": one.default for one in parameters.values()},
         "ProcessGroup": ProcessGroup,
         "run_unnested": run_unnested,
-        "check_unnested": check_unnested,
         "find_peer": peer,
         "function": function,
         "profiler": profiler,
         "resolve_group": resolve_group,
         "title": _title,
-        "under_way": under_way,
         "when": when,
     }
     found_peer = f"find_peer(target, {role}, group_{role}, {name!r}, {role!r})"

@@ -64,11 +64,19 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
     """Return the objects of a parcel.
 
     Raises:
-        BackendError: one of them cannot be unpickled here.
+        BackendError: one of them cannot be unpickled here, or it is no parcel.
     """
     view = data.numpy().data
-    (count,) = struct.unpack_from("<q", view)
-    sizes = struct.unpack_from(f"<{count}q", view, 8)
+    try:
+        (count,) = struct.unpack_from("<q", view)
+        sizes = struct.unpack_from(f"<{count}q", view, 8)
+    except struct.error as error:
+        raise BackendError(
+            f"{verb}: what rank {sender} sent is no list of objects",
+            where=f"rank {target.world.rank}, {target.name}",
+            found=f"{data.numel()} bytes: {error}",
+            fix="see that both ranks run the same version of meshdist",
+        ) from None
     start = 8 * (1 + count)
     objects = []
     for place, size in enumerate(sizes):

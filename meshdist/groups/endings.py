@@ -12,7 +12,7 @@ from contextlib import suppress
 from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
 from ..errors import StoreError
-from ..runtime.hosts import ProcessCard, is_alive, my_card
+from ..runtime.hosts import ProcessCard, is_alive, is_stopped, my_card
 
 __all__ = ["Endings"]
 
@@ -44,12 +44,21 @@ class Endings:
             return ""
         if world.store.check([_ending_key(rank)]):
             return read_json(world.store, _ending_key(rank), str)
+        card = self._find_card(rank)
+        return "has ended" if card is not None and is_alive(card) is False else ""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank of this host is seen to be stopped, so that it answers nothing."""
+        card = self._find_card(rank) if self._world.has_processes else None
+        return card is not None and is_stopped(card)
+
+    def _find_card(self, rank: int) -> ProcessCard | None:
+        world = self._world
         if world.hosts[rank] != world.hosts[world.rank]:
-            return ""
+            return None
         if rank not in self._cards and world.store.check([_card_key(rank)]):
             self._cards[rank] = read_json(world.store, _card_key(rank), ProcessCard.from_json)
-        card = self._cards.get(rank)
-        return "has ended" if card is not None and is_alive(card) is False else ""
+        return self._cards.get(rank)
 
 
 def _ending_key(rank: int) -> str:

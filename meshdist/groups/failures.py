@@ -17,6 +17,7 @@ from ..errors import (
     MeshdistError,
 )
 from ..runtime.deadlines import Grace, wait_until
+from ..runtime.endings import IN_GOOD_ORDER
 from ..wires.failures import (
     Interrupted,
     MemberGaveUp,
@@ -98,8 +99,8 @@ class OtherMembers(ABC):
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
         """End the communicator for all members, and tell them the reason of this one."""
 
-    def report(self, call: Call) -> str:
-        """How far each of them has come, for a timeout of ``call``."""
+    def report(self, call: Call, but: int | None = None) -> str:
+        """How far each of them has come, for a timeout of ``call``; not member ``but``."""
         return ""
 
     def silent(self) -> str:
@@ -160,9 +161,9 @@ class Explainer:
             failure = disagreement
         call = self._find_call(note)
         text = _text_of(failure, self._group.ranks)
-        ending = ""
-        if isinstance(failure, MemberLost) and (ending := self._others.ending(failure.member)):
-            text = f"rank {self._group.ranks[failure.member]} {ending}"
+        ending, lost = "", failure.member if isinstance(failure, MemberLost) else None
+        if lost is not None and (ending := self._others.ending(lost)):
+            text = f"rank {self._group.ranks[lost]} {ending}"
         if isinstance(failure, MembersDisagree):
             if failure.message is None:
                 return self._different_calls(failure.number or call.sequence)
@@ -183,19 +184,20 @@ class Explainer:
         is_late = isinstance(failure, WireTimeout)
         # A rank whose timeout closes its connections is the first to fail, and says so at once. One
         # that sees them closed asks before who is still there.
-        silent = "" if is_late or isinstance(failure, MemberLost) else self._others.silent()
+        silent = "" if is_late or lost is not None else self._others.silent()
         first = self._others.find_first_failure(call, text)
         if ending:  # others that noticed it before are no cause
             first = ""
         # Others may end as soon as they see the group broken: ask them before it is.
-        report = self._others.report(call) if is_late else ""
+        is_cause_known = silent or first or (lost is not None and ending not in IN_GOOD_ORDER)
+        report = "" if is_cause_known and not is_late else self._others.report(call, lost)
         self._others.break_here(f"{call.verb} failed before: {text}")
         if is_late:
             found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
             return self._late(call, failure, found)
         return self._failed(
             call,
-            "\n".join(filter(None, (text, silent, first))),
+            "\n".join(dict.fromkeys(filter(None, (text, silent, first, report)))),
             "look at the rank that ended or failed first; the group is broken now",
         )
 
@@ -251,7 +253,9 @@ class Explainer:
 
     def _aborted(self, call: Call, text: str, abort: dict[str, Any] | None) -> MeshdistError:
         if abort is None:
-            reason = self._others.find_first_failure(call, text) or text
+            first = self._others.find_first_failure(call, text)
+            lines = (first or text, self._others.report(call))
+            reason = "\n".join(dict.fromkeys(filter(None, lines)))
         elif abort.get("disagreement"):
             return self._agreement_error(call, abort["disagreement"])
         else:

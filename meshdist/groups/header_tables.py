@@ -69,7 +69,7 @@ class HeaderTables:
 
 
 def _parse(value: list[Any] | None) -> WordsAddress | None:
-    return None if value is None else WordsAddress(*value)
+    return None if value is None else WordsAddress(*map(int, value))
 
 
 def _address_key(rank: int) -> str:

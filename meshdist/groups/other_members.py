@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..bootstrap.bounded_store import read_json
@@ -12,6 +14,8 @@ from ..checking.calls import Call, GroupFacts
 from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text, ranks_text
 from ..errors import StoreError
+from ..runtime.deadlines import Grace, wait_until
+from .endings import Endings
 from .failures import STORE_LOST, OtherMembers
 from .registry import OpenCommunicator, get_registry, parse_disagreement
 from .signal_thread import Answer, ask
@@ -19,6 +23,8 @@ from .signal_thread import Answer, ask
 __all__ = ["MembersOfWorld", "last_call_text", "silent_ranks"]
 
 _LIFE_SIGN_S = 1.0
+_LEAVING_S = 1.0
+_STOPPED = "is stopped, by SIGSTOP or a debugger"
 _SILENT = "gives no answer: it has ended or is stopped"
 
 
@@ -40,6 +46,7 @@ class MembersOfWorld(OtherMembers):
         self._group = group
         self._opened = opened
         self._others = tuple(rank for rank in group.ranks if rank != world.rank)
+        self._failure_key = f"{opened.label}/failure"
 
     @property
     def is_closed(self) -> bool:
@@ -60,19 +67,19 @@ class MembersOfWorld(OtherMembers):
             with suppress(StoreError):  # the others will see that it is lost
                 registry.abort([self._opened.label], {**message, "group": self._group.name})
 
-    def report(self, call: Call) -> str:
+    def report(self, call: Call, but: int | None = None) -> str:
         if self._world.is_simulated:
             return ""
+        endings, lines = get_registry(self._world).endings, []
+        others = [rank for rank in self._others if but is None or rank != self._group.ranks[but]]
         try:
-            answers = ask(self._world, self._others)
+            silent = {rank: text for rank in others if (text := _silence(endings, rank))}
+            answers = ask(self._world, tuple(rank for rank in others if rank not in silent))
         except StoreError as lost:
             return f"{STORE_LOST}: {lost.summary}"
-        registry, lines = get_registry(self._world), []
-        for rank in self._others:
+        for rank in others:
             answer = answers.get(rank)
-            line = last_call_text(answer)
-            if answer is None:
-                line = registry.endings.find(rank) or line
+            line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
                 line = line.removeprefix("runs, and ")
                 here = [one for one in answer["calls"] if one["label"] == self._opened.label]
@@ -89,13 +96,14 @@ class MembersOfWorld(OtherMembers):
             return ""
 
     def silent(self) -> str:
-        return silent_ranks(self._world, self._others)
+        is_told = partial(self._world.store.check, [self._failure_key])
+        return silent_ranks(self._world, self._others, is_told)
 
     def find_first_failure(self, call: Call, text: str) -> str:
         if self._world.is_simulated:
             return ""
         mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.title})
-        key, store = f"{self._opened.label}/failure", self._world.store
+        key, store = self._failure_key, self._world.store
         try:
             if store.compare_set(key, "", mine) == mine.encode():
                 return ""
@@ -155,22 +163,39 @@ def last_call_text(answer: Answer | None) -> str:
     return f"last {answer['calls'][-1]['text']}"
 
 
-def silent_ranks(world: World, ranks: tuple[int, ...]) -> str:
-    """Which of some ranks have left, or give no sign of life; "" where all others do."""
+def _silence(endings: Endings, rank: int) -> str:
+    """Why a rank gives no answer, as far as that can be seen; else ""."""
+    return endings.find(rank) or (_STOPPED if endings.is_stopped(rank) else "")
+
+
+def silent_ranks(
+    world: World, ranks: tuple[int, ...], is_explained: Callable[[], bool] = lambda: False
+) -> str:
+    """Which of some ranks have left, or give no sign of life; "" where all others do.
+
+    One that has given up a moment ago may still answer: it gets some time to leave, until the
+    failure is explained otherwise.
+    """
     if world.is_simulated:
         return ""
-    registry = get_registry(world)
+    endings = get_registry(world).endings
     others = tuple(rank for rank in ranks if rank != world.rank)
+
+    def left() -> str:
+        lines = ((rank, _silence(endings, rank)) for rank in others)
+        return "\n".join(f"rank {rank} {text}" for rank, text in lines if text)
+
     try:
-        endings = {rank: text for rank in others if (text := registry.endings.find(rank))}
-        if endings:
-            return "\n".join(f"rank {rank} {text}" for rank, text in endings.items())
+        if found := left():
+            return found
         answers = ask(world, others, patience_s=_LIFE_SIGN_S)
-    except StoreError:  # as other lines say
-        return ""
-    silent = [rank for rank in others if rank not in answers]
-    if not silent:
-        return ""
+        silent = [rank for rank in others if rank not in answers]
+        if not silent:
+            grace = Grace(_LEAVING_S)
+            wait_until(lambda: left() or is_explained(), grace, longest_pause_s=_LEAVING_S / 5)
+            return left()
+    except StoreError as lost:
+        return f"{STORE_LOST}: {lost.summary}"
     if len(silent) == 1:
         return f"rank {silent[0]}: {_SILENT}"
     return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"

@@ -118,6 +118,11 @@ class ProcessGroup(VerbMethods):
         return self.name
 
     @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device that the program has bound to the group or its world, as torch names it."""
+        return self.device
+
+    @property
     def timeout(self) -> timedelta:
         """How long a verb may wait, on CPU tensors if the group serves them."""
         return self._timeout_on(get_wire(self.wire_name(self._main_device_type())))

@@ -25,7 +25,7 @@ from ..checking.header_table import HeaderTable
 from ..checking.recorder import Recorder
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.endings import call_at_end, ending_text, is_ending_by_exception
+from ..runtime.endings import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
 from ..wires.opening import Opening
 from ..wires.registry import Wire
@@ -270,7 +270,7 @@ class Registry:
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
-        self._leave("destroyed its process group")
+        self._leave(DESTROYED)
         if self._signals is not None:
             self._signals.stop()
             self._signals = None

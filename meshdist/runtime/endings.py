@@ -10,7 +10,12 @@ from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 
-__all__ = ["call_at_end", "ending_text", "is_ending_by_exception"]
+__all__ = ["DESTROYED", "IN_GOOD_ORDER", "call_at_end", "ending_text", "is_ending_by_exception"]
+
+DESTROYED = "destroyed its process group"
+_WITHOUT_EXCEPTION = "ended without an exception"
+IN_GOOD_ORDER = (DESTROYED, _WITHOUT_EXCEPTION)
+"""Endings of ranks that have not failed: another one may be why a call that lacks them failed."""
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -35,7 +40,7 @@ def ending_text() -> str:
     """How this process ends, for messages of others, as in "ended by ValueError: no data"."""
     exception = _find_exception()
     if exception is None:
-        return "ended without an exception"
+        return _WITHOUT_EXCEPTION
     kind, message = type(exception).__name__, str(exception).partition("\n")[0]
     frames = traceback.extract_tb(exception.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]

@@ -27,6 +27,7 @@ __all__ = [
     "is_alive",
     "is_stopped",
     "my_card",
+    "name_locker",
     "num_cores",
     "num_forks",
     "process_start",
@@ -217,6 +218,22 @@ def is_stopped(card: ProcessCard) -> bool:
     with suppress(OSError):
         process = read_process(card.pid) if card.host == host_identity() else None
     return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
+
+
+def name_locker(path: str) -> str:
+    """What messages call the process that keeps a file locked, as the system lists locks."""
+    with suppress(OSError):
+        status = os.stat(path)
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # 1: FLOCK ADVISORY WRITE pid device:inode 0 EOF
+            if (
+                fields[1] == "FLOCK"
+                and fields[5] == f"{device}:{status.st_ino}"
+                and int(fields[4]) > 0
+            ):
+                return f"process {fields[4]}"
+    return "another process"
 
 
 _num_forks = 0

@@ -129,7 +129,7 @@ class Entry:
         fingerprints: Mapping[Any, int],
         message_fingerprints: Mapping[Any, int],
         disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
-        under_way: set[str],
+        under_way: list[str | None],
         main_thread: int | None,
     ) -> None: ...
     def enter(

@@ -97,6 +97,8 @@ def test_a_wait_ends_at_its_timeout(store: Store) -> None:
         store.wait(["absent"], timedelta(seconds=0.2))
     with within(Deadline(0.2)), pytest.raises(md.StoreError, match="wait timeout"):
         store.get("absent")
+    with within(Deadline(0.2)), pytest.raises(md.StoreError, match="wait timeout"):
+        store.wait(["absent"], timedelta(seconds=30))
     assert is_within(time.monotonic() - start, 5.0)
 
 
@@ -119,6 +121,26 @@ def test_a_stopped_server_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(0.5)
         assert client.get("a") == b"1"
         assert client.add("n", 1) == 1  # what was given up is not done later
+
+
+def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounded_store, "_ANSWER_S", 3.0)
+    with served() as (server, client):
+        raw = client.raw_clone()
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(md.StoreError, match="does not answer"):
+            client.check(["a"])
+        start = time.monotonic()
+        with pytest.raises(md.StoreError, match="does not answer"):
+            BoundedStore(raw, LONG)
+        assert is_within(time.monotonic() - start, 2.0)
+        server.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        other = BoundedStore(raw, LONG)
+        assert not other.check(["a"])
+        other.close()
 
 
 def test_a_longer_deadline_waits_for_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +178,7 @@ def test_a_file_that_stays_locked_is_told_in_time(
     client = BoundedStore(FileStore(str(path), -1), LONG)
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(md.StoreError, match="a process that uses the store keeps its file"):
+        with pytest.raises(md.StoreError, match=f"process {os.getpid()} keeps its file"):
             client.check(["a"])
         threading.Timer(0.5, fcntl.flock, [file, fcntl.LOCK_UN]).start()
         with within(Deadline(30.0)):
@@ -165,6 +187,7 @@ def test_a_file_that_stays_locked_is_told_in_time(
 
 
 def test_a_closed_store_refuses_and_a_forked_child_too() -> None:
+    before = set(threading.enumerate())
     client = BoundedStore(HashStore(), LONG)
     child = os.fork()
     if child == 0:
@@ -180,7 +203,7 @@ def test_a_closed_store_refuses_and_a_forked_child_too() -> None:
     client.close()
     with pytest.raises(md.StoreError, match="the store of this world is closed in this process"):
         client.check(["a"])
-    assert not [t for t in threading.enumerate() if t.name == "meshdist-store" and t.is_alive()]
+    assert {t for t in threading.enumerate() if t.name == "meshdist-store"} <= before
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b"{", b"[1]", b'{"b": 1}', b"null"])

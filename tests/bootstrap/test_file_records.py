@@ -169,8 +169,11 @@ def test_a_record_with_a_changed_byte_is_refused_or_read(tmp_path: Path) -> None
 def test_a_pipe_in_its_place_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     os.mkfifo(path)
-    with pytest.raises(md.RendezvousError, match="cannot be opened: it is no regular file"):
+    with pytest.raises(
+        md.RendezvousError, match="cannot be opened: it is no regular file"
+    ) as caught:
         enter(str(path), 0, 1)
+    assert caught.value.fix == "name another file"
 
 
 def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_the_timeout(
@@ -180,7 +183,7 @@ def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_the_time
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         begin = time.monotonic()
-        with pytest.raises(md.RendezvousError, match="another process keeps it locked"):
+        with pytest.raises(md.RendezvousError, match=r"process \d+ keeps it locked"):
             enter(str(path), 0, 1, timeout=timedelta(seconds=0.3))
         assert time.monotonic() - begin < 10
 
@@ -202,8 +205,9 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(md.RendezvousError, match="cannot be opened: No such file or directory"):
+    with pytest.raises(md.RendezvousError, match="cannot be opened: No such file") as caught:
         enter(str(tmp_path / "none" / "meeting"), 0, 1)
+    assert caught.value.fix == "make the directory, or name another file"
 
 
 def test_leaving_after_somebody_removed_the_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -482,8 +483,10 @@ def test_other_descriptors_are_left_alone(
     assert inherited_listener("999999", port) is None
     assert inherited_listener(str(reserved.fileno()), port + 1) is None
     with open(tmp_path / "file", "w") as file:
+        before = os.listdir("/proc/self/fd")
         assert inherited_listener(str(file.fileno()), port) is None
         assert not file.closed
+        assert len(os.listdir("/proc/self/fd")) <= len(before)  # other tests' threads close some
     reserved.listen()  # somebody else uses it already
     assert inherited_listener(str(reserved.fileno()), port) is None
     assert reserved.getsockname()[1] == port
@@ -534,10 +537,27 @@ def test_a_damaged_file_is_told_in_time(tmp_path: Path) -> None:
     assert num_refused > len(sound) / 4
 
 
+def test_a_count_too_large_for_torch_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    texts = (b"refcount/", b"9" * 30)
+    path.write_bytes(b"".join(struct.pack("=I", len(text)) + text for text in texts))
+    with pytest.raises(md.RendezvousError, match="cannot be read: it is damaged"):
+        open_file(str(path), SHORT)
+
+
+def test_a_file_whose_keys_were_deleted_is_sound(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    store = open_file(path, SHORT)
+    store.set("first", "1")
+    store.set("second", "2")
+    store.delete_key("first")
+    assert open_file(path, SHORT).get("second") == b"2"
+
+
 def test_a_file_that_stays_locked_is_told_in_time(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(md.RendezvousError, match="cannot be read: it stays locked"):
+        with pytest.raises(md.RendezvousError, match=r"process \d+ keeps it locked"):
             open_file(str(path), SHORT)
     open_file(str(path), SHORT)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from meshdist.checking.shared_words import (
     find_view,
     make_shared_words,
 )
+from tests.load import is_within
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
@@ -77,6 +79,23 @@ def test_what_is_written_is_found_under_its_key(words: SharedWords) -> None:
     assert found[0] == 1  # one memory
     with pytest.raises(TypeError):
         found[0] = 2  # which its owner alone writes
+
+
+@pytest.mark.parametrize("start", [2**25 - 3, 2**25, 2**63, 2**64 - 1])
+def test_a_region_that_does_not_lie_in_the_words_is_none(words: SharedWords, start: int) -> None:
+    view = SharedWordsView(words.address)
+    words.reserve(5, 4)
+    words._words[3] = start
+    assert view.find(5, 4) is None
+
+
+def test_a_count_beyond_the_directory_is_cut(words: SharedWords) -> None:
+    view = SharedWordsView(words.address)
+    words.reserve(5, 4)
+    words._words[1] = 2**64 - 1
+    begin = time.monotonic()
+    assert all(view.has(5) and not view.has(6) for _ in range(20))
+    assert is_within(time.monotonic() - begin, 1.0)
 
 
 def test_a_region_that_was_released_is_given_again_and_is_empty(words: SharedWords) -> None:

@@ -53,6 +53,7 @@ def test_strangers_that_connect_are_no_ranks(monkeypatch: pytest.MonkeyPatch) ->
         def start_among_strangers(entrant: Entrant, num_ranks: int, address: str) -> Any:
             secret = address.rsplit(" ", 1)[1]
             told = ['{"rank": 0}', '{"secret": "no", "rank": 0}', f'{{"secret": "{secret}"}}', "[]"]
+            told += [f'{{"secret": "{secret}", "rank": 1e400}}', "[" * 3000]
             for text in ["", "x", *told]:
                 stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.connect(address.rsplit(" ", 1)[0])

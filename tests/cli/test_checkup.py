@@ -138,6 +138,27 @@ def test_why_there_is_none_is_asked_of_another_process(
     assert find_mpi() == told
 
 
+def test_what_mpi_writes_at_its_end_hides_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"reason": "mpi4py is not installed", "fix": 'pip install "meshdist[mpi]"'}
+    text = f"echo '{json.dumps(told)}'; echo 1 more process has ended >&2"
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, text))
+    assert find_mpi() == told
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, "echo hello"))
+    assert find_mpi()["reason"] == "MPI does not start: hello"
+
+
+def test_what_mpiexec_writes_at_its_end_hides_no_latency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpiexec = interpreter(tmp_path, "echo 1e-05; echo 0.5; echo 1 more process has ended >&2")
+    monkeypatch.setattr(checkup, "find_mpiexec", lambda: mpiexec)
+    assert check_wire("mpi", 10.0)["latency_s"] == 0.5
+    interpreter(tmp_path, "echo hello")
+    assert check_wire("mpi", 10.0)["error"].startswith(f"{mpiexec} ended with exit code 0")
+
+
 def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, "sleep 30"))
     begin = time.monotonic()

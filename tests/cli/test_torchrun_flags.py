@@ -118,7 +118,7 @@ def test_numbers_of_processes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         number_of_processes("gpu")
     assert str(caught.value).splitlines() == [
         "there is no gpu on this host that torch can use",
-        "  where:    -n (nprocs)",
+        "  where:    --nproc-per-node, or -n",
         "  expected: a number, or cpu, gpu, xpu (or torch's name of another accelerator), or auto",
         "  fix:      -n auto starts a process for each core where there is no accelerator",
     ]

@@ -44,7 +44,7 @@ def run_inside(
     told, found = Path(folder, "told"), []
 
     def handler(number: int, frame: Any) -> None:
-        if not nesting.under_way:  # a busy machine has not come to the call yet, or it is over
+        if nesting.under_way[0] is None:  # on a busy machine the call has not begun, or is over
             signal.setitimer(signal.ITIMER_REAL, 0.0 if found else HANDLER_S)
             return
         found.append(handle())

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import meshdist as md
+from meshdist.collectives.parcels import unpack
 from tests.pool import Pool
+
+
+@pytest.mark.parametrize("numbers", [[], [-1], [2, 5], [1 << 62]])
+def test_bytes_that_are_no_objects_name_their_sender(numbers: list[int]) -> None:
+    data = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+    target: Any = SimpleNamespace(name="the world", world=SimpleNamespace(rank=0))
+    with pytest.raises(md.BackendError) as caught:
+        unpack(data, 3, "broadcast_object_list", target)
+    text = str(caught.value)
+    assert "broadcast_object_list: what rank 3 sent is no list of objects" in text
+    assert "where:    rank 0, the world" in text
+    assert f"found:    {8 * len(numbers)} bytes: " in text
+    assert "fix:      see that both ranks run the same version of meshdist" in text
 
 
 def beside_a_receive_of_any_tag() -> list[Any]:

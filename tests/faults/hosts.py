@@ -96,7 +96,7 @@ class Host:
     is_stopped: bool = False
 
     def run(self) -> Outcome:
-        self.outcome = Outcome(self.case.size)
+        self.outcome = Outcome(self.case.size, self.pids)
         self.has_own_memory = own_shared_memory()
         self.files = os.path.join(self.folder, "tmp")
         os.mkdir(self.files)
@@ -294,10 +294,12 @@ class Host:
         self.timers.append((time.monotonic() + delay_s, act))
 
     def _pause(self, rank: int, seconds: float) -> None:
-        if rank == self.case.fault.rank and self.is_stopped:
-            return
-        self._send(rank, signal.SIGSTOP)
-        self._later(seconds, lambda: self.is_stopped or self._send(rank, signal.SIGCONT))
+        def send(number: int) -> None:
+            if rank != self.case.fault.rank or not self.is_stopped:
+                self._send(rank, number)
+
+        send(signal.SIGSTOP)
+        self._later(seconds, lambda: send(signal.SIGCONT))
 
     def _strike(self) -> None:
         fault = self.case.fault

@@ -50,6 +50,7 @@ class Outcome:
 
     Args:
         size: how many ranks.
+        pids: of each rank's process.
         notes: of each rank, in order.
         ends: of each rank, when its process ended and its exit code (minus a signal's number).
         fault_at: when the fault struck; 0.0 where it did not.
@@ -63,6 +64,7 @@ class Outcome:
     """
 
     size: int
+    pids: dict[int, int] = field(default_factory=dict)
     notes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     ends: dict[int, tuple[float, int]] = field(default_factory=dict)
     fault_at: float = 0.0
@@ -96,7 +98,7 @@ class Outcome:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Outcome:
         """The inverse of ``to_json``."""
-        for name in ("notes", "ends", "hung", "frozen"):
+        for name in ("pids", "notes", "ends", "hung", "frozen"):
             values[name] = {int(rank): value for rank, value in values[name].items()}
         return cls(**{**values, "by_mpiexec": set(values["by_mpiexec"])})
 
@@ -170,7 +172,15 @@ def error_text(outcome: Outcome, rank: int) -> str:
 
 def has_failed(case: Case, outcome: Outcome) -> bool:
     """Whether a rank has failed, so that others may."""
-    return bool(outcome.fault_at) and case.fault.kind != "pause" and not case.is_exit
+    if case.is_exit:
+        return has_lost_server(case, outcome) and makes_group_without_server(case)
+    return bool(outcome.fault_at) and case.fault.kind != "pause"
+
+
+def makes_group_without_server(case: Case) -> bool:
+    """Whether the last call makes a group in which rank 0 takes no part, and needs its store."""
+    last = case.program.steps[-1]
+    return last.call == "new_group" and 0 not in last.ranks
 
 
 def judge_rank(case: Case, outcome: Outcome, rank: int) -> Iterator[Finding]:
@@ -236,8 +246,9 @@ def is_named(case: Case, outcome: Outcome, rank: int) -> bool:
         seen.add(one)
         error = outcome.find(one, "error")
         fields = error["fields"] if error else {}
-        found = named_ranks(" ".join(fields.get(name, "") for name in ("summary", "found")))
-        if case.fault.rank in found:
+        text = " ".join(fields.get(name, "") for name in ("summary", "found"))
+        found = named_ranks(text)
+        if case.fault.rank in found or f"process {outcome.pids.get(case.fault.rank)} " in text:
             return True
         names += found - seen
     return False

@@ -53,13 +53,16 @@ class Others(OtherMembers):
     def give_up(self, reason: str) -> None:
         self.asked.append(reason)
 
-    def report(self, call: Call) -> str:
-        self.asked.append("report")
+    def report(self, call: Call, but: int | None = None) -> str:
+        self.asked.append("report" if but is None else f"report without {but}")
         return self.answers.get("report", "")
 
     def silent(self) -> str:
         self.asked.append("silent")
         return self.answers.get("silent", "")
+
+    def ending(self, member: int) -> str:
+        return self.answers.get("ending", "")
 
     def find_first_failure(self, call: Call, text: str) -> str:
         self.asked.append(f"first: {text}")
@@ -112,10 +115,29 @@ def test_a_failure_tells_which_members_are_silent() -> None:
     assert others.asked == ["silent", "first: reset", "all_reduce failed before: reset"]
 
 
+def test_a_failure_that_names_nobody_tells_what_the_others_do() -> None:
+    error, others = explained(WireFailure("reset"), report="rank 6: did not arrive")
+    assert error.found == "reset\nrank 6: did not arrive"
+    assert others.asked == ["silent", "first: reset", "report", "all_reduce failed before: reset"]
+
+
 def test_a_member_that_is_known_to_be_lost_is_not_searched_for() -> None:
     error, others = explained(MemberLost("has ended", 1), first="it failed first")
     assert error.found == "rank 6 has ended\nit failed first"
     assert "silent" not in others.asked
+
+
+def test_a_member_that_left_in_good_order_may_not_be_the_one_that_lacks() -> None:
+    error, others = explained(
+        MemberLost("has ended", 1),
+        ending="destroyed its process group",
+        report="rank 8: gives no answer",
+    )
+    assert error.found == "rank 6 destroyed its process group\nrank 8: gives no answer"
+    assert "report without 1" in others.asked
+    error, others = explained(MemberLost("has ended", 1), ending="ended by ValueError: no data")
+    assert error.found == "rank 6 ended by ValueError: no data"
+    assert "report without 1" not in others.asked
 
 
 def test_a_member_that_gave_up_is_named_where_it_does_not_say_why() -> None:
@@ -141,6 +163,10 @@ def test_what_interrupts_a_call_is_raised_as_it_is_and_told_to_the_others() -> N
     [
         ({}, "freed"),
         ({"first": "rank 6 failed first"}, "rank 6 failed first"),
+        (
+            {"first": "rank 6 failed first", "report": "rank 6: late"},
+            "rank 6 failed first\nrank 6: late",
+        ),
         ({"abort": {"rank": 6, "reason": "no data"}}, "rank 6: no data"),
     ],
 )
@@ -152,7 +178,7 @@ def test_an_abort_gives_its_reason(answers: dict[str, Any], found: str) -> None:
 
 
 def test_an_abort_without_a_store_says_how_to_end_in_order() -> None:
-    error, _ = explained(WireAborted("freed"), first=STORE_LOST)
+    error, _ = explained(WireAborted("freed"), first=STORE_LOST, report=STORE_LOST)
     assert error.found == STORE_LOST and "end last" in error.fix
 
 

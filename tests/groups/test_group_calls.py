@@ -185,6 +185,7 @@ def test_world_group_as_torch_names_it() -> None:
         world = md.group.WORLD
         assert world is md.GroupMember.WORLD
         assert world.group_desc == "default_pg"
+        assert world.bound_device_id is None
         x = torch.ones(2)
         work = world.allreduce([x])
         assert work.wait() and work.result()[0] is x

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from threading import Timer
 from typing import Any
 from unittest import mock
 
@@ -14,8 +16,10 @@ import meshdist as md
 from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
 from meshdist.groups import other_members
+from meshdist.groups.endings import Endings
 from meshdist.groups.failures import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, last_call_text, silent_ranks
+from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)
 CALL = Call(3, FACTS, "all_reduce", (torch.Size([2]), torch.float32))
@@ -86,7 +90,7 @@ def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     assert members().report(CALL) == f"{STORE_LOST}: rank 0 does not answer"
 
 
-def test_silent_ranks_are_named(asked: Asked) -> None:
+def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 3, HashStore(), {})
     assert silent_ranks(world, (0, 1, 2)) == (
         "ranks 1-2: give no answer: they have ended or are stopped"
@@ -94,9 +98,10 @@ def test_silent_ranks_are_named(asked: Asked) -> None:
     asked.answers = {2: answer()}
     assert members().silent() == "rank 1: gives no answer: it has ended or is stopped"
     asked.answers = {1: answer(), 2: answer()}
+    monkeypatch.setattr(other_members, "_LEAVING_S", 0.0)
     assert silent_ranks(world, (0, 1, 2)) == ""
     asked.answers = LOST
-    assert silent_ranks(world, (0, 1, 2)) == ""
+    assert silent_ranks(world, (0, 1, 2)) == f"{STORE_LOST}: rank 0 does not answer"
 
 
 def test_ranks_that_have_left_are_named_with_what_they_left(asked: Asked) -> None:
@@ -105,6 +110,32 @@ def test_ranks_that_have_left_are_named_with_what_they_left(asked: Asked) -> Non
     assert members(store).silent() == "rank 2 ended by ValueError: no data (train.py:7)"
     assert asked.calls == []
     assert "rank 2: ended by ValueError: no data (train.py:7)" in members(store).report(CALL)
+
+
+def test_ranks_that_are_seen_to_be_stopped_are_not_asked(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Endings, "is_stopped", lambda self, rank: rank == 2)
+    asked.answers = {1: answer()}
+    told = "is stopped, by SIGSTOP or a debugger"
+    assert members().report(CALL) == (f"rank 1: did not arrive; has called no verb\nrank 2: {told}")
+    assert asked.calls == [((1,),)]
+    assert members().silent() == f"rank 2 {told}"
+
+
+def test_a_rank_that_answers_and_then_leaves_is_named(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_members, "_LEAVING_S", 30.0)
+    store = HashStore()
+    asked.answers = {1: answer(), 2: answer()}
+    Timer(0.1, store.set, ("ended/1", '"ended by ValueError: no data"')).start()
+    assert members(store).silent() == "rank 1 ended by ValueError: no data"
+    store.delete_key("ended/1")
+    Timer(0.1, store.set, ("label/failure", "told")).start()
+    start = time.monotonic()
+    assert members(store).silent() == ""  # no one leaves: another one has told why
+    assert is_within(time.monotonic() - start, 10.0)
 
 
 def test_simulated_ranks_are_not_asked(asked: Asked) -> None:

@@ -59,8 +59,10 @@ __all__ = ["GlooCommunicator", "GlooWire"]
 _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
+_END_S = 1.0
 _LONGEST_PAUSE_S = 0.001
 _AT_ONCE = timedelta(milliseconds=10)
+_CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
@@ -193,9 +195,11 @@ class GlooCommunicator(C10dCommunicator):
         messages = [_start_expiring(group, peer) for peer in self._peers()]
         if has_waiting_threads:
             _expire(messages)
-        timer = Timer(group.options._timeout, partial(_expire, messages))
+        timeout, kept = group.options._timeout, [group]
+        del group
+        timer = Timer(timeout, partial(_expire, messages))
         try:
-            del group
+            _end_within(timeout if any(messages) else timedelta(0), kept)
         finally:
             timer.cancel()
 
@@ -360,10 +364,11 @@ class GlooWire(Wire):
         options = opening.options if given else kind._Options()
         devices = gloo_devices(gloo_interfaces(opening.is_one_host))
         options._devices = devices.made
-        options._timeout = opening.timeout
+        options._timeout = opening.timeout / _CONNECT_TIMEOUTS
         try:
             with devices.hearing():
                 group = kind(opening.store, opening.rank, len(opening.ranks), options)
+            options._timeout = opening.timeout
         except RuntimeError as error:
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
@@ -414,6 +419,20 @@ def _expire(messages: Iterable[Any]) -> None:
             if is_timeout(str(error)):
                 return
             # That connection was lost already, and with it nothing expires: try the next.
+
+
+def _end_within(limit: timedelta, kept: list[Any]) -> None:
+    """End what alone is kept; where that takes longer, leave it to a thread.
+
+    On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
+    """
+    thread = threading.Thread(target=kept.clear, name="meshdist-end-of-gloo", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads: the interpreter ends
+        kept.clear()
+        return
+    thread.join(limit.total_seconds() + _END_S)
 
 
 def _close_all() -> None:

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from ...bootstrap.bounded_store import read_jsons
-from ...bootstrap.mpi_library import start_mpi
+from ...bootstrap.bounded_store import read_json, read_jsons
+from ...bootstrap.mpi_library import load_mpi, start_mpi
 from ...checking.shared_words import WordsAddress, find_view
 from ...error_text import fields_among
 from ...errors import BackendError, StoreError
@@ -82,8 +82,9 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     mine: dict[str, Any] = {"card": my_card().to_json()}
     region = _Region(opening)
     try:
-        MPI = start_mpi()
+        MPI = _started(opening)
         place = mine["rank"] = MPI.COMM_WORLD.Get_rank()
+        mine["size"] = MPI.COMM_WORLD.Get_size()
         # Two groups with a common member may open at the same time, in two threads: their tags
         # are equal once in many thousands of times.
         mine["tag"] = hash((place, next(_openings))) % _NUM_TAGS
@@ -108,7 +109,7 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     all_ranks = everyone.Get_group()
     group = all_ranks.Incl([one["rank"] for one in members])
     cards = [one["card"] for one in members]
-    with limited(opening, cards):
+    with limited(opening, lambda: cards):
         comm = everyone.Create_group(group, members[0]["tag"])
     for one in (group, all_ranks):
         one.Free()
@@ -119,11 +120,28 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     # On a buffer: mpi4py's calls for objects can hold the GIL while they wait for other ranks, and
     # another thread of this process, which opens a group with them, waits for the GIL.
     are_seen = bytearray([words is not None and others is not None])
-    with limited(opening, cards):
+    with limited(opening, lambda: cards):
         comm.Allreduce(MPI.IN_PLACE, [are_seen, MPI.BYTE], op=MPI.BAND)
     if words is None or others is None or not are_seen[0]:
         return link, None
     return link, Arrivals(link, words, others)
+
+
+def _started(opening: Opening) -> Any:
+    """``mpi4py.MPI``, started: with all ranks of its world, of which some may be stopped."""
+    if load_mpi().Is_initialized():
+        return start_mpi()
+    store, keys = opening.store, [f"mpi starts/{member}" for member in range(len(opening.ranks))]
+    store.set(keys[opening.rank], json.dumps(my_card().to_json()))
+
+    def cards_so_far() -> list[ProcessCard | None]:
+        return [
+            read_json(store, key, ProcessCard.from_json) if store.check([key]) else None
+            for key in keys
+        ]
+
+    with limited(opening, cards_so_far):
+        return start_mpi()
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -146,7 +164,8 @@ def parse_member(value: Any) -> dict[str, Any]:
         summary = str(value["problem"]["summary"])
         found["problem"] = {"summary": summary, **fields_among(value["problem"])}
         return found
-    found["rank"], found["tag"] = int(value["rank"]), int(value["tag"]) % _NUM_TAGS
+    found["rank"], found["size"] = int(value["rank"]), int(value["size"])
+    found["tag"] = int(value["tag"]) % _NUM_TAGS
     if "words" in value:
         key, address = value["words"]["key"], WordsAddress(*map(int, value["words"]["address"]))
         found["words"] = {"key": int(key), "address": address}
@@ -157,13 +176,15 @@ def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
     for one in members:
         if "problem" in one:
             raise BackendError(**one["problem"])
-    num_places = len({one["rank"] for one in members})
-    if num_places < len(members):
+    places, sizes = {one["rank"] for one in members}, {one["size"] for one in members}
+    are_in_one = len(sizes) == 1 and all(0 <= place < min(sizes) for place in places)
+    if len(places) < len(members) or not are_in_one:
         raise BackendError(
             "the members of this group are not in one world of MPI",
             where=f"rank {opening.ranks[opening.rank]}, {opening.name}",
             expected="processes that one mpiexec has started",
-            found=f"{len(members)} processes, with {num_places} rank(s) of MPI's among them",
+            found=f"{len(members)} processes, with {len(places)} rank(s) of MPI's among them, "
+            f"in worlds of {', '.join(map(str, sorted(sizes)))} rank(s)",
             fix="mpiexec -n 4 python script.py, or `meshdist run --launcher mpi -n 4 script.py`",
         )
 

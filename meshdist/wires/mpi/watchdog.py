@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 
-from ...error_text import ranks_text
+from ...error_text import first_line, ranks_text
 from ...errors import CollectiveTimeoutError
 from ...runtime.deadlines import Deadline
 from ...runtime.hosts import ProcessCard, is_stopped, num_forks
@@ -27,6 +27,8 @@ from ..opening import Opening
 from .arrivals import Arrivals
 
 __all__ = ["forget", "limited", "watch"]
+
+FindCards = Callable[[], Sequence[ProcessCard | None]]
 
 _PERIOD_S = 0.25
 
@@ -76,26 +78,30 @@ def _end_process(arrivals: Arrivals, stay: tuple[int, float]) -> None:
 
 
 @contextmanager
-def limited(opening: Opening, cards: Sequence[ProcessCard]) -> Iterator[None]:
+def limited(opening: Opening, find_cards: FindCards) -> Iterator[None]:
     """End the process where MPI's calls in the context, which open a group, take too long.
 
     Args:
         opening: the group.
-        cards: the members' processes.
+        find_cards: gives the members' processes; None for one that has not come.
     """
-    timer = Timer(opening.timeout, partial(_end_opening, opening, cards))
+    timer = Timer(opening.timeout, partial(_end_opening, opening, find_cards))
     try:
         yield
     finally:
         timer.cancel()
 
 
-def _end_opening(opening: Opening, cards: Sequence[ProcessCard]) -> None:
-    silent = [
-        f"rank {rank}, {card}, is stopped"
-        for rank, card in zip(opening.ranks, cards, strict=True)
-        if is_stopped(card)
-    ]
+def _end_opening(opening: Opening, find_cards: FindCards) -> None:
+    silent = []
+    try:
+        for rank, card in zip(opening.ranks, find_cards(), strict=True):
+            if card is None:
+                silent.append(f"rank {rank} has not come")
+            elif is_stopped(card):
+                silent.append(f"rank {rank}, {card}, is stopped")
+    except RuntimeError as lost:  # of the store: its text names the process that serves it
+        silent.append(first_line(lost))
     error = CollectiveTimeoutError(
         f"{opening.name} was not opened on wire 'mpi' within {opening.timeout.total_seconds():g} s",
         where=f"rank {opening.ranks[opening.rank]}, among {ranks_text(opening.ranks)}",

@@ -7,6 +7,8 @@ pidfd, and waiting ends at an abort. ``handshake`` brings the members together.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -104,6 +107,7 @@ class ShmCommunicator(Communicator):
         self._core = core
         self._run = core.run
         self._in_flight: dict[Any, Any] = {}
+        _open.add(self)
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -307,6 +311,17 @@ class ShmCommunicator(Communicator):
                 in_flight[oldest] = tensors
         in_flight[ticket] = kept
         return ShmOperation(ticket, in_flight, terms.number, message)
+
+
+_open: WeakSet[ShmCommunicator] = WeakSet()
+
+
+@atexit.register
+def _keep_what_is_in_flight() -> None:
+    """Let the interpreter that ends free no memory that a native thread may still write to."""
+    for communicator in list(_open):
+        for tensors in list(communicator._in_flight.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensors))
 
 
 class ShmWire(Wire):

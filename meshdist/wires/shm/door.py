@@ -85,13 +85,13 @@ class Door:
         except OSError:
             data, files, is_whole = b"", [], True
         secret, place = _GREETING.unpack(data.ljust(_GREETING.size, b"\0"))
-        if not hmac.compare_digest(secret, self._secret) or place not in self.awaited:
+        is_member = hmac.compare_digest(secret, self._secret) and place in self.awaited
+        if not is_member or not is_whole or len(files) != 1:
             close_all(files)
             one.close()
+            if is_member and not is_whole:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return None
-        if not is_whole:
-            one.close()
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         self.awaited.remove(place)
         return place, one, files[0]
 

@@ -24,7 +24,7 @@ from ...error_text import ranks_text
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ..failures import WireFailure, WireRefused, WireTimeout
 from .door import STRANGER, Door, enter
-from .file_messages import close_all, receive, send
+from .file_messages import close_all, limit, receive, send
 
 __all__ = ["Shared", "share"]
 
@@ -140,7 +140,6 @@ class _Member:
                     self.stack.enter_context(connection)
                     held.append(handle)
                     handles[member], connections[connection] = handle, member
-                    _limit(connection, self.deadline)
         door.close()
         in_order = [handles[member] for member in range(len(self.ranks))]
         with _as_trouble(self.ranks[0], "a member"):
@@ -159,26 +158,31 @@ class _Member:
         while left:
             for one in self._ready(left, set(left.values())):
                 with _as_trouble(self.ranks[0], f"rank {self.ranks[left.pop(one)]}"):
-                    receive(one)
+                    receive(one, self.deadline)
 
     def follow(self) -> None:
         """As any other member: get the memory from the first."""
         address = self._await_address()
         with _as_trouble(self.ranks[self.rank], f"rank {self.ranks[0]}"):
             connection = self.stack.enter_context(socket.socket(socket.AF_UNIX))
-            _limit(connection, self.deadline)
+            limit(connection, self.deadline)
             own = _own_handle()
             self.stack.callback(os.close, own)
             is_of_this_user = enter(connection, address, self.rank, own, self.deadline)
-            answer, files = receive(connection) if is_of_this_user else (STRANGER, [])
-            if answer == STRANGER:
-                raise PermissionError(f"rank {self.ranks[0]} runs as another user")
+            answer, files = STRANGER, list[int]()
+            if is_of_this_user:
+                answer, files = receive(connection, self.deadline, 1 + len(self.ranks))
+            if len(files) != 1 + len(self.ranks):
+                close_all(files)
+                if answer == STRANGER:
+                    raise PermissionError(f"rank {self.ranks[0]} runs as another user")
+                raise OSError(f"rank {self.ranks[0]} has sent {len(files)} files")
             memory, *handles = files
             os.close(handles[self.rank])
             handles[self.rank] = -1
             self.attach(Shared(memory, tuple(handles)))
             send(connection, self.rank, [], self.deadline)
-            receive(connection)
+            receive(connection, self.deadline)
 
     def _ready(
         self, sockets: Iterable[socket.socket], awaited: Iterable[int]
@@ -234,7 +238,7 @@ def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
 
 def _read_trouble(found: bytes) -> tuple[str, str]:
     """The kind and the text of a trouble in the store."""
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, RecursionError):
         kind, text = json.loads(found)
         if kind in _KINDS:
             return kind, str(text)
@@ -245,7 +249,3 @@ def _own_handle() -> int:
     if not hasattr(os, "pidfd_open"):
         raise OSError("this system has no pidfd_open")
     return os.pidfd_open(os.getpid())
-
-
-def _limit(connection: socket.socket, deadline: Deadline) -> None:
-    connection.settimeout(max(deadline.left_s, _SLICE_S))

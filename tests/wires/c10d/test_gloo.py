@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
-from meshdist.wires.c10d.gloo import GlooTransfer
+from meshdist.wires.c10d.gloo import GlooTransfer, _end_within
 from meshdist.wires.c10d.gloo_devices import gloo_devices, gloo_interfaces
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.opening import Opening
@@ -74,6 +74,22 @@ def test_more_elements_than_32_bits_count(pool: Pool) -> None:
 
     expected = [[3, 3, 3, 4, 4, 4], [3, 4, 4, 4, 4, 4]]
     assert pool.run(program, 2, timeout_s=280.0) == expected
+
+
+def test_a_group_that_does_not_end_is_left_to_a_thread() -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    class Stuck:
+        def __del__(self) -> None:
+            may_end.wait(60)
+            has_ended.set()
+
+    start = time.monotonic()
+    _end_within(timedelta(seconds=0.1), [Stuck()])
+    assert is_within(time.monotonic() - start, 10.0)
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(30)
 
 
 def test_an_abort_frees_whoever_waits(pool: Pool) -> None:

@@ -564,6 +564,25 @@ def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     ) in done.stderr
 
 
+ERRORS = """
+import meshdist as md
+
+md.init_process_group("mpi")
+from mpi4py import MPI
+
+try:
+    MPI.COMM_WORLD.Send(bytearray(1), dest=99)
+except MPI.Exception as error:
+    print("raised", error.Get_error_class() == MPI.ERR_RANK)
+md.destroy_process_group()
+"""
+
+
+def test_errors_of_mpis_world_are_raised_as_mpi4py_raises_them(tmp_path: Path) -> None:
+    done = run_job(ERRORS, tmp_path, 2)
+    assert (done.returncode, done.stdout.split()) == (0, ["raised", "True"] * 2), done.stderr
+
+
 def test_a_rank_that_ends_early_in_good_order_is_named(tmp_path: Path) -> None:
     done = run_job(DYING.format(end="sys.exit(0)"), tmp_path, 2)
     assert done.returncode != 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import meshdist as md
+from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi import opening as module
 from meshdist.wires.opening import Opening
 
@@ -32,6 +35,29 @@ def test_every_member_raises_what_mpi_says(monkeypatch: pytest.MonkeyPatch) -> N
         "  where:    rank 3, a group\n"
         "  found:    ImportError: libmpi.so is not there\n"
         "  fix:      see what `meshdist doctor` says of MPI"
+    )
+
+
+@pytest.mark.parametrize(("rank", "size"), [(5, 8), (5, 2), (-1, 2), (1 << 40, 2)])
+def test_members_of_other_worlds_of_mpi_are_refused(
+    rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 2)
+    monkeypatch.setattr(module, "start_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    store = md.HashStore()
+    other = {"card": my_card().to_json(), "rank": rank, "size": size, "tag": 1}
+    store.set("mpi/1", json.dumps(other))
+    two = Opening(store, lambda: store, (3, 4), 0, "cpu", timedelta(seconds=5), name="a group")
+    with pytest.raises(md.BackendError) as caught:
+        module.open_link(two)
+    sizes = "2, 8" if size == 8 else "2"
+    assert str(caught.value) == (
+        "the members of this group are not in one world of MPI\n"
+        "  where:    rank 3, a group\n"
+        "  expected: processes that one mpiexec has started\n"
+        "  found:    2 processes, with 2 rank(s) of MPI's among them, in worlds of "
+        f"{sizes} rank(s)\n"
+        "  fix:      mpiexec -n 4 python script.py, or `meshdist run --launcher mpi -n 4 script.py`"
     )
 
 

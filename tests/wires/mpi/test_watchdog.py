@@ -56,6 +56,18 @@ md.barrier(md.new_group([0, 1], timeout=timedelta(seconds=2)))
 """
 
 
+STOPPED_IN_START = """
+import os, signal
+from datetime import timedelta
+import meshdist as md
+from meshdist.wires.mpi import opening
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    opening.start_mpi = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+md.init_process_group("mpi", timeout=timedelta(seconds=2))
+"""
+
+
 def run(folder: Path, text: str) -> str:
     """What two ranks write to stderr until the job is ended."""
     program = folder / "program.py"
@@ -72,6 +84,12 @@ def run(folder: Path, text: str) -> str:
     assert is_within(time.monotonic() - begin, 30)
     assert done.returncode != 0
     return done.stderr
+
+
+def test_a_rank_that_is_stopped_while_mpi_starts_is_named(tmp_path: Path) -> None:
+    told = run(tmp_path, STOPPED_IN_START)
+    assert "CollectiveTimeoutError: the world was not opened on wire 'mpi' within 2 s\n" in told
+    assert re.search(r"  found:    rank 1, process \d+ on \S+, is stopped\n", told)
 
 
 def test_a_rank_that_is_stopped_while_a_group_opens_is_named(tmp_path: Path) -> None:
@@ -91,4 +109,4 @@ def test_a_rank_that_is_stopped_in_mpis_call_is_named(tmp_path: Path, dtype: str
         "MPI the other ranks end with it\nCollectiveTimeoutError: all_reduce on "
     ) in told, told
     assert "was not finished within 2 s" in told
-    assert "rank 1: gives no answer: it has ended or is stopped" in told
+    assert "rank 1: is stopped, by SIGSTOP or a debugger" in told

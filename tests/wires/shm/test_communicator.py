@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import sys
 import threading
 import time
 import weakref
@@ -199,6 +200,46 @@ def test_tensors_in_flight_live_and_are_let_go(pool: Pool) -> None:
     for waited_for, _, dropped_long_ago in on(pool, tensors_kept, 2):
         assert waited_for == 0
         assert dropped_long_ago == 0
+
+
+def last_elements_around_a_close() -> list[tuple[float, float]]:
+    """The end of what a collective in flight writes, when its group is closed, and later."""
+    found = []
+    for delay_s in (0.0, 0.001, 0.003, 0.006):
+        group = md.new_group([md.get_rank()])
+        x, result = torch.ones(1 << 25), torch.zeros(1 << 25)
+        md.all_gather_into_tensor(result, x, group=group, async_op=True)
+        time.sleep(delay_s)
+        group.open_channel("cpu").communicator.close()
+        before = result[-1].item()
+        time.sleep(0.1)
+        found.append((before, result[-1].item()))
+    return found
+
+
+def test_a_closed_group_writes_to_no_tensor(pool: Pool) -> None:
+    for found in on(pool, last_elements_around_a_close, 2):
+        assert all(before == after for before, after in found)
+
+
+def references_added_at_the_end() -> int:
+    """How often a tensor in flight is referred to more, once the interpreter begins to end."""
+    if md.get_rank() == 1:
+        md.barrier()
+        md.send(torch.ones(3), 0)
+        return 1
+    x = torch.zeros(3)
+    work = md.irecv(x, 1)
+    before = sys.getrefcount(x)
+    shm._keep_what_is_in_flight()
+    after = sys.getrefcount(x)
+    md.barrier()
+    work.wait()
+    return after - before
+
+
+def test_the_interpreter_that_ends_frees_no_tensor_in_flight(pool: Pool) -> None:
+    assert on(pool, references_added_at_the_end, 2) == [1, 1]
 
 
 # -- messages -------------------------------------------------------------------------------------

@@ -219,6 +219,21 @@ def test_groups_open_on_shared_memory_while_strangers_connect(size: int, pool: P
     assert pool.run(program, size) == [["shm"] * 8] * size
 
 
+@pytest.mark.parametrize("files", [[], [0, 1], [0, 1, 2]])
+def test_a_greeting_without_the_one_handle_lets_nobody_in(files: list[int]) -> None:
+    door, before = Door(2), num_files()
+    name, secret = door.address.split()
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.connect(f"\0{name}")
+        socket.send_fds(visitor, [bytes.fromhex(secret) + struct.pack("!I", 1)], files)
+        with suppress(OSError):  # more files than there is room for, as where no number is left
+            for _ in range(2):
+                assert door.look(door.watched()[-1]) is None
+    assert door.awaited == {1}
+    assert num_files() <= before  # threads of other tests may close some meanwhile
+    door.close()
+
+
 def test_the_secret_is_the_groups_own() -> None:
     first, second = Door(2), Door(2)
     try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -219,13 +221,65 @@ def test_an_address_that_no_member_wrote_is_named(junk: bytes) -> None:
     assert "where the socket's address should be" in str(found)
 
 
-@pytest.mark.parametrize("junk", [b"x", b"[]", b'["late"]', b'["no kind", "text"]', b"[[], 3]"])
+@pytest.mark.parametrize(
+    "junk", [b"x", b"[]", b'["late"]', b'["no kind", "text"]', b"[[], 3]", b"[" * 5000]
+)
 def test_a_trouble_that_no_member_wrote_is_named(junk: bytes) -> None:
     circle = Circle(2)
     circle.store.set("shared/trouble", junk)
     (found,) = circle.run(members=[0])
     text = "a key of the group in the store holds what no member has written"
     all_tell([found], WireFailure, text)
+
+
+def answered_by(first: Callable[[socket.socket], None], timeout_s: float) -> Exception | None:
+    """What a member raises for what ``first`` sends in the place of the first member."""
+    circle = Circle(2)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # the system gives it a name
+        listener.listen()
+        name = listener.getsockname()[1:].decode()
+        circle.store.set("shared/address", f"{name} {'00' * 16}")
+
+        def answer() -> None:
+            with listener.accept()[0] as connection, suppress(OSError):
+                first(connection)
+
+        return circle.run(members=[1], meanwhile=answer, timeout_s=timeout_s)[0]
+
+
+@pytest.mark.parametrize(
+    ("num_files", "told"),
+    [
+        (0, "rank 11: rank 10 has sent 0 files"),
+        (2, "rank 11: rank 10 has sent 2 files"),
+        (4, "rank 11: 4 files are announced where 3 may come"),
+    ],
+)
+def test_an_answer_with_other_files_than_a_group_has_is_a_refusal(
+    num_files: int, told: str
+) -> None:
+    head = struct.pack("!iI", 0, num_files)
+    files = [0] * num_files
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(head)
+        if files:
+            socket.send_fds(connection, [b"f"], files)
+
+    all_tell([answered_by(answer, 5.0)], WireRefused, told)
+
+
+def test_an_answer_that_comes_in_drops_does_not_put_off_the_timeout() -> None:
+    def drip(connection: socket.socket) -> None:
+        for _ in range(8):
+            time.sleep(0.9)
+            connection.sendall(b"\0")
+
+    begin = time.monotonic()
+    found = answered_by(drip, 0.5)
+    all_tell([found], WireTimeout, "rank 10 did not answer while memory was shared")
+    assert is_within(time.monotonic() - begin, 4.0)
 
 
 def sharing(attach: Attach, num_spare_files: int | None = None) -> tuple[str, str, int]:
