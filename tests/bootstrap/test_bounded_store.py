@@ -24,6 +24,7 @@ from meshdist.bootstrap.bounded_store import BoundedStore, read_json, read_numbe
 from meshdist.bootstrap.stores import connect_store
 from meshdist.runtime.deadlines import Deadline
 from tests.load import is_within
+from tests.stopping import stop
 
 LONG = timedelta(seconds=30)
 _SERVER = """
@@ -107,7 +108,7 @@ def test_a_stopped_server_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     with served() as (server, client):
         client.server = "rank 0, which serves the store,"
         client.set("a", "1")
-        server.send_signal(signal.SIGSTOP)
+        stop(server.pid)
         start = time.monotonic()
         with pytest.raises(md.StoreError) as caught:
             client.check(["a"])
@@ -129,7 +130,7 @@ def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_b
     monkeypatch.setattr(bounded_store, "_ANSWER_S", 3.0)
     with served() as (server, client):
         raw = client.raw_clone()
-        server.send_signal(signal.SIGSTOP)
+        stop(server.pid)
         with pytest.raises(md.StoreError, match="does not answer"):
             client.check(["a"])
         start = time.monotonic()
@@ -146,7 +147,7 @@ def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_b
 def test_a_longer_deadline_waits_for_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.1)
     with served() as (server, client):
-        server.send_signal(signal.SIGSTOP)
+        stop(server.pid)
         threading.Timer(0.6, server.send_signal, [signal.SIGCONT]).start()
         with within(Deadline(30.0)):
             assert not client.check(["a"])

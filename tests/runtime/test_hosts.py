@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from meshdist.runtime.hosts import (
     my_card,
     process_start,
 )
+from tests.stopping import stop
 
 
 def test_this_process_lives() -> None:
@@ -91,8 +91,7 @@ def test_a_process_that_is_stopped() -> None:
     try:
         card = dataclasses.replace(my_card(), pid=child.pid, start=process_start(child.pid) or "")
         assert not is_stopped(card)
-        child.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        stop(child.pid)
         assert is_stopped(card)
         assert not is_stopped(dataclasses.replace(card, start="0"))
     finally:
