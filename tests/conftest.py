@@ -18,6 +18,8 @@ from tests.pool import QUICK_NAMES, Pool
 collect_ignore = ["conformance"]  # torch's tests, which `make torch-conformance` runs
 
 os.environ.update({**QUICK_NAMES, **os.environ})
+# Without buffers a line and its end are written one by one: lines of ranks that share a pipe mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # A busy machine makes one example slow now and then, which tells nothing about the code.
 hypothesis.settings.register_profile("meshdist", deadline=None)

@@ -329,7 +329,7 @@ def read_mesh_inputs(given: Mapping[str, Any]) -> None:
     ):
         with (
             contextlib.suppress(MeshdistError),
-            world_here(World(0, 1, HashStore(), {"cpu": "simulated"})),
+            world_here(World(0, 1, HashStore(), {"cpu": "shm"})),
         ):
             make()
 

@@ -176,10 +176,10 @@ def silent_ranks(
     One that has given up a moment ago may still answer: it gets some time to leave, until the
     failure is explained otherwise.
     """
-    if world.is_simulated:
+    others = tuple(rank for rank in ranks if rank != world.rank)
+    if world.is_simulated or not others:
         return ""
     endings = get_registry(world).endings
-    others = tuple(rank for rank in ranks if rank != world.rank)
 
     def left() -> str:
         lines = ((rank, _silence(endings, rank)) for rank in others)

@@ -20,6 +20,7 @@ import torch
 
 import meshdist as md
 from meshdist.collectives.instruments import verb
+from tests.load import is_within
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def test_it_costs_next_to_nothing() -> None:
 
     added = cost_ns(marked) - cost_ns(plain)
     print(f"the mark costs {added:.0f} ns a call")
-    assert added < 1000  # some 100 to 200 on a machine at rest
+    assert is_within(added / 1000, 1.0)  # some 100 to 200 ns on a machine at rest
 
 
 def test_the_compiler_is_not_imported() -> None:

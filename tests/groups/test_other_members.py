@@ -104,6 +104,16 @@ def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -
     assert silent_ranks(world, (0, 1, 2)) == f"{STORE_LOST}: rank 0 does not answer"
 
 
+def test_who_has_no_other_member_asks_nobody_and_does_not_wait(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_members, "_LEAVING_S", 30.0)
+    start = time.monotonic()
+    assert silent_ranks(World(0, 1, HashStore(), {"cpu": "shm"}), (0,)) == ""
+    assert is_within(time.monotonic() - start, 10.0)
+    assert asked.calls == []
+
+
 def test_ranks_that_have_left_are_named_with_what_they_left(asked: Asked) -> None:
     store = HashStore()
     store.set("ended/2", json.dumps("ended by ValueError: no data (train.py:7)"))
