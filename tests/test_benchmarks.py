@@ -82,6 +82,7 @@ def test_the_spread_is_the_distance_between_quartiles() -> None:
     assert spread(cell) == 6 - 2
 
 
+@pytest.mark.soak
 def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "benchmarks/before_after.py", sys.executable]

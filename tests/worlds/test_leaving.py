@@ -18,6 +18,8 @@ from tests.load import is_within
 from tests.pool import free_port
 
 SIZE = 3
+# Every rank imports torch in a process of its own, and who serves the store is the same on both.
+BACKENDS = ["shm", pytest.param("gloo", marks=pytest.mark.soak)]
 OPENING = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -89,7 +91,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", CALLS)
 def test_rank_0_may_end_at_once_when_its_own_call_is_done(call: str, backend: str) -> None:
     body = f"""
@@ -129,7 +131,7 @@ if rank == 1:
             assert processes[rank].wait(60) == 0
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_frozen_rank_0_ends_no_wait_late_and_is_named(backend: str) -> None:
     body = """
 if rank == 0:
@@ -155,7 +157,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", FAILURES)
 def test_the_others_learn_how_rank_0_has_left(how: str, backend: str) -> None:
     body = f"""
