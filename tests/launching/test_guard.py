@@ -17,6 +17,7 @@ from meshdist.runtime.deadlines import Deadline, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+OURS = f"ours-{os.getpid()}"  # a worker that runs other tests of this file has other names
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 # Starts SLEEP in a session of its own, without any environment; tells its number; waits or ends.
 PARENT = """
@@ -68,12 +69,12 @@ def child_of(process: subprocess.Popen[str], start: Start) -> int:
 
 
 def test_the_mark_is_inherited_beyond_sessions_and_parents(start: Start) -> None:
-    parent = start([sys.executable, "-c", PARENT, "leave"], "/ours")
+    parent = start([sys.executable, "-c", PARENT, "leave"], f"/{OURS}")
     orphan = child_of(parent, start)
     assert parent.wait(10) == 0
     start(SLEEP, "/other")
     start(SLEEP)
-    family = Family("ours")
+    family = Family(OURS)
     assert family.members() == [orphan]
     family.kill()
     assert family.members() == []
@@ -84,7 +85,7 @@ def test_a_started_process_counts_with_its_children_even_without_the_mark(start:
     stranger = start(SLEEP)
     parent = start([sys.executable, "-c", PARENT, "bare"])
     child = child_of(parent, start)
-    family = Family("ours")
+    family = Family(OURS)
     assert family.members() == []
     family.add(parent.pid)
     assert family.members() == sorted([parent.pid, child])
@@ -105,7 +106,7 @@ def test_the_session_of_a_started_process_counts_when_parents_have_gone(start: S
     )
     leader = start([sys.executable, "-c", f"import os; os.setsid()\n{code}"])
     orphan = child_of(leader, start)
-    family = Family("ours")
+    family = Family(OURS)
     family.add(leader.pid)
     deadline = time.monotonic() + 5
     while len(family.members()) > 2 and time.monotonic() < deadline:
@@ -115,7 +116,7 @@ def test_the_session_of_a_started_process_counts_when_parents_have_gone(start: S
 
 def test_a_number_that_now_belongs_to_somebody_else_does_not_count(start: Start) -> None:
     stranger = start(SLEEP)
-    family = Family("ours")
+    family = Family(OURS)
     family.add(stranger.pid)
     ((pid, started),) = family._roots.items()
     assert started is not None
@@ -124,18 +125,18 @@ def test_a_number_that_now_belongs_to_somebody_else_does_not_count(start: Start)
 
 
 def test_a_launch_inside_a_launch_belongs_to_both(start: Start) -> None:
-    inner = start(SLEEP, mark_value(mark_value(None, "outer"), "inner"))
+    inner = start(SLEEP, mark_value(mark_value(None, f"outer{OURS}"), f"inner{OURS}"))
     deadline = time.monotonic() + 5
-    while not Family("inner").members() and time.monotonic() < deadline:
+    while not Family(f"inner{OURS}").members() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert Family("outer").members() == [inner.pid]
-    assert Family("inner").members() == [inner.pid]
+    assert Family(f"outer{OURS}").members() == [inner.pid]
+    assert Family(f"inner{OURS}").members() == [inner.pid]
     assert Family("inn").members() == []
 
 
 def test_a_dismissed_guard_harms_nobody(start: Start) -> None:
-    process = start(SLEEP, "/ours")
-    guard = Guard("ours")
+    process = start(SLEEP, f"/{OURS}")
+    guard = Guard(OURS)
     guard.adopt(process.pid)
     guard.dismiss()
     time.sleep(0.2)
@@ -150,9 +151,9 @@ def test_the_guard_acts_when_its_owner_is_killed(start: Start) -> None:
             "import os, subprocess, sys, time\n"
             f"sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n"
             "from meshdist.launching.child_processes import Guard\n"
-            "guard = Guard('ours')\n"
+            f"guard = Guard({OURS!r})\n"
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
-            f"                         env=dict(os.environ, {MARK}='/ours'))\n"
+            f"                         env=dict(os.environ, {MARK}='/{OURS}'))\n"
             "print(child.pid, flush=True)\n"
             "time.sleep(60)\n",
         ]
