@@ -24,7 +24,8 @@ class Communicator {
   void abort() { end->end(Status::aborted); }
 
   // End this member's part. What is in flight here ends as closed, and uses the caller's memory no
-  // more (see Progress::close); native threads end by themselves, and the group's memory goes with the last of them.
+  // more (see Progress::close). Native threads end by themselves, and the group's memory goes with
+  // the last of them.
   void close() {
     if (end->is_closing()) return;
     end->close();

@@ -18,7 +18,7 @@ from tests.load import is_within
 from tests.pool import free_port
 
 SIZE = 3
-# Every rank imports torch in a process of its own, and who serves the store is the same on both.
+# Every rank is a process that imports torch, and rank 0 serves the store on both wires alike.
 BACKENDS = ["shm", pytest.param("gloo", marks=pytest.mark.soak)]
 OPENING = """
 import os, signal, sys, time
