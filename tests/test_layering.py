@@ -34,6 +34,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "deadlines",
             "endings",
             "timers",
+            "bounded_calls",
             "buffer_pool",
         ),
         "launching": (
@@ -89,6 +90,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "worker_queue",
             "c10d.substitutes",
             "c10d.communicator",
+            "c10d.watchdog",
+            "c10d.enqueued",
             "c10d.nccl",
             "c10d.gloo_listeners",
             "c10d.gloo_devices",
@@ -207,6 +210,7 @@ STACKED_FLOORS = (1, 3)
 TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, and of a tensor
     ("meshdist.collectives.checks", "_base"),
     ("meshdist.wires.c10d.communicator", "_source_rank"),
+    ("meshdist.wires.c10d.enqueued", "_source_rank"),
     ("meshdist.wires.c10d.nccl", "_timeout"),
     ("meshdist.wires.c10d.gloo", "_devices"),
     ("meshdist.wires.c10d.gloo", "_timeout"),

@@ -231,6 +231,24 @@ class HeaderTable:
         wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
         return find_behind()
 
+    def wait_for_all(
+        self, sequence: int, timeout: timedelta, check: Callable[[], object]
+    ) -> list[int] | None:
+        """Wait until all members have entered call ``sequence``; return those that differ.
+
+        None where one has not come in time.
+        """
+        found: list[list[int]] = []
+
+        def have_come() -> bool:
+            differing = self.look_again(sequence)
+            if differing is not None:
+                found.append(differing)
+            return bool(found)
+
+        wait_until(have_come, Deadline(timeout), check, longest_pause_s=_SHORT_PAUSE_S)
+        return found[0] if found else None
+
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
         """Note a message to ``peer`` or a receive; returns its number where the other side differs.
 

@@ -302,8 +302,9 @@ def run(
     for _, data, _ in written:
         note_write(data)
     limit = timeout or channel.timeout
-    call = None if shows_all else channel.recorder.find_note()
-    terms = Terms(limit, verb, channel.recorder.sequence, not async_op, call)
+    recorder = channel.recorder
+    call = None if shows_all else recorder.find_note()
+    terms = Terms(limit, verb, recorder.sequence, not async_op, call, recorder.num_notes)
     try:
         operation = start(channel.communicator, terms)
         if not async_op:

@@ -333,7 +333,8 @@ class Message:
             raise channel.disagree(different, (self.is_send, peer, tag))
         failure = None
         try:
-            terms = Terms(channel.timeout, verb, channel.recorder.num_notes, waits)
+            note = channel.recorder.num_notes
+            terms = Terms(channel.timeout, verb, note, waits, note=note)
             if self.is_send:
                 assert peer is not None  # a receiver is always named
                 self.operation = communicator.send(buffer, peer, tag, terms)

@@ -18,8 +18,9 @@ from typing import Any
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.timeouts import check_timeout
+from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
-from ..wires.operations import Terms
+from ..wires.operations import Chain, Operation, Terms
 from ..wires.work import Work
 from .checks import (
     SUM,
@@ -288,7 +289,7 @@ def _reduce_scatter(
     )
 
 
-@verb(fast=[], when=lambda group: group.first_device_type() == "cpu")
+@verb(fast=[], when=lambda group: not group.is_on_stream())
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -297,10 +298,12 @@ def barrier(
 ) -> Work | None:
     """Return when every member has called it; earlier verbs of the group are complete then.
 
+    Where the group has wires for CPU and CUDA tensors open, both are at rest then.
+
     Args:
         group, async_op: as in ``all_reduce``.
         device_ids: the CUDA device that an NCCL barrier runs on; by default the one bound to this
-            rank, else the one that the group has used. A group of CPU wires alone ignores it.
+            rank, else the current one. A group of CPU wires alone ignores it.
         timeout: in place of the group's.
 
     Raises:
@@ -308,15 +311,25 @@ def barrier(
         CollectiveTimeoutError: a member did not come; the text names it.
     """
     check_timeout(timeout)
-    device = group.device if device_ids is None else first_cuda_device(device_ids, "barrier")
-    is_on_cuda = bool(device_ids) and device is not None and "cuda" in group.backends
-    channel = group.open_channel("cuda" if is_on_cuda else group.first_device_type())
-    channel.enter("barrier", None)
-    return run(
-        channel,
-        "barrier",
-        lambda wire, terms: wire.barrier(terms, device),
-        [],
-        async_op,
-        timeout,
-    )
+    device = None if device_ids is None else first_cuda_device(device_ids, "barrier")
+    is_on_cuda = device is not None and "cuda" in group.backends
+    channels = group.channels_at_rest("cuda" if is_on_cuda else group.first_device_type())
+    for channel in channels:
+        channel.enter("barrier", None)
+        if not async_op:
+            run(
+                channel,
+                "barrier",
+                lambda wire, terms: wire.barrier(terms, device),
+                [],
+                False,
+                timeout,
+            )
+    if not async_op:
+        return None
+
+    def start(_: Communicator, terms: Terms) -> Operation:
+        started = [channel.communicator.barrier(terms, device) for channel in channels]
+        return started[0] if len(started) == 1 else Chain(started)
+
+    return run(channels[0], "barrier", start, [], True, timeout)

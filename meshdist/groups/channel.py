@@ -116,24 +116,25 @@ class Channel:
         recorder = self.recorder
         number = SUM_NUMBER if op is _SUM else None if op is None else op.value
         if not sent and self._enter(verb, tensor, op, number, root):
+            if self.communicator.on_stream:
+                self._compare_before_enqueueing(recorder.sequence)
             return
         sizes = (sent, taken) if sent else ()
         note = recorder.note(self.group, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
         if self.aborts and self.is_broken():
-            raise self.explain(WireAborted("the group is broken"))
-        header_table = self.header_table
+            raise self._why_broken()
+        header_table, sequence = self.header_table, recorder.sequence
         if header_table is not None:
-            sequence = recorder.sequence
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
             if header_table.enter(sequence, fingerprint_of(note), sent, taken):
                 raise self.disagree(sequence)
-        if self.spans_hosts and (
-            get_debug_level() == DebugLevel.DETAIL or _is_packed(verb, tensor)
-        ):
-            self._compare_by_a_round(header_of(note), sent, taken)
+        if self.spans_hosts and (self._compares_first() or _is_packed(verb, tensor)):
+            self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
+        elif self.communicator.on_stream:
+            self._compare_before_enqueueing(sequence)
 
     def work(
         self,
@@ -189,7 +190,7 @@ class Channel:
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
         if self.aborts and self.is_broken():
-            raise self.explain(WireAborted("the group is broken"))
+            raise self._why_broken()
 
     def compare_message(
         self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
@@ -256,28 +257,58 @@ class Channel:
             main_thread=main_thread().ident,
         )
 
+    def _why_broken(self) -> BaseException:
+        """The error of a call on a broken group; that of one which nobody waited for, if any."""
+        error = self.communicator.take_error()
+        return self.explain(WireAborted("the group is broken")) if error is None else error
+
+    def _compares_first(self) -> bool:
+        """Whether no data move before all members have come, and their calls are compared.
+
+        On a wire whose verbs are enqueued nobody waits any more where one that comes late differs.
+        """
+        level = get_debug_level()
+        return level == DebugLevel.DETAIL or (
+            self.communicator.on_stream and level != DebugLevel.OFF
+        )
+
+    def _compare_before_enqueueing(self, sequence: int) -> None:
+        """Wait until all members have come to call ``sequence``, where calls are compared first."""
+        header_table = self.header_table
+        if header_table is None or len(self.group.ranks) == 1 or not self._compares_first():
+            return
+        differing = header_table.wait_for_all(sequence, self.timeout, self._check_not_broken)
+        if differing is None:
+            raise self.explain(WireTimeout("not all members have come to it"))
+        if differing:
+            raise self.disagree(sequence)
+
+    def _check_not_broken(self) -> None:
+        if self.is_broken():
+            raise self.explain(WireFailure("aborted while waiting"))
+
     def _wait_for_the_slowest(
         self, header_table: HeaderTable, sequence: int, is_uneven: bool
     ) -> None:
         """Return when no member can still need what call ``sequence`` overwrites."""
-
-        def check() -> None:
-            if self.is_broken():
-                raise self.explain(WireFailure("aborted while waiting"))
-
+        check = self._check_not_broken
         member = header_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:
             slow = f"rank {self.group.ranks[member]} is too many calls behind"
             raise self.explain(WireTimeout(slow))
 
     def _compare_by_a_round(
-        self, common: tuple[int, ...], sent: Sequence[int], taken: Sequence[int]
+        self,
+        common: tuple[int, ...],
+        sent: Sequence[int],
+        taken: Sequence[int],
+        device: torch.device | None,
     ) -> None:
-        """Compare headers by a gather of their own, where no memory is shared."""
+        """Compare headers by a gather of their own, on the call's device: no memory is shared."""
         size = len(self.group.ranks)
         nothing = [0] * size
         values = [*common, *(sent or nothing), *(taken or nothing)]
-        mine = torch.tensor(values, dtype=torch.int64, device=self.device_type)
+        mine = torch.tensor(values, dtype=torch.int64, device=device or self.device_type)
         all_of_them = mine.new_empty(size * len(values))
         try:
             terms = Terms(self.timeout, waits=True)
@@ -306,6 +337,12 @@ def _disagreement(
         message: whether it is a send, the peer and the tag.
     """
     return explain(MembersDisagree("the members' calls differ", number, message))
+
+
+def _device_of(tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | None:
+    """Where a call's tensors lie; None for a call without any."""
+    first = tensor[0] if isinstance(tensor, list) else tensor
+    return None if first is None else first.device
 
 
 def _is_packed(verb: str, tensor: object) -> bool:

@@ -62,7 +62,7 @@ class ProcessGroup(VerbMethods):
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
         desc: torch's ``group_desc``.
-        device: the device bound to its NCCL wire, which then connects at once; None takes the
+        device: the device bound to it, on which its wire connects as it is opened; None takes the
             world's.
         agreement: what its members agreed when it was made; without one they agree when its
             first communicator is opened.
@@ -175,7 +175,7 @@ class ProcessGroup(VerbMethods):
     def open_all(self, agreement: Agreement | None = None) -> None:
         """Open every wire of the group that this machine can serve, with all other members.
 
-        NCCL does not communicate yet, unless a device is bound.
+        NCCL connects at its first verb, unless a device is bound.
         """
         for device_type, name in self.backends.items():
             wire = find_wire(name)
@@ -184,9 +184,34 @@ class ProcessGroup(VerbMethods):
             if device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available()):
                 self.open_channel(device_type, agreement)
 
+    def connect(self, device: torch.device) -> None:
+        """Open the wire for ``device``, unless it is open, and connect it; collective.
+
+        A device of this type that the program has bound is taken in its place.
+        """
+        if self.device is None or self.device.type != device.type:
+            self.device = device
+        self._connect(self.open_channel(device.type), device.type)
+
     def first_device_type(self) -> str:
         """The device type that was opened first; for verbs that carry no tensor."""
         return next(iter(self._channels), None) or self._main_device_type()
+
+    def is_on_stream(self) -> bool:
+        """Whether a wire is open whose verbs are enqueued on a device."""
+        return any(channel.communicator.on_stream for channel in self._channels.values())
+
+    def channels_at_rest(self, device_type: str) -> list[Channel]:
+        """The channels on which a barrier of the group runs.
+
+        Those whose verbs are enqueued on a device, and one of the others, if any is open: that for
+        ``device_type``, which is opened, where it is one of them.
+        """
+        asked = self.open_channel(device_type)
+        opened = [asked, *self._channels.values()]
+        enqueueing = {id(one): one for one in opened if one.communicator.on_stream}
+        waiting = [one for one in opened if not one.communicator.on_stream]
+        return [*enqueueing.values(), *waiting[:1]]
 
     def check_open(self) -> None:
         """Raise where the group, or its world, was closed."""
@@ -257,6 +282,7 @@ class ProcessGroup(VerbMethods):
         for channel in self._channels.values():
             if channel.wire is wire:
                 self._channels[device_type] = channel
+                self._connect(channel, device_type)
                 return channel
         agreement = agreement or self._agreement
         if agreement is None:
@@ -283,11 +309,21 @@ class ProcessGroup(VerbMethods):
         others = MembersOfWorld(self.world, facts, opened)
         channel = Channel(facts, wire, opened, device_type, others)
         self._channels[device_type] = channel
+        self._connect(channel, device_type)
         if device_type == "cpu":
             self.fast_path = channel.fast_path
         where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"
         _log.info("%s, on wire %s for %s tensors", where, wire.name, device_type)
         return channel
+
+    def _connect(self, channel: Channel, device_type: str) -> None:
+        """Connect the channel for ``device_type`` now, if a device of this type is bound."""
+        if self.device is None or self.device.type != device_type:
+            return
+        try:
+            channel.communicator.connect(self.device)
+        except WireFailure as failure:
+            raise self._not_opened(channel.wire, failure) from failure
 
     def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
         world = self.world
@@ -300,7 +336,6 @@ class ProcessGroup(VerbMethods):
             timeout=timeout,
             is_one_host=not world.spans_hosts(self.ranks),
             options=self.options,
-            device=self.device,
             name=self.name,
             num_local=world.local_size,
             hosts=tuple(world.hosts[rank] for rank in self.ranks),

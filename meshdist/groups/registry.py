@@ -105,11 +105,12 @@ class Registry:
     def start(self) -> None:
         """Look for signals of other processes; simulated ranks need none."""
         world = self.world
-        if not world.has_processes or world.handle is None:
+        if world.is_simulated:
             return
-        self.endings.announce()
-        self.header_tables.publish()
-        self._signals = SignalThread(world, world.handle, self.answer, self._abort_as_told)
+        if world.has_processes and world.handle is not None:
+            self.endings.announce()
+            self.header_tables.publish()
+            self._signals = SignalThread(world, world.handle, self.answer, self._abort_as_told)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager
@@ -336,8 +337,11 @@ class Registry:
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
             for entry in opened:
                 entry.share_key = None  # no group that is made later shares a broken one
+        by_kind: dict[type[Communicator], list[Communicator]] = {}
         for entry in opened:
-            entry.communicator.abort()
+            by_kind.setdefault(type(entry.communicator), []).append(entry.communicator)
+        for kind, communicators in by_kind.items():
+            kind.abort_together(communicators)
 
 
 def _all_key(key: str) -> str:

@@ -157,12 +157,15 @@ class DeviceMesh:
         group = definition.make_group(axes)
         self._own_groups.append(group)
         group.open_channel(definition.device_type)
+        device = select_device(definition.device_type, definition.world)
+        if device is not None:
+            group.connect(device)
         return group
 
     def _open(self) -> None:
         """Agree with all ranks of the mesh, and open the groups of its axes."""
         definition = self._definition
-        select_device(definition.device_type, definition.world)
+        device = select_device(definition.device_type, definition.world)
         members = tuple(definition.layout.ranks().ravel().tolist())
         offer: dict[str, str] = {}
         for axis, group in enumerate(self._groups):
@@ -172,6 +175,8 @@ class DeviceMesh:
             agreement = agree(members, "mesh", entries, definition.timeout, offer)
             for axis, group in enumerate(self._groups):
                 group.open_channel(definition.device_type, agreement, f"{axis}/")
+                if device is not None:
+                    group.connect(device)
 
     # ------------------------------------------------------------------ what it is
 
@@ -360,7 +365,7 @@ class DeviceMesh:
     # ------------------------------------------------------------------ its groups' lives
 
     def warmup(self) -> None:
-        """Open the groups of all axes; collective over the mesh's ranks."""
+        """Open and connect the groups of all axes; collective over the mesh's ranks."""
         self._check_member("warmup")
         check_device(self.device_type)
         run_unnested("warmup", self._open)

@@ -57,10 +57,21 @@ def check_device(device_type: str) -> None:
         )
 
 
-def select_device(device_type: str, world: World) -> None:
-    """Select this rank's CUDA device: the one chosen before, else by local rank."""
-    if device_type != "cuda" or torch.cuda.is_initialized():
-        return
+def select_device(device_type: str, world: World) -> torch.device | None:
+    """Return this rank's CUDA device: the one bound to its world, else the current one.
+
+    Where the program has chosen no current device, it becomes the bound one, else that of the local
+    rank. None for other device types.
+    """
+    if device_type != "cuda":
+        return None
+    bound = world.device if world.device is not None and world.device.type == "cuda" else None
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(_index_by_local_rank(world) if bound is None else bound.index)
+    return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
+
+
+def _index_by_local_rank(world: World) -> int:
     count = torch.cuda.device_count()
     local_rank = get_node_local_rank()
     if local_rank >= count:
@@ -73,4 +84,4 @@ def select_device(device_type: str, world: World) -> None:
             file,
             line,
         )
-    torch.cuda.set_device(local_rank % count)
+    return local_rank % count

@@ -11,14 +11,16 @@ member reduces in group order.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
+from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind
 from ..runtime.deadlines import Deadline, wait_until
 from .failures import WireFailure, WireTimeout
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from .native import FastPath
 
 __all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "Explain", "handed_to"]
+
+_log = logging.getLogger("meshdist.wires")
 
 LARGEST_TAG = (1 << 30) - 3
 """What every wire takes; larger ones belong to the verbs and wires themselves."""
@@ -52,6 +56,9 @@ class Communicator(ABC):
 
     wants_senders: ClassVar[bool] = False
     """Whether a receive should name its sender, where members note what they send."""
+
+    on_stream: ClassVar[bool] = False
+    """Whether its verbs are enqueued on a device, so that only streams wait for them."""
 
     posts_at_once = False
     """Whether starting a receive neither waits nor needs the terms' number."""
@@ -85,7 +92,8 @@ class Communicator(ABC):
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
         """Finished on a member when every member has started it.
 
-        ``device`` is the CUDA device to run on, for a wire that needs one; None lets it choose.
+        ``device`` is the device to run on, for a wire of such devices; None takes the connected
+        one, else the current one.
         """
 
     @abstractmethod
@@ -99,6 +107,15 @@ class Communicator(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Free every thread of this process that waits for an operation; any thread may call it."""
+
+    @classmethod
+    def abort_together(cls, communicators: Sequence[Communicator]) -> None:
+        """Abort communicators of this class, all of them also where one raises."""
+        for one in communicators:
+            try:
+                one.abort()
+            except Exception:
+                _log.exception("a communicator on wire %s could not be aborted", one.wire)
 
     @abstractmethod
     def close(self) -> None:
@@ -129,6 +146,17 @@ class Communicator(ABC):
         """Return when ``condition()``, as an operation's ``finish`` does; raises WireFailure."""
         if not wait_until(condition, Deadline(timeout)):
             raise WireTimeout.after(timeout)
+
+    def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
+        """Connect now, for a wire that else would at its first verb; collective.
+
+        Raises:
+            WireFailure: the members did not connect.
+        """
+
+    def take_error(self) -> MeshdistError | None:
+        """The error of a call that has failed while nobody waited for it; None from then on."""
+        return None
 
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
         """Take what makes the error of a call that can neither end nor raise."""

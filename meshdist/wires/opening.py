@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import PrefixStore, Store
 
 __all__ = ["Opening"]
@@ -27,7 +26,6 @@ class Opening:
         timeout: bounds the opening, and each operation that names none.
         is_one_host: whether all members run on one host.
         options: the wire's own options, or None.
-        device: the device bound to this rank, or None.
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
         hosts: the number of each member's host; () where that is not known.
@@ -43,7 +41,6 @@ class Opening:
     timeout: timedelta
     is_one_host: bool = True
     options: Any = None
-    device: torch.device | None = None
     name: str = ""
     num_local: int = 1
     hosts: tuple[int, ...] = ()

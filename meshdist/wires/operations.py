@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..checking.calls import Call
 from ..errors import BackendError
@@ -27,6 +29,8 @@ class Terms(NamedTuple):
         call: the call as the group has noted it, where the arguments of the communicator's verb do
             not show all that must be equal on all members: a wire that compares calls by itself
             compares this one, too. None where they do.
+        note: under which the recorder keeps the call, for the error of one that nobody waits for;
+            None means the last one.
     """
 
     timeout: timedelta
@@ -34,6 +38,7 @@ class Terms(NamedTuple):
     number: int = 0
     waits: bool = False
     call: Call | None = None
+    note: int | None = None
 
 
 class Operation(ABC):
@@ -45,6 +50,19 @@ class Operation(ABC):
 
     __slots__ = ()
 
+    @property
+    def on_stream(self) -> bool:
+        """Whether ``finish`` lets the current stream wait for it, and not the host.
+
+        It is done once ``poll`` says so, and may be finished again, on another stream.
+        """
+        return False
+
+    @property
+    def adds_to_stream(self) -> bool:
+        """Whether ``finish``, the first time, enqueues what other streams have to wait for."""
+        return True
+
     @abstractmethod
     def finish(self, timeout: timedelta) -> None:
         """Wait until it is done; raises WireTimeout, WireAborted or another WireFailure."""
@@ -52,6 +70,14 @@ class Operation(ABC):
     @abstractmethod
     def poll(self) -> bool:
         """Let it go on, without waiting; return whether it is done, or has failed."""
+
+    def has_ended(self) -> bool:
+        """As ``poll``, but asks no device, which may capture a graph; raises its failure."""
+        return self.poll()
+
+    def future(self) -> torch.futures.Future[Any]:
+        """Where it is ``on_stream``: a Future whose callbacks run on streams that come after it."""
+        raise NotImplementedError
 
     def source(self) -> int:
         """The member that a finished receive came from; raises WireFailure for anything else."""
@@ -94,16 +120,34 @@ class Chain(Operation):
     parts: Sequence[Operation]
     then: Callable[[], None] | None = None
 
+    @property
+    def on_stream(self) -> bool:
+        return any(part.on_stream for part in self.parts)
+
+    @property
+    def adds_to_stream(self) -> bool:
+        return self.then is not None or any(part.adds_to_stream for part in self.parts)
+
     def finish(self, timeout: timedelta) -> None:
         deadline = Deadline(timeout)
         for part in self.parts:
             part.finish(deadline.left)
-        then, self.then = self.then, None
-        if then is not None:
-            then()
+        self._follow()
 
     def poll(self) -> bool:
         return all(part.poll() for part in self.parts)
+
+    def has_ended(self) -> bool:
+        return all(part.has_ended() for part in self.parts)
+
+    def future(self) -> torch.futures.Future[Any]:
+        futures = [part.future() for part in self.parts if part.on_stream]
+        return torch.futures.collect_all(futures).then(lambda _: self._follow())
+
+    def _follow(self) -> None:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     def source(self) -> int:
         return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..checking.nesting import is_nested, run_unnested
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
-from ..runtime.deadlines import Deadline
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.timeouts import check_timeout
 from .failures import WireFailure, WireTimeout
 from .futures import WorkFuture, get_watcher
@@ -30,7 +30,8 @@ _AT_ONCE = timedelta(milliseconds=1)
 class Work:
     """One verb in flight. Until ``wait`` returns, leave its tensors alone.
 
-    On CUDA ``wait()`` orders the current stream after the verb; the CPU goes on.
+    On NCCL ``wait()`` lets the current stream wait for the verb, and the CPU goes on: the Work is
+    in flight until the device has done it. Whoever waits on another stream waits there, too.
 
     Args:
         operation: the verb, started.
@@ -54,7 +55,7 @@ class Work:
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
     _error: Exception | None = field(default=None, init=False)
-    _future: WorkFuture | None = field(default=None, init=False)
+    _future: torch.futures.Future[list[Any]] | None = field(default=None, init=False)
     _ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = field(
         default_factory=list, init=False
     )
@@ -71,6 +72,8 @@ class Work:
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when the verb is done; zero means the group's timeout.
 
+        On NCCL: when the current stream waits for it; with a timeout, when the device has done it.
+
         Raises:
             CollectiveTimeoutError: not done in time; the group is broken then.
             AbortedError: the group was aborted.
@@ -80,7 +83,7 @@ class Work:
         if timeout:
             check_timeout(timeout)
         if not self._done:
-            run_unnested(f"wait() of {self._verb}", self._end_in_time, timeout or self._timeout)
+            run_unnested(f"wait() of {self._verb}", self._end_in_time, timeout)
         if self._future is not None:
             self._complete()
         if self._error is not None:
@@ -92,10 +95,10 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the verb is done (on CUDA: enqueued), without waiting.
+        """Whether the verb is done, without waiting.
 
         Its results are in place then, as after ``wait``. A verb that is not done a timeout after it
-        was first asked has failed, and so is done too.
+        was first asked has failed, and so is done too. On NCCL this asks the device.
         """
         if self._poll() and self._future is not None:
             self._complete()
@@ -150,7 +153,8 @@ class Work:
         """A torch Future of the result's tensors; ``then`` chains callbacks.
 
         It is completed when the verb is done, also where nothing waits for it: callbacks run in the
-        thread that finds it done, on a simulated rank after one of its waits or at its end.
+        thread that finds it done, on a simulated rank after one of its waits or at its end. On NCCL
+        it is torch's own: complete at once, with callbacks on streams that come after the verb.
 
         Raises:
             BackendError: this is a send or a receive.
@@ -161,6 +165,8 @@ class Work:
                 expected="the Work of a collective",
                 fix="call wait() or is_completed() on it",
             )
+        if self._is_in_flight_on_stream():
+            return self._future_on_stream()
         with self._guard:
             is_new = self._future is None
             future = self._future = self._future or WorkFuture(
@@ -182,7 +188,25 @@ class Work:
         Raises:
             BackendError: this is a send or a receive.
         """
-        return self.get_future().then(lambda _: int(self._ending()))
+        if not self._is_in_flight_on_stream():
+            return self.get_future().then(lambda _: int(self._ending()))
+
+        def complete() -> None:
+            if future.completing.acquire(blocking=False):
+                future.set_result(int(self._ending()))
+
+        def poll() -> None:
+            if self._has_ended():
+                complete()
+
+        def pull() -> None:
+            wait_until(self._has_ended, Deadline(None))  # the communicator's watchdog bounds it
+            complete()
+
+        future = WorkFuture(pull, poll)
+
+        get_watcher().watch(self._has_ended, complete)
+        return future
 
     def boxed(self) -> NoReturn:
         """Refused: only works of torch's own can be boxed for its dispatcher.
@@ -212,8 +236,7 @@ class Work:
     def _complete(self) -> None:
         """Complete the future, once, with what the verb, which is done, gave."""
         future = self._future
-        assert future is not None
-        if future.completing.acquire(blocking=False):
+        if isinstance(future, WorkFuture) and future.completing.acquire(blocking=False):
             if self._error is None:
                 future.set_result(self._result())
             else:
@@ -228,16 +251,63 @@ class Work:
                     self._end(error)
             self._complete()
 
-    def _end_in_time(self, timeout: timedelta) -> None:
-        with self._guard:
-            self._finish(timeout)
+    def _is_in_flight_on_stream(self) -> bool:
+        return self._operation.on_stream and not (self._has_ended() and self._error is not None)
 
-    def _finish(self, timeout: timedelta, *, is_late: bool = False) -> None:
-        """End the verb, unless another thread has, or at once if ``is_late``; with the guard."""
+    def _future_on_stream(self) -> torch.futures.Future[list[Any]]:
+        """The operation's own future, followed by what is to be copied back, on its streams."""
+
+        def follow(_: object) -> list[Any]:
+            for stream, event in self._ordered:
+                torch.cuda.current_stream(stream.device).wait_event(event)
+            copy_back, self._copy_back = self._copy_back, None
+            if copy_back is not None:
+                copy_back()
+            return self._result()
+
+        with self._guard:
+            if self._future is None:
+                self._future = self._operation.future().then(follow)
+                self._operation = _Followed(self._operation, self._future)
+            return self._future
+
+    def _has_ended(self) -> bool:
+        """Whether the verb is done or has failed, without asking a device."""
+        if self._done:
+            return True
+        try:
+            return self._operation.has_ended()
+        except WireFailure as failure:
+            error: Exception = self._explain(failure)
+        except MeshdistError as explained:
+            error = explained
+        with self._guard:
+            if not self._done:
+                self._end(error)
+        return True
+
+    def _end_in_time(self, timeout: timedelta) -> None:
+        operation = self._operation
+        with self._guard:
+            self._finish(timeout or self._timeout)
+        if timeout and operation.on_stream and not self._done:
+            is_done = wait_until(operation.poll, Deadline(timeout))
+            with self._guard:
+                self._finish(timeout, is_late=not is_done)
+
+    def _finish(self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False) -> None:
+        """Finish the operation, unless that is done, or at once if ``is_late``; with the guard.
+
+        Where it is on a stream the verb has ended only if it ``is_over``, or has failed.
+        """
         if self._done:
             return
+        operation = self._operation
+        adds_to_stream = self._copy_back is not None or operation.adds_to_stream
         try:
-            self._operation.finish(_AT_ONCE if is_late else timeout)
+            operation.finish(_AT_ONCE if is_late else timeout)
+            if is_late and operation.on_stream and not operation.poll():
+                raise WireTimeout("the device has not done it")
         except WireFailure as failure:
             if is_late and isinstance(failure, WireTimeout):
                 failure = WireTimeout.after(timeout)
@@ -248,21 +318,23 @@ class Work:
         except MeshdistError as error:
             self._end(error)
         else:
-            self._end_well()
+            not_copied = self._copy_home(adds_to_stream)
+            if not_copied is not None or is_over or not operation.on_stream:
+                self._end(not_copied)
 
-    def _end_well(self) -> None:
-        """End the verb, whose operation is finished."""
-        error: Exception | None = None
+    def _copy_home(self, adds_to_stream: bool) -> Exception | None:
+        """Copy the result to where it belongs; note what other streams have to wait for."""
         copy_back, self._copy_back = self._copy_back, None
         if copy_back is not None:
             try:
                 copy_back()
             except Exception as failure:
-                error = failure
-        for device in _cuda_devices(self._result()):
-            stream = torch.cuda.current_stream(device)
-            self._ordered.append((stream, stream.record_event()))
-        self._end(error)
+                return failure
+        if adds_to_stream:
+            for device in _cuda_devices(self._result()):
+                stream = torch.cuda.current_stream(device)
+                self._ordered.append((stream, stream.record_event()))
+        return None
 
     def _end(self, error: Exception | None) -> None:
         self._error = error
@@ -278,7 +350,7 @@ class Work:
         try:
             if not self._done:
                 if self._operation.poll():
-                    self._finish(self._timeout)
+                    self._finish(self._timeout, is_over=True)
                 elif find_rank_here() is None and self._start_deadline().is_over:
                     self._finish(self._timeout, is_late=True)  # simulated ranks have no clock
         except WireFailure as failure:
@@ -300,6 +372,40 @@ class Work:
             return WorkResult.SUCCESS
         is_late = isinstance(self._error, CollectiveTimeoutError)
         return WorkResult.TIMEOUT if is_late else WorkResult.COMM_ERROR
+
+
+@dataclass(eq=False, slots=True)
+class _Followed(Operation):
+    """An operation on a stream, and what a future of it has enqueued behind it.
+
+    Args:
+        first: the operation.
+        last: the future.
+    """
+
+    first: Operation
+    last: torch.futures.Future[Any]
+
+    @property
+    def on_stream(self) -> bool:
+        return True
+
+    @property
+    def adds_to_stream(self) -> bool:
+        return False
+
+    def finish(self, timeout: timedelta) -> None:
+        self.first.finish(timeout)
+        self.last.wait()
+
+    def poll(self) -> bool:
+        return self.first.poll()
+
+    def has_ended(self) -> bool:
+        return self.first.has_ended()
+
+    def source(self) -> int:
+        return self.first.source()
 
 
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.wires.simulated.communicator import SimulatedCommunicator
 
 
 def test_new_group_sorts_unless_told_not_to() -> None:
@@ -137,20 +138,19 @@ def test_simulated_ranks_have_one_wire_whatever_a_group_names(backend: str) -> N
     assert md.simulate(program, 2) == [(2.0, "simulated")] * 2
 
 
-def test_a_groups_device_goes_to_its_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshdist.wires.simulated.communicator import SimulatedWire
-
-    devices = []
-    opened = SimulatedWire.open
-
-    def open_and_note(wire, opening):
-        devices.append(opening.device)
-        return opened(wire, opening)
-
-    monkeypatch.setattr(SimulatedWire, "open", open_and_note)
+def test_a_groups_device_is_connected_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = []
+    kind = SimulatedCommunicator
+    monkeypatch.setattr(kind, "connect", lambda _, device: connected.append(device))
     device = torch.device("cuda", 1)
-    md.simulate(lambda: md.new_group(device_id=device), 1)
-    assert device in devices and None not in devices
+
+    def program():
+        group = md.new_group(device_id=device)
+        assert connected == []  # the wire for CPU tensors
+        group.open_channel("cuda")
+
+    md.simulate(program, 1)
+    assert connected == [device]
 
 
 def test_ranks_in_the_world_are_their_own() -> None:

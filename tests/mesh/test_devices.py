@@ -45,6 +45,7 @@ def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPat
     chosen: dict[int, int] = {}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[md.get_rank()])
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.update({md.get_rank(): device})
     )
@@ -52,7 +53,8 @@ def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPat
     def program():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            select_device("cuda", get_world())
+            device = select_device("cuda", get_world())
+            assert device == torch.device("cuda", chosen[md.get_rank()])
         return [(str(one.message), Path(one.filename).name) for one in caught]
 
     told = md.simulate(program, 3)
@@ -101,5 +103,7 @@ def test_a_process_takes_the_device_of_local_rank_unless_it_chose(is_chosen: boo
 
 def test_a_device_that_was_chosen_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("chosen anew"))
-    md.simulate(lambda: select_device("cuda", get_world()), 1)
+    found = md.simulate(lambda: select_device("cuda", get_world()), 1)
+    assert found == [torch.device("cuda", 3)]

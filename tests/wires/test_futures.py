@@ -163,6 +163,7 @@ def test_the_interpreter_ends_though_a_verb_is_in_flight(pool: Pool) -> None:
 import datetime, torch
 from meshdist.wires.work import Work
 class Never:
+    on_stream = False
     def poll(self): return False
 work = Work(Never(), datetime.timedelta(hours=1), None, lambda: [torch.ones(1)])
 work.get_future().add_done_callback(print)

@@ -91,11 +91,25 @@ class C10dOperation(Operation):
     communicator: C10dCommunicator
     work: Any
 
+    @property
+    def on_stream(self) -> bool:
+        return self.communicator.on_stream
+
+    @property
+    def adds_to_stream(self) -> bool:
+        return not self.communicator.on_stream
+
     def finish(self, timeout: timedelta) -> None:
         self.communicator.finish_work(self.work, timeout)
 
     def poll(self) -> bool:
         return bool(self.work.is_completed())
+
+    def has_ended(self) -> bool:
+        return self.communicator.has_ended(self.work)
+
+    def future(self) -> torch.futures.Future[Any]:
+        return self.work.get_future()  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +142,7 @@ class C10dCommunicator(Communicator):
         self._group = process_group
         self.is_aborted = False
         self._mailbox = Mailbox(rank)
-        self._batch: list[C10dTransfer] | None = None
+        self._batch: list[tuple[C10dTransfer, Terms]] | None = None
         self._options: dict[Any, tuple[timedelta | None, Any]] = {}
 
     @classmethod
@@ -145,16 +159,15 @@ class C10dCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
         dtype = tensor.dtype
-        key = c10d.AllreduceOptions, op, dtype
+        key = c10d.AllreduceOptions, op, dtype, terms.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
         timeout = terms.timeout
         if last_timeout is not timeout:
             substitute = self._substitute(op, dtype)
             if substitute is None or substitute.dtype is not dtype:
                 return self._all_reduce_otherwise(tensor, op, substitute, terms)
-            options = c10d.AllreduceOptions()
-            options.reduceOp = substitute.op  # type: ignore[assignment]
-            options.timeout = self.own_timeout(timeout)
+            options = self._new_options(c10d.AllreduceOptions, terms)
+            options.reduceOp = substitute.op
             self._options[key] = timeout, options
         try:
             work = self._group.allreduce([tensor], options)
@@ -269,11 +282,7 @@ class C10dCommunicator(Communicator):
         return started or super().all_to_all_single(output, tensor, takes, gives, terms)
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        options = c10d.BarrierOptions()
-        options.timeout = self.own_timeout(terms.timeout)
-        if device is not None:
-            options.device = device
-        return self._start(terms, "barrier", options)
+        return self._start(terms, "barrier", self._new_options(c10d.BarrierOptions, terms))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
         if peer == self.rank:
@@ -307,7 +316,8 @@ class C10dCommunicator(Communicator):
         # NCCL and its kin run what is started alone in the order of its start, so that two ranks
         # which both receive first would wait for ever; what goes out as one call has no order.
         self._call("_start_coalescing")
-        transfers = self._batch = []
+        transfers: list[tuple[C10dTransfer, Terms]] = []
+        self._batch = transfers
         try:
             yield
         except BaseException:
@@ -322,6 +332,10 @@ class C10dCommunicator(Communicator):
             work.wait()
         except RuntimeError as error:
             raise self.failure(error) from None
+
+    def has_ended(self, work: Any) -> bool:
+        """Whether it is known, without asking a device, that it is done or has failed."""
+        return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
         """The timeout to give c10d for an operation, on a clock that nothing pauses."""
@@ -380,17 +394,26 @@ class C10dCommunicator(Communicator):
         self, kind: Any, terms: Terms, root: int | None = None, op: ReduceKind | None = None
     ) -> Any:
         """c10d's options, made once for calls that repeat."""
-        key, timeout = (kind, root, op), terms.timeout
+        key, timeout = (kind, root, op, terms.waits), terms.timeout
         last_timeout, options = self._options.get(key, _NOT_MADE)
         if last_timeout is not timeout:
-            options = kind()
-            options.timeout = self.own_timeout(timeout)
+            options = self._new_options(kind, terms)
             if root is not None:
                 options.rootRank = root
             if op is not None:
                 options.reduceOp = op
             self._options[key] = timeout, options
         return options
+
+    def _new_options(self, kind: Any, terms: Terms) -> Any:
+        options = kind()
+        options.timeout = self.own_timeout(terms.timeout)
+        options.asyncOp = self._is_async(terms)
+        return options
+
+    def _is_async(self, terms: Terms) -> bool:
+        """Whether c10d shall return a work."""
+        return True
 
     def _start_if_there(self, terms: Terms, verb: str, *arguments: Any) -> Operation | None:
         """Start it, as ``_start`` does; None where the class lacks it."""
@@ -405,10 +428,15 @@ class C10dCommunicator(Communicator):
 
     def _operation(self, work: Any, terms: Terms) -> Operation:
         """The operation of a collective; finished, where the caller waits."""
+        started = self._started(work, terms)
         if terms.waits:
-            self.finish_work(work, terms.timeout)
+            self.finish_work(started, terms.timeout)
             return DONE
-        return C10dOperation(self, work)
+        return C10dOperation(self, started)
+
+    def _started(self, work: Any, terms: Terms) -> Any:
+        """What ``finish_work`` takes for a work of c10d's."""
+        return work
 
     def _call(self, verb: str, *arguments: Any) -> Any:
         """Call a method of the c10d process group."""
@@ -420,17 +448,18 @@ class C10dCommunicator(Communicator):
             raise self.failure(error) from None
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
-        transfer = C10dTransfer(self, work, peer)
-        if self._batch is not None:
-            self._batch.append(transfer)
+        if self._batch is None:
+            return C10dTransfer(self, self._started(work, terms), peer)
+        transfer = C10dTransfer(self, None, peer)
+        self._batch.append((transfer, terms))
         return transfer
 
-    def _end_batch(self, transfers: list[C10dTransfer]) -> None:
+    def _end_batch(self, transfers: list[tuple[C10dTransfer, Terms]]) -> None:
         """Send the batch off; its one work is that of every transfer."""
         self._batch = None
         work = self._call("_end_coalescing")
-        for transfer in transfers:
-            transfer.work = work
+        for transfer, terms in transfers:
+            transfer.work = self._started(work, terms)
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         """The wire's own tag for a message."""

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import os
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
+from torch.distributed import DebugLevel
 
+from ...error_text import ranks_text
 from ..communicator import Communicator
 from ..failures import WireFailure
 from ..opening import Opening
 from ..registry import Wire, register_wire
 from .communicator import C10dCommunicator, plain_text
-from .substitutes import NCCL, UCC
+from .enqueued import ENDS_LATER, EnqueueingCommunicator
+from .substitutes import UCC
 
-__all__ = ["C10dWire", "NcclCommunicator", "NcclWire", "UccCommunicator"]
-
-
-class NcclCommunicator(C10dCommunicator):
-    """NCCL's connection, and that of XCCL, which follows it."""
-
-    arithmetic = NCCL
-    gathers_uneven = True
+__all__ = ["C10dWire", "NcclWire", "UccCommunicator", "XcclWire"]
 
 
 class UccCommunicator(C10dCommunicator):
@@ -42,14 +42,12 @@ class C10dWire(Wire):
         class_name: the name of torch's class.
         device_types: the device types it serves.
         build: which build of torch has the class.
-        communicator_kind: the class of its connections.
     """
 
     name: str
     class_name: str
     device_types: frozenset[str]
     build: str
-    communicator_kind: type[C10dCommunicator]
 
     def is_available(self) -> bool:
         return hasattr(torch_distributed, self.class_name)
@@ -58,19 +56,45 @@ class C10dWire(Wire):
         return f"torch {torch.__version__} was built without {self.name.upper()}", self.build
 
     def open(self, opening: Opening) -> Communicator:
+        kind = getattr(torch_distributed, self.class_name)
         try:
-            group = self._make_group(opening)
+            return self._open(kind, opening)
         except RuntimeError as error:
             raise WireFailure(plain_text(error)) from None
-        return self.communicator_kind(self.name, opening.rank, len(opening.ranks), group)
 
-    def _make_group(self, opening: Opening) -> Any:
-        kind = getattr(torch_distributed, self.class_name)
-        return kind(opening.make_torch_store(), opening.rank, len(opening.ranks), opening.timeout)
+    @abstractmethod
+    def _open(self, kind: Any, opening: Opening) -> Communicator:
+        """As ``open``, given torch's class."""
 
 
-class NcclWire(C10dWire):
-    """NCCL. Opening does not communicate unless a device is bound: then it connects at once."""
+class UccWire(C10dWire):
+    """UCC."""
+
+    communicator_kind = UccCommunicator
+
+    def _open(self, kind: Any, opening: Opening) -> Communicator:
+        rank, size = opening.rank, len(opening.ranks)
+        group = kind(opening.make_torch_store(), rank, size, opening.timeout)
+        return UccCommunicator(self.name, rank, size, group)
+
+
+class XcclWire(C10dWire):
+    """XCCL, and what NCCL has in common with it. Opening does not communicate, ``connect`` does."""
+
+    communicator_kind = EnqueueingCommunicator
+
+    def _open(self, kind: Any, opening: Opening) -> Communicator:
+        rank, size = opening.rank, len(opening.ranks)
+        options = _options(kind.Options, opening)
+        group = self._make_group(kind, opening.make_torch_store(), rank, size, options)
+        return EnqueueingCommunicator(self.name, rank, size, group, opening.timeout)
+
+    def _make_group(self, kind: Any, *arguments: Any) -> Any:
+        return kind(*arguments)
+
+
+class NcclWire(XcclWire):
+    """NCCL."""
 
     default_timeout = timedelta(minutes=10)
 
@@ -85,16 +109,63 @@ class NcclWire(C10dWire):
             return f"CUDA_VISIBLE_DEVICES={hidden} shows no GPU", "unset CUDA_VISIBLE_DEVICES"
         return "torch sees no GPU", "nvidia-smi tells whether the driver sees one"
 
-    def _make_group(self, opening: Opening) -> Any:
-        kind = torch_distributed.ProcessGroupNCCL
-        options = opening.options if isinstance(opening.options, kind.Options) else kind.Options()
-        options._timeout = opening.timeout
-        # A failure is raised where it is waited for, never by ending the process behind its back.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        group = kind(opening.make_torch_store(), opening.rank, len(opening.ranks), options)
-        if opening.device is not None and opening.device.type == "cuda":
-            group.eager_connect_single_device(opening.device)
-        return group
+    def _make_group(self, kind: Any, *arguments: Any) -> Any:
+        with _failures_left_to_us():
+            return kind(*arguments)
+
+
+_changing = threading.Lock()
+
+_LEFT_TO_US = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # else c10d has no watchdog, and tells of no work's end
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # how long c10d's watchdog sleeps at a failure
+}
+"""Read by ProcessGroupNCCL's constructor: what it does by itself where something fails."""
+
+
+@contextmanager
+def _failures_left_to_us() -> Iterator[None]:
+    """In this context a ProcessGroupNCCL is made that ends neither its verbs nor the process.
+
+    A failure is raised where it is waited for. Afterwards everything is as before: the program's
+    own groups of torch's keep their protection.
+    """
+    with _changing:
+        before = {name: os.environ.get(name) for name in _LEFT_TO_US}
+        level = torch_distributed.get_debug_level()
+        os.environ.update(_LEFT_TO_US)
+        if level == DebugLevel.DETAIL:  # which switches c10d's own handling on again
+            torch_distributed.set_debug_level(DebugLevel.INFO)
+        try:
+            yield
+        finally:
+            torch_distributed.set_debug_level(level)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _options(kind: Any, opening: Opening) -> Any:
+    """The group's own options: the fields of the program's, which other groups share, and more."""
+    options = kind()
+    given = opening.options
+    if isinstance(given, kind):
+        for name in dir(given):
+            value = None if name.startswith("_") else getattr(given, name)
+            if value is not None and not callable(value):
+                with suppress(AttributeError):  # it cannot be set
+                    setattr(options, name, value)
+    options._timeout = opening.timeout + ENDS_LATER
+    options.group_name = f"{opening.name}, {ranks_text(opening.ranks)}"
+    options.global_ranks_in_group = list(opening.ranks)
+    return options
 
 
 register_wire(
@@ -103,24 +174,21 @@ register_wire(
         "ProcessGroupNCCL",
         frozenset({"cuda"}),
         "install a build of torch for CUDA, see https://pytorch.org",
-        NcclCommunicator,
     )
 )
 register_wire(
-    C10dWire(
+    UccWire(
         "ucc",
         "ProcessGroupUCC",
         frozenset({"cpu", "cuda"}),
         "build torch with UCC; Gloo and NCCL serve the same devices",
-        UccCommunicator,
     )
 )
 register_wire(
-    C10dWire(
+    XcclWire(
         "xccl",
         "ProcessGroupXCCL",
         frozenset({"xpu"}),
         "install torch's build for XPU, see https://pytorch.org",
-        NcclCommunicator,
     )
 )

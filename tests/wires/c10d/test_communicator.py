@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Terms
 from meshdist.wires.registry import find_wire
 from tests.pool import Pool
+from tests.wires.c10d.nccl_stand_in import StandIn, standing_in
 from tests.wires.verb_table import check_every_verb
 
 SECONDS = timedelta(seconds=20)
@@ -40,70 +42,13 @@ def test_texts_lose_their_source_positions() -> None:
     assert is_timeout("Timed out waiting 5ms") and not is_timeout("Connection closed")
 
 
-class RecordedNccl:
-    """What the wire asks of torch's class, without a GPU."""
-
-    class Options:
-        pass
-
-    def __init__(self, store, rank: int, size: int, options) -> None:
-        self.rank, self.size, self.options = rank, size, options
-        self.connected: list[torch.device] = []
-        self.barriers: list = []
-        self.calls: list[tuple] = []
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.connected.append(device)
-
-    def barrier(self, options):
-        self.barriers.append(options.device)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *arguments: self.calls.append((name, *arguments)) or name
-
-
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> type[RecordedNccl]:
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordedNccl, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    return RecordedNccl
+def nccl() -> Iterator[None]:
+    with standing_in():
+        yield
 
 
-def test_nccl_connects_at_once_where_a_device_is_bound(nccl: type[RecordedNccl]) -> None:
-    device = torch.device("cuda", 1)
-    for bound in (None, torch.device("cpu"), device):
-        group = find_wire("nccl").open(opening(device=bound))._group
-        assert group.connected == ([device] if bound is device else [])
-
-
-def test_nccl_takes_torchs_own_options(nccl: type[RecordedNccl]) -> None:
-    given = nccl.Options()
-    given.is_high_priority_stream = True
-    group = find_wire("nccl").open(opening(options=given))._group
-    assert group.options is given and given._timeout == SECONDS
-    # Options of another wire are not its own.
-    assert type(find_wire("nccl").open(opening(options=object()))._group.options) is nccl.Options
-
-
-def test_a_failure_on_nccl_does_not_end_the_process(
-    nccl: type[RecordedNccl], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    find_wire("nccl").open(opening())
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-
-
-def test_a_barrier_runs_on_the_device_named(nccl: type[RecordedNccl]) -> None:
-    communicator = find_wire("nccl").open(opening())
-    device = torch.device("cuda", 1)
-    for one in (None, device):
-        communicator.barrier(TERMS, one)
-    assert communicator._group.barriers == [None, device]
-
-
-def asked(group: RecordedNccl) -> tuple[str, list, dict]:
+def asked(group: StandIn) -> tuple[str, list, dict]:
     """The last call: its name, shapes and dtypes of what it was given, and the options' fields."""
     name, *arguments = group.calls.pop()
 
@@ -114,12 +59,13 @@ def asked(group: RecordedNccl) -> tuple[str, list, dict]:
 
     options = arguments.pop()
     fields = {"rootRank", "rootTensor", "reduceOp", "timeout"} & set(dir(options))
+    assert options.asyncOp
     assert options.timeout == SECONDS
     found = {field: getattr(options, field) for field in fields - {"timeout"}}
     return name, [seen(argument) for argument in arguments], found
 
 
-def test_what_nccl_is_asked_for(nccl: type[RecordedNccl]) -> None:
+def test_what_nccl_is_asked_for(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     group = wire._group
     x, y = torch.ones(2, 2), torch.ones(2, 4)
@@ -158,7 +104,7 @@ def test_what_nccl_is_asked_for(nccl: type[RecordedNccl]) -> None:
     assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
 
 
-def test_a_batch_goes_out_as_one_call_on_nccl(nccl: type[RecordedNccl]) -> None:
+def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
     communicator = find_wire("nccl").open(opening(size=3))
     x, y = torch.ones(2), torch.zeros(2)
     with communicator.batch():
@@ -169,11 +115,11 @@ def test_a_batch_goes_out_as_one_call_on_nccl(nccl: type[RecordedNccl]) -> None:
     alone = communicator.send(x, 1, 0, TERMS)
     names = [name for name, *_ in communicator._group.calls]
     assert names == ["_start_coalescing", "send", "recv", "_end_coalescing", "send"]
-    assert (sent.work, received.work, alone.work) == ("_end_coalescing", "_end_coalescing", "send")
+    assert sent.work.work is received.work.work is not alone.work.work
     assert received.source() == 2
 
 
-def test_a_batch_that_fails_midway_is_ended(nccl: type[RecordedNccl]) -> None:
+def test_a_batch_that_fails_midway_is_ended(nccl: None) -> None:
     communicator = find_wire("nccl").open(opening(size=3))
     with pytest.raises(KeyError), communicator.batch():
         raise KeyError
@@ -182,7 +128,7 @@ def test_a_batch_that_fails_midway_is_ended(nccl: type[RecordedNccl]) -> None:
     assert names == ["_start_coalescing", "_end_coalescing", "send"]
 
 
-def test_what_nccl_does_not_know_travels_as_bytes(nccl: type[RecordedNccl]) -> None:
+def test_what_nccl_does_not_know_travels_as_bytes(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)
     wire.all_to_all_single(y, y, [1, 3], [2, 2], TERMS)
@@ -192,7 +138,7 @@ def test_what_nccl_does_not_know_travels_as_bytes(nccl: type[RecordedNccl]) -> N
     assert asked(wire._group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
 
 
-def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: type[RecordedNccl]) -> None:
+def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     group = wire._group
 
@@ -222,7 +168,7 @@ def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: type[RecordedNcc
     assert found[:2] == ("_reduce_scatter_base", [((4,), "float32"), ((8,), "float32")])
 
 
-def test_lists_of_several_dtypes_go_by_dtype(nccl: type[RecordedNccl]) -> None:
+def test_lists_of_several_dtypes_go_by_dtype(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     tensors = [torch.ones(1), torch.ones(2, dtype=torch.int32), torch.ones(3), torch.ones(())]
     wire.all_reduce_list(tensors, ReduceOp.SUM, TERMS)
@@ -246,13 +192,14 @@ def test_support_on_nccl_and_its_kin() -> None:
     assert find_wire("ucc").support("reduce", "cpu", torch.int32, ReduceOp.BAND) == "native"
 
 
+METHODS = ("allreduce", "broadcast", "allgather", "barrier", "send", "recv")
+
+
 class Meagre:
-    """A process group that has four methods, and refuses others as c10d's base class does."""
+    """A process group that has few methods, and refuses others as c10d's base class does."""
 
     def __init__(self, group) -> None:
-        self.allreduce, self.broadcast = group.allreduce, group.broadcast
-        self.allgather, self.barrier = group.allgather, group.barrier
-        self.send, self.recv = group.send, group.recv
+        vars(self).update({name: getattr(group, name) for name in METHODS})
         self.refused: set[str] = set()
 
     def __getattr__(self, name: str):
@@ -283,82 +230,8 @@ def test_what_a_class_lacks_is_built(pool: Pool) -> None:
 
 
 def test_a_class_without_any_all_gather_is_a_failure() -> None:
-    meagre = Meagre(RecordedNccl(None, 0, 1, None))
+    meagre = Meagre(SimpleNamespace(**dict.fromkeys(METHODS)))
     meagre.allgather = meagre._allgather_base
     wire = C10dCommunicator("meagre", 0, 1, meagre)
     with pytest.raises(WireFailure, match="Backend meagre does not support _allgather_base"):
         wire.all_gather(torch.ones(1), torch.ones(1), TERMS)
-
-
-@pytest.mark.gpu
-def test_nccl_with_a_bound_device_and_options(tmp_path) -> None:
-    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    device = torch.device("cuda", 0)
-    md.init_process_group(
-        "nccl",
-        init_method=f"file://{tmp_path}/world",
-        rank=0,
-        world_size=1,
-        pg_options=options,
-        device_id=device,
-    )
-    try:
-        group = md.group.WORLD.open_channel("cuda").communicator._group
-        assert group.options.is_high_priority_stream
-        md.barrier(device_ids=[0])
-        md.barrier()
-        private = md.new_group(device_id=device)
-        x = torch.ones(2, device=device)
-        md.all_reduce(x, group=private)
-        assert x.tolist() == [1.0, 1.0]
-    finally:
-        md.destroy_process_group()
-
-
-@pytest.mark.gpu
-def test_one_world_serves_both_kinds_of_tensors(tmp_path) -> None:
-    md.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
-    try:
-        assert md.get_backend() == "nccl"
-        assert md.get_backend_config() == "cpu:gloo,cuda:nccl"
-        for device, wire in (("cpu", "gloo"), ("cuda", "nccl")):
-            x = torch.ones(2, device=device)
-            md.all_reduce(x)
-            assert md.group.WORLD.open_channel(device).communicator.wire == wire
-    finally:
-        md.destroy_process_group()
-
-
-@pytest.mark.gpu
-def test_nccl_with_one_rank(tmp_path) -> None:
-    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
-    try:
-        x = torch.ones(4, device="cuda")
-        work = md.all_reduce(x, async_op=True)
-        work.wait()
-        md.broadcast(x, src=0)
-        out = torch.empty(1, 4, device="cuda")
-        md.all_gather_into_tensor(out, x)
-        md.barrier()
-        assert out.tolist() == [[1.0] * 4]
-        with pytest.raises(md.ArgumentError, match="NCCL, which has no tags"):
-            md.irecv(x, 0, tag=3)
-    finally:
-        md.destroy_process_group()
-
-
-@pytest.mark.gpu
-def test_two_streams_as_torch_documents_them(tmp_path) -> None:
-    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
-    try:
-        side = torch.cuda.Stream()
-        x = torch.tensor([1.0], device="cuda")
-        work = md.all_reduce(x, async_op=True)
-        work.wait()
-        with torch.cuda.stream(side):
-            side.wait_stream(torch.cuda.default_stream())
-            x.add_(100)
-        side.synchronize()
-        assert x.item() == 101.0
-    finally:
-        md.destroy_process_group()

@@ -1,0 +1,341 @@
+"""Wires whose verbs are kernels in the order of a stream: NCCL, and XCCL, which follows it.
+
+Starting one returns once its kernel is enqueued, and a wait lets the current stream wait, not the
+host. So no wait notices a member that never comes: a thread looks after all works (``watchdog``),
+by what c10d knows of them without asking the device, and aborts the communicator of one that
+failed or is late. NCCL ends the kernels of an aborted communicator as if they were done: whether a
+work has ended well is known only from before.
+
+A verb whose caller waits at once goes out on the current stream and leaves no work (c10d's
+``asyncOp=False``): no other stream, no events. There the thread asks c10d's own watchdog, which
+sees every kernel and is told to end nothing by itself.
+
+Facts of c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from ...errors import MeshdistError
+from ...runtime.bounded_calls import BoundedCall
+from ...runtime.deadlines import Deadline
+from ..communicator import Communicator, Explain
+from ..failures import WireAborted, WireFailure, WireTimeout
+from ..operations import DONE, Operation, Terms
+from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
+from .substitutes import NCCL
+from .watchdog import watch
+
+__all__ = ["ENDS_LATER", "EnqueuedWork", "EnqueueingCommunicator"]
+
+_log = logging.getLogger("meshdist.nccl")
+
+ENDS_LATER = timedelta(seconds=1)
+"""How much later than ours c10d's own timeout comes, so that ours is the first to speak."""
+
+_ABORT_S = timedelta(seconds=30)
+
+
+@dataclass(eq=False, slots=True)
+class Ending:
+    """How one work ends, as far as that can be known without the device.
+
+    It does not hold the work, which keeps the tensors' memory.
+
+    Args:
+        result: c10d's future of it; None for a verb that has left no work.
+        limit: how long the work may take.
+        note: under which the recorder keeps the call.
+
+    Attributes:
+        is_good: whether it has ended well.
+        error: why it has not, explained, where it was the first to fail.
+    """
+
+    result: Any
+    limit: timedelta
+    note: int | None
+    deadline: Deadline = field(init=False)
+    is_good: bool = False
+    error: MeshdistError | None = None
+
+    def __post_init__(self) -> None:
+        self.deadline = Deadline(self.limit)
+
+    def look(self) -> WireFailure | None:
+        """See whether it has ended, or is late; return the failure of one that ended badly."""
+        if self.result is not None and self.result.done():
+            result = WorkResult(self.result.value())
+            if result == WorkResult.SUCCESS:
+                self.is_good = True
+                return None
+            if result != WorkResult.TIMEOUT:
+                return WireFailure("c10d reports that communication failed")
+        elif not self.deadline.is_over:
+            return None
+        return WireTimeout.after(self.limit)
+
+
+@dataclass(eq=False, slots=True)
+class EnqueuedWork:
+    """A work of c10d's, and what is known of its end.
+
+    Args:
+        work: c10d's.
+        ending: what is known.
+        communicator: which has started it.
+    """
+
+    work: Any
+    ending: Ending
+    communicator: EnqueueingCommunicator
+
+    def is_completed(self) -> bool:
+        """Whether the device has done it, or it has failed; asks the device."""
+        return self.ending.is_good or self.communicator.is_aborted or self.work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """c10d's future, done already: its callbacks run on streams that come after the work."""
+        return self.work.get_future()  # type: ignore[no-any-return]
+
+    def _source_rank(self) -> int:
+        return int(self.work._source_rank())
+
+
+class EnqueueingCommunicator(C10dCommunicator):
+    """The connection of NCCL, and that of XCCL.
+
+    Args:
+        wire, rank, size, process_group: as for any of c10d.
+        timeout: the group's, which bounds connecting and closing.
+    """
+
+    arithmetic = NCCL
+    gathers_uneven = True
+    on_stream = True
+
+    def __init__(
+        self, wire: str, rank: int, size: int, process_group: Any, timeout: timedelta
+    ) -> None:
+        super().__init__(wire, rank, size, process_group)
+        self._timeout = timeout
+        self._tells_errors = _tells_errors(process_group)
+        self._process_id = os.getpid()
+        self._device: torch.device | None = None
+        self._explain: Explain | None = None
+        self._endings: set[Ending] = set()
+        # Held while the error of a failure is made: whoever waits for the work takes that one.
+        self._failing = threading.Lock()
+        self._unraised: MeshdistError | None = None
+        self._last_call: BoundedCall | None = None
+        watch(self)
+
+    def connect(self, device: torch.device) -> None:
+        if self._device is not None:
+            return
+        group = self._group
+        call = BoundedCall(partial(group.eager_connect_single_device, device), "connect")
+        try:
+            call.wait(self._timeout)
+        except TimeoutError as late:
+            raise WireTimeout(f"the members did not connect: {late}") from None
+        except RuntimeError as error:
+            text = plain_text(error)
+            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
+        self._device = device
+
+    def watch(self, explain: Explain) -> None:
+        self._explain = explain
+
+    def take_error(self) -> MeshdistError | None:
+        error, self._unraised = self._unraised, None
+        return error
+
+    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+        options = c10d.BarrierOptions()
+        options.timeout = self.own_timeout(terms.timeout)
+        device = device or self._device
+        options.device_ids = [torch.cuda.current_device() if device is None else device.index]
+        options.asyncOp = True  # a blocking one would wait for the stream without end
+        return self._start(terms, "barrier", options)
+
+    def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
+        self._check_ending(work.ending)
+        super().finish_work(work.work, timeout)
+        self._check_ending(work.ending)
+
+    def has_ended(self, work: EnqueuedWork) -> bool:
+        self._check_ending(work.ending)
+        return work.ending.is_good
+
+    def look(self) -> None:
+        """Find out how works have ended; where one has failed or is late, say so and abort."""
+        if self.is_aborted or self._group is CLOSED:
+            return
+        for ending in tuple(self._endings):
+            failure = ending.look()
+            if failure is not None:
+                self._fail(failure, ending)
+                return
+            if ending.is_good:
+                self._endings.discard(ending)
+        if self._tells_errors and (failure := self._find_failure()) is not None:
+            self._fail(failure, Ending(None, self._timeout, None))
+
+    def abort(self) -> None:
+        self.abort_together([self])
+
+    @classmethod
+    def abort_together(cls, communicators: Sequence[Communicator]) -> None:
+        # One abort may wait for the device, where the kernel of another communicator hangs.
+        cut_off = [one for one in communicators if isinstance(one, cls) and one._cut_off()]
+        groups = [one._group for one in cut_off]
+        if groups:
+            call = BoundedCall(partial(_abort_groups, groups), "abort")
+            for one in cut_off:
+                one._last_call = call
+
+    def leave(self) -> None:
+        if not self.is_aborted and self._process_id == os.getpid():
+            self._shut_down()
+
+    def close(self) -> None:
+        group = self._group
+        if group is CLOSED:
+            return
+        if self._process_id != os.getpid():  # its threads, and CUDA, stayed with the parent
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        elif self.is_aborted:
+            self._wait_for_last_call(_ABORT_S)
+        else:
+            self._shut_down()
+        self._group = CLOSED
+
+    def _shut_down(self) -> None:
+        """Let all kernels end, and the connection with them, before c10d's destructor aborts it."""
+        if self._last_call is None:
+            self._last_call = BoundedCall(self._group.shutdown, "shutdown")
+            self._wait_for_last_call(self._timeout)
+
+    def _wait_for_last_call(self, limit: timedelta) -> None:
+        assert self._last_call is not None
+        try:
+            self._last_call.wait(limit)
+        except (TimeoutError, RuntimeError) as error:
+            _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.wire, error)
+
+    def _cut_off(self) -> bool:
+        """Let waits fail from now on, but for what has ended well; False where they do already."""
+        if self.is_aborted or self._group is CLOSED:
+            return False
+        for ending in tuple(self._endings):
+            ending.look()
+        self.is_aborted = True
+        self._endings.clear()
+        self._mailbox.abort()
+        return True
+
+    def _fail(self, failure: WireFailure, ending: Ending) -> None:
+        """Explain a failure, which breaks the group, and abort what is enqueued."""
+        with self._failing:
+            failure.limit = ending.limit
+            error = None if self._explain is None else self._explain(failure, ending.note)
+            self.abort()
+            if isinstance(error, MeshdistError):
+                ending.error = self._unraised = error
+        _log.error("%s", failure if error is None else error)
+
+    def _find_failure(self) -> WireFailure | None:
+        """What c10d's own watchdog has found."""
+        found = self._group.get_error().name
+        if found == "SUCCESS":
+            return None
+        if found == "TIMEOUT":
+            return WireTimeout.after(self._timeout)
+        return WireFailure(f"{self.wire.upper()} reports {found}")
+
+    def _check_ending(self, ending: Ending) -> None:
+        """Raise where a work was cut off."""
+        if not self.is_aborted or ending.is_good:
+            return
+        with self._failing:
+            error = ending.error
+        if error is None:
+            raise WireAborted("aborted while it was on the device")
+        if self._unraised is error:
+            self._unraised = None
+        raise error.with_traceback(None)
+
+    def _is_async(self, terms: Terms) -> bool:
+        # One that leaves no work is bounded by c10d alone, by the timeout of the whole group.
+        return not (terms.waits and self._tells_errors and terms.timeout == self._timeout)
+
+    def _operation(self, work: Any, terms: Terms) -> Operation:
+        return DONE if work is None else super()._operation(work, terms)
+
+    def _started(self, work: Any, terms: Terms) -> EnqueuedWork:
+        ending = Ending(_result_of(work), terms.timeout, terms.note)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            ending.is_good = True  # nothing runs now
+        else:
+            self._endings.add(ending)
+        return EnqueuedWork(work, ending, self)
+
+
+@dataclass(eq=False, slots=True)
+class _PolledResult:
+    """The result of a work of which c10d keeps none: the device is asked."""
+
+    work: Any
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def value(self) -> int:
+        return int(WorkResult.SUCCESS)
+
+
+def _tells_errors(group: Any) -> bool:
+    """Whether c10d's own watchdog tells what it has found."""
+    try:
+        group.get_error()
+    except (AttributeError, RuntimeError):  # XCCL, or an older torch
+        return False
+    return True
+
+
+def _result_of(work: Any) -> Any:
+    try:
+        return work.get_future_result()
+    except RuntimeError:  # XCCL
+        return _PolledResult(work)
+
+
+def _abort_groups(groups: Sequence[Any]) -> None:
+    """Abort all of these process groups, side by side and as one call of NCCL's."""
+    first = groups[0]
+    has_groups = hasattr(first, "_group_start")
+    if has_groups:
+        first._group_start()
+    try:
+        for call in [BoundedCall(group.abort, "abort") for group in groups]:
+            try:
+                call.wait(_ABORT_S)
+            except (TimeoutError, RuntimeError) as error:
+                _log.error("the abort of a process group: %s", error)
+    finally:
+        if has_groups:
+            first._group_end()

@@ -1,0 +1,468 @@
+"""NCCL and XCCL: how their classes are made, and programs on them, over a stand-in; and on GPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed import DebugLevel, HashStore
+
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.groups.registry import get_registry
+from meshdist.wires.opening import Opening
+from meshdist.wires.registry import find_wire
+from tests.load import is_within
+from tests.pool import Pool
+from tests.wires.c10d.nccl_stand_in import Device, Nccl, Xccl, standing_in
+from tests.wires.verb_table import check_every_verb
+
+SECONDS = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.5)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with standing_in() as device:
+        yield device
+
+
+def open_group(options: Any = None, wire: str = "nccl", **more: Any) -> Any:
+    """The process group of torch's class that the wire makes."""
+    store, ranks = HashStore(), more.pop("ranks", (0,))
+    opening = Opening(store, lambda: store, ranks, 0, "cuda", SECONDS, options=options, **more)
+    return find_wire(wire).open(opening)._group
+
+
+@pytest.fixture
+def world(device: Device, tmp_path: Any) -> Iterator[Device]:
+    """A world of one, whose CPU tensors travel over the stand-in."""
+    start_world(tmp_path)
+    try:
+        yield device
+    finally:
+        if md.is_initialized():
+            md.destroy_process_group()
+
+
+def start_world(folder: Any, **more: Any) -> None:
+    method = f"file://{folder}/world"
+    wires = more.pop("backend", "cpu:nccl,cuda:nccl")
+    md.init_process_group(wires, init_method=method, rank=0, world_size=1, **more)
+
+
+# -- how it is made -------------------------------------------------------------------------------
+
+
+def test_the_programs_options_are_copied(device: Device) -> None:
+    given = Nccl.Options(is_high_priority_stream=True)
+    given.config.max_ctas = 4
+    made = [open_group(given, name=name, ranks=(0, 2)).options for name in ("axis 'tp'", "other")]
+    assert given._timeout == timedelta(minutes=10) and given.group_name == ""
+    assert all(one is not given and one.is_high_priority_stream for one in made)
+    assert [one.config.max_ctas for one in made] == [4, 4]
+    assert made[0].group_name == "axis 'tp', ranks 0, 2"  # in torch's logs and its recorder
+    assert made[1].group_name == "other, ranks 0, 2"
+    assert made[0].global_ranks_in_group == [0, 2]
+    assert made[0]._timeout == SECONDS + timedelta(seconds=1)
+    made[0].config.max_ctas = 9
+    assert (given.config.max_ctas, made[1].config.max_ctas) == (4, 4)
+    # Options of another wire are not its own.
+    assert type(open_group(object()).options) is Nccl.Options
+
+
+def test_xccl_takes_its_options(device: Device) -> None:
+    given = Xccl.Options(is_high_priority_stream=True)
+    group = open_group(given, wire="xccl")
+    assert type(group) is Xccl and group.options.is_high_priority_stream
+    assert group.options is not given
+
+
+@pytest.mark.parametrize("level", list(DebugLevel.__members__.values()))
+@pytest.mark.parametrize("given", [None, "1"])
+def test_c10d_leaves_failures_to_us_and_nothing_else_changes(
+    device: Device, monkeypatch: pytest.MonkeyPatch, level: DebugLevel, given: str | None
+) -> None:
+    names = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"]
+    for name in names:
+        if given is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, given)
+    before = dict(os.environ)
+    torch.distributed.set_debug_level(level)
+    try:
+        ours = open_group()
+        assert torch.distributed.get_debug_level() == level
+        assert dict(os.environ) == before
+        theirs = Nccl(HashStore(), 0, 1, Nccl.Options())
+    finally:
+        torch.distributed.set_debug_level(DebugLevel.OFF)
+    assert not (ours.handling or ours.blocking_wait or ours.is_monitored or ours.rethrows)
+    assert ours.dump_s == 0
+    assert theirs.handling == int(given or 3) and theirs.is_monitored
+    theirs.is_over = True
+
+
+def test_the_environment_is_restored_after_a_failure(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    before = dict(os.environ)
+    monkeypatch.setattr(Nccl, "__init__", fail)
+    with pytest.raises(Exception, match="unhandled system error"):
+        open_group()
+    assert dict(os.environ) == before
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+def test_every_verb_of_one_rank(world: Device) -> None:
+    communicator = md.group.WORLD.open_channel("cpu").communicator
+    check_every_verb(communicator, (torch.float32, torch.uint8))
+
+
+def test_results_are_whole_after_the_world_has_ended(world: Device) -> None:
+    world.holds = True
+    x = torch.ones(4)
+    md.all_reduce(x)
+    ending = threading.Thread(target=md.destroy_process_group)
+    ending.start()
+    time.sleep(0.3)
+    assert ending.is_alive()
+    world.kernels[-1].has_ended.set()
+    ending.join(10)
+    assert not any(kernel.is_cut_off for kernel in world.kernels)
+    assert not world.names("abort", "destructor aborts")
+
+
+PROGRAM = """
+import atexit, torch, meshdist as md
+from tests.wires.c10d.nccl_stand_in import standing_in
+with standing_in() as device:
+    atexit.register(lambda: print([line[0] for line in device.log[-1:]], flush=True))
+    md.init_process_group("cpu:nccl", init_method="file://{folder}/w", rank=0, world_size=1)
+    md.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_program_that_just_ends_shuts_down(pool: Pool, tmp_path: Any) -> None:
+    (done,) = pool.start(PROGRAM.format(folder=tmp_path))
+    assert (done.returncode, done.stdout) == (0, "['shutdown']\n")
+
+
+def test_a_verb_that_nobody_waits_for_is_raised_by_the_next(
+    device: Device, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_world(tmp_path, timeout=SHORT)
+    try:
+        device.holds = True
+        md.all_reduce(torch.ones(4))  # goes on: its kernel never ends
+        group = md.group.WORLD
+        with caplog.at_level(logging.ERROR, "meshdist.nccl"):
+            wait_until_broken(group)
+        with pytest.raises(md.CollectiveTimeoutError, match="all_reduce on the world was not fin"):
+            md.all_reduce(torch.ones(4))
+        with pytest.raises(md.AbortedError, match="all_reduce failed before"):
+            md.all_reduce(torch.ones(4))
+        assert "all_reduce on the world was not finished" in caplog.text
+        assert device.ends == []
+    finally:
+        md.destroy_process_group()
+    assert not device.names("destructor aborts")
+
+
+def wait_until_broken(group: Any) -> None:
+    end = time.monotonic() + 15
+    while not group.open_channel("cpu").is_broken():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("call", ["barrier", "method"])
+def test_a_calls_own_timeout_is_its_bound(world: Device, call: str) -> None:
+    world.holds = True
+    begin = time.monotonic()
+
+    def wait() -> None:
+        if call == "barrier":
+            md.barrier(timeout=SHORT)
+        work = md.group.WORLD.allreduce(torch.ones(4), timeout=SHORT)
+        while not work.is_completed():
+            time.sleep(0.01)
+        work.wait()
+
+    with pytest.raises(md.CollectiveTimeoutError, match=r"not finished within 0.5 s"):
+        wait()
+    assert is_within(time.monotonic() - begin, 5.0)
+
+
+def test_an_abort_raises_in_waits_and_barriers(world: Device) -> None:
+    world.holds = True
+    work = md.all_reduce(torch.ones(4), async_op=True)
+    group = md.group.WORLD
+    timer = threading.Timer(0.3, group.abort)
+    timer.start()
+    with pytest.raises(md.AbortedError, match="barrier on the world was aborted"):
+        md.barrier()
+    timer.join()
+    with pytest.raises(md.AbortedError, match="all_reduce on the world was aborted"):
+        work.wait()
+    assert not work.is_success()
+
+
+def test_a_barrier_of_both_kinds_of_wires_orders_the_device(device: Device, tmp_path: Any) -> None:
+    start_world(tmp_path, backend="cpu:gloo,cuda:nccl")
+    try:
+        group = md.group.WORLD
+        group.open_channel("cpu")
+        group.open_channel("cuda")
+        device.holds = True
+        threading.Timer(0.3, lambda: device.kernels[-1].has_ended.set()).start()
+        md.barrier()
+        assert device.names("enqueue") == ["barrier"] and device.kernels[0].has_ended.is_set()
+        device.holds = False
+        md.barrier(async_op=True).wait()
+        assert device.names("enqueue") == ["barrier", "barrier"]
+    finally:
+        md.destroy_process_group()
+
+
+def test_signals_are_heard_after_an_abort_that_fails(device: Device, pool: Pool) -> None:
+    def program() -> list[str]:
+        with standing_in() as device:
+            device.abort_error = "ProcessGroup abort timed out"
+            first, second = (md.new_group([0, 1], backend="cpu:nccl") for _ in range(2))
+            md.barrier()
+            if md.get_rank() == 0:
+                first.abort("the first")
+                second.abort("the second")
+            told = []
+            for group in (first, second):
+                end = time.monotonic() + 15
+                while not group.open_channel("cpu").is_broken() and time.monotonic() < end:
+                    time.sleep(0.01)
+                try:
+                    md.all_reduce(torch.ones(1), group=group)
+                except md.AbortedError as error:
+                    told.append(error.found)
+            md.barrier()
+            return told
+
+    assert pool.run(program, 2) == [["rank 0: the first", "rank 0: the second"]] * 2
+
+
+def test_who_is_late_is_named(pool: Pool) -> None:
+    def program() -> str:
+        with standing_in() as device:
+            group = md.new_group([0, 1], backend="cpu:nccl", timeout=timedelta(seconds=1))
+            device.holds = True
+            told = ""
+            if md.get_rank() == 0:
+                work = md.all_reduce(torch.ones(3), group=group, async_op=True)
+                while not work.is_completed():
+                    time.sleep(0.01)
+                told = str(work.exception())
+            md.barrier()
+            return told
+
+    told, _ = pool.run(program, 2)
+    assert "all_reduce on group of ranks 0-1 was not finished within 1 s" in told
+    assert "rank 1: did not arrive" in told
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO"])
+def test_members_that_disagree(pool: Pool, level: str) -> None:
+    def program(level: str) -> tuple[str, list[str]]:
+        with standing_in() as device:
+            group = md.new_group([0, 1], backend="cpu:nccl")
+            md.set_debug_level(DebugLevel.__members__[level])
+            device.holds = True
+            md.barrier()
+            try:
+                if md.get_rank() == 1:
+                    time.sleep(0.5)  # the other has enqueued its kernel, unless it waits
+                work = md.all_reduce(torch.ones(3 + md.get_rank()), group=group, async_op=True)
+                enqueued = device.names("enqueue")
+                end = time.monotonic() + 15
+                while not work.is_completed() and time.monotonic() < end:
+                    time.sleep(0.01)
+                work.wait()
+                told = "no error"
+            except md.AgreementError as error:
+                told, enqueued = error.summary, device.names("enqueue")
+            finally:
+                md.set_debug_level(DebugLevel.OFF)
+            md.barrier()
+            return told, enqueued
+
+    (told, enqueued), (told_late, enqueued_late) = pool.run(program, 2, level)
+    assert "disagree about their call" in told and told_late == told
+    assert enqueued_late == []
+    assert enqueued == ([] if level == "INFO" else ["allreduce"])
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+def test_a_mesh_connects_the_selected_device_as_it_is_made(
+    device: Device, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    start_world(tmp_path, backend="cuda:nccl")
+    try:
+        mesh = md.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
+        assert torch.cuda.current_device() == 2
+        chosen = torch.device("cuda", 2)
+        connected = [line[2] for line in device.log if line[0] == "connect"]
+        assert connected and set(connected) == {chosen}
+        assert {group.bound_device_id for group in mesh.get_all_groups()} == {chosen}
+        mesh.flatten(name="all")
+        private = md.init_device_mesh(
+            "cuda", (1,), axis_options={0: md.AxisOptions(private=True)}
+        ).unflatten(0, (1, 1))
+        assert private.ndim == 2
+        torch.cuda.set_device(0)
+        for group in (*mesh.get_all_groups(), *private.get_all_groups()):
+            communicator = group.open_channel("cuda").communicator
+            assert communicator._group.connected == [chosen], group
+        assert not device.names("connect late")
+    finally:
+        md.destroy_process_group()
+
+
+def test_a_device_bound_to_the_world_comes_first(device: Device, tmp_path: Any) -> None:
+    bound = torch.device("cuda", 3)
+    start_world(tmp_path, backend="cuda:nccl")
+    try:
+        get_world().device = bound
+        mesh = md.init_device_mesh("cuda", (1,))
+        assert torch.cuda.current_device() == 3
+        assert mesh.get_group().open_channel("cuda").communicator._group.connected == [bound]
+    finally:
+        md.destroy_process_group()
+
+
+def test_warmup_connects(device: Device, tmp_path: Any) -> None:
+    start_world(tmp_path, backend="cuda:nccl")
+    try:
+        mesh = md.init_device_mesh("cuda", (1,), open_groups=False)
+        assert not device.names("connect")
+        mesh.warmup()
+        assert len(device.names("connect")) == 1
+        device.captures = threading.current_thread()  # a first verb under capture
+        md.barrier(async_op=True)
+        assert device.ends == [] and not device.names("connect late")
+    finally:
+        device.captures = None
+        md.destroy_process_group()
+
+
+def test_members_that_do_not_connect_are_an_error_in_time(device: Device, tmp_path: Any) -> None:
+    start_world(tmp_path, backend="cuda:nccl", timeout=timedelta(seconds=1))
+    try:
+        device.connecting = threading.Event()
+        with pytest.raises(md.CollectiveTimeoutError, match="could not be opened on wire 'nccl'"):
+            md.init_device_mesh("cuda", (1,))
+    finally:
+        device.connecting.set()
+        md.destroy_process_group()
+
+
+def test_the_registry_aborts_communicators_of_one_message_together(world: Device) -> None:
+    groups = [md.new_group([0], backend="cpu:nccl") for _ in range(2)]
+    labels = [group.open_channel("cpu").opened.label for group in groups]
+    get_registry(get_world()).abort(labels, {"reason": "both", "group": "both"})
+    end = time.monotonic() + 10
+    while not world.names("group end") and time.monotonic() < end:
+        time.sleep(0.01)
+    kinds = [line[0] for line in world.log if line[0] in ("group start", "abort", "group end")]
+    assert kinds == ["group start", "abort", "abort", "group end"]
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_nccl_with_a_bound_device_and_options(tmp_path) -> None:
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    device = torch.device("cuda", 0)
+    md.init_process_group(
+        "nccl",
+        init_method=f"file://{tmp_path}/world",
+        rank=0,
+        world_size=1,
+        pg_options=options,
+        device_id=device,
+    )
+    try:
+        group = md.group.WORLD.open_channel("cuda").communicator._group
+        assert group.options.is_high_priority_stream
+        md.barrier(device_ids=[0])
+        md.barrier()
+        private = md.new_group(device_id=device)
+        x = torch.ones(2, device=device)
+        md.all_reduce(x, group=private)
+        assert x.tolist() == [1.0, 1.0]
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_one_world_serves_both_kinds_of_tensors(tmp_path) -> None:
+    md.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        assert md.get_backend() == "nccl"
+        assert md.get_backend_config() == "cpu:shm,cuda:nccl"
+        for device, wire in (("cpu", "shm"), ("cuda", "nccl")):
+            x = torch.ones(2, device=device)
+            md.all_reduce(x)
+            assert md.group.WORLD.open_channel(device).communicator.wire == wire
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_nccl_with_one_rank(tmp_path) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        x = torch.ones(4, device="cuda")
+        work = md.all_reduce(x, async_op=True)
+        work.wait()
+        md.broadcast(x, src=0)
+        out = torch.empty(1, 4, device="cuda")
+        md.all_gather_into_tensor(out, x)
+        md.barrier()
+        assert out.tolist() == [[1.0] * 4]
+        with pytest.raises(md.ArgumentError, match="NCCL, which has no tags"):
+            md.irecv(x, 0, tag=3)
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_two_streams_as_torch_documents_them(tmp_path) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        side = torch.cuda.Stream()
+        x = torch.tensor([1.0], device="cuda")
+        work = md.all_reduce(x, async_op=True)
+        work.wait()
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            x.add_(100)
+        side.synchronize()
+        assert x.item() == 101.0
+    finally:
+        md.destroy_process_group()
