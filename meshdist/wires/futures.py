@@ -119,7 +119,8 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             raise error
 
         self._set_unwrap_func(raise_it)
-        super().set_result(error)
+        # torch pickles the value of a future on a device, and not every error can be pickled.
+        super().set_result(None)
 
     def _when_done(self, callback: Callable[[], None]) -> None:
         with self._guard:

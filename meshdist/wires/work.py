@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -177,7 +178,7 @@ class Work:
             if self._done:
                 self._complete()
             else:
-                (find_rank_here() or get_watcher()).watch(self._poll, self._complete)
+                (find_rank_here() or get_watcher()).watch(self._poll, self._complete_beside)
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
@@ -241,6 +242,12 @@ class Work:
                 future.set_result(self._result())
             else:
                 future.set_exception(self._error)
+
+    def _complete_beside(self) -> None:
+        """Complete the future in another thread, whose current device is not the program's."""
+        devices = _cuda_devices(self._result())
+        with torch.cuda.device(devices[0]) if devices else nullcontext():
+            self._complete()
 
     def _wait_quietly(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 
@@ -65,6 +66,24 @@ def test_a_callbacks_error_is_its_futures() -> None:
     chained = future_by_need().then(lambda done: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         chained.wait()
+
+
+def test_an_error_that_cannot_be_pickled_completes_a_future_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete = torch._C.Future.set_result
+
+    def pickled_first(future, value):
+        pickle.dumps(value)  # as torch does, for the tensors in the value, where there are devices
+        complete(future, value)
+
+    monkeypatch.setattr(torch.futures.Future, "set_result", pickled_first)
+    error = ValueError(lambda: "no pickle")
+    future = WorkFuture(lambda: future.set_exception(error), lambda: None)
+    chained = future.then(lambda done: done.value())
+    for each in (future, chained):
+        with pytest.raises(ValueError, match="lambda"):
+            each.wait()
 
 
 def test_a_done_callbacks_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import WorkResult
 
 import meshdist as md
 from meshdist.errors import BackendError, CollectiveTimeoutError
+from meshdist.wires import work as work_module
 from meshdist.wires.failures import WireFailure, WireTimeout
 from meshdist.wires.operations import Operation
 from meshdist.wires.work import Work
@@ -513,3 +515,32 @@ def stress() -> list:
 def test_many_futures(wire: str, pool) -> None:
     run = pool.run if wire == "gloo" else md.simulate
     assert run(stress, 2) == [[2.0 * n for n in range(150)]] * 2
+
+
+def test_the_watcher_calls_back_on_the_device_of_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_device: list[torch.device] = []
+
+    @contextmanager
+    def current(device: torch.device):
+        on_device.append(device)
+        yield
+        on_device.clear()
+
+    device = torch.device("cuda", 3)
+    seen, called = [], threading.Event()
+    hand = Hand()
+    work = work_of(hand)
+    future = work.get_future()
+    monkeypatch.setattr(work_module, "_cuda_devices", lambda _: [device])
+    monkeypatch.setattr(work_module.torch.cuda, "device", current)
+    monkeypatch.setattr(work_module.torch.cuda, "current_stream", lambda _: SideStream())
+    future.add_done_callback(lambda _: (seen.extend(on_device), called.set()))
+    hand.is_done = True
+    assert called.wait(10) and seen == [device]
+
+
+class SideStream:
+    def record_event(self) -> None:
+        return None
