@@ -46,6 +46,9 @@ _log = logging.getLogger("meshdist.nccl")
 ENDS_LATER = timedelta(seconds=1)
 """How much later than ours c10d's own timeout comes, so that ours is the first to speak."""
 
+_NOTICED_LATER = timedelta(seconds=0.25)
+"""How much later than a work c10d's future of it may be done: its watchdog looks every 0.1 s."""
+
 _ABORT_S = timedelta(seconds=30)
 
 
@@ -73,7 +76,7 @@ class Ending:
     error: MeshdistError | None = None
 
     def __post_init__(self) -> None:
-        self.deadline = Deadline(self.limit)
+        self.deadline = Deadline(self.limit + _NOTICED_LATER)
 
     def look(self) -> WireFailure | None:
         """See whether it has ended, or is late; return the failure of one that ended badly."""
@@ -183,7 +186,8 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def look(self) -> None:
         """Find out how works have ended; where one has failed or is late, say so and abort."""
-        if self.is_aborted or self._group is CLOSED:
+        group = self._group
+        if self.is_aborted or group is CLOSED:
             return
         for ending in tuple(self._endings):
             failure = ending.look()
@@ -192,7 +196,7 @@ class EnqueueingCommunicator(C10dCommunicator):
                 return
             if ending.is_good:
                 self._endings.discard(ending)
-        if self._tells_errors and (failure := self._find_failure()) is not None:
+        if self._tells_errors and (failure := self._find_failure(group)) is not None:
             self._fail(failure, Ending(None, self._timeout, None))
 
     def abort(self) -> None:
@@ -258,9 +262,9 @@ class EnqueueingCommunicator(C10dCommunicator):
                 ending.error = self._unraised = error
         _log.error("%s", failure if error is None else error)
 
-    def _find_failure(self) -> WireFailure | None:
+    def _find_failure(self, group: Any) -> WireFailure | None:
         """What c10d's own watchdog has found."""
-        found = self._group.get_error().name
+        found = group.get_error().name
         if found == "SUCCESS":
             return None
         if found == "TIMEOUT":

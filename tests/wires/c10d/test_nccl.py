@@ -466,3 +466,157 @@ def test_two_streams_as_torch_documents_them(tmp_path) -> None:
         assert x.item() == 101.0
     finally:
         md.destroy_process_group()
+
+
+def run_on_gpu(pool: Pool, body: str, tmp_path: Any, **environment: str) -> tuple[str, str]:
+    """Run a program of one rank over NCCL to its end; what it prints, and its complaints."""
+    head = (
+        "import os, threading, time, torch, meshdist as md\n"
+        "from datetime import timedelta\n"
+        f"place = 'file://{tmp_path}/world'\n"
+        "def start(seconds=60, **more):\n"
+        "    limit = timedelta(seconds=seconds)\n"
+        "    md.init_process_group('nccl', init_method=place, rank=0, world_size=1,\n"
+        "        timeout=limit, **more)\n"
+    )
+    (done,) = pool.start(head + body, [environment])
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.gpu
+def test_the_end_waits_for_kernels_and_torch_does_not_complain(pool: Pool, tmp_path: Any) -> None:
+    body = """
+start()
+x = torch.ones(1 << 20, device="cuda")
+torch.cuda._sleep(1 << 30)
+md.all_reduce(x)
+md.destroy_process_group()
+print(x.sum().item() == 1 << 20)
+"""
+    assert run_on_gpu(pool, body, tmp_path) == ("True\n", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_kernel_that_does_not_end_is_an_error_in_time(
+    pool: Pool, tmp_path: Any, level: str, *, is_async: bool
+) -> None:
+    body = f"""
+before = dict(os.environ)
+start(seconds=1)
+x = torch.ones(4, device="cuda")
+md.all_reduce(x)
+torch.cuda.synchronize()
+assert dict(os.environ) == before
+torch.cuda._sleep(8 << 30)  # some seconds
+began = time.monotonic()
+work = md.all_reduce(x, async_op={is_async})
+try:
+    while True:
+        if work is not None and work.is_completed():
+            work.wait()
+        if work is None and md.group.WORLD.open_channel("cuda").is_broken():
+            time.sleep(0.5)
+            md.all_reduce(x)
+        time.sleep(0.01)
+except md.CollectiveTimeoutError as error:
+    print("late" if time.monotonic() - began < 4 else "too late")
+os._exit(0)
+"""
+    told, _ = run_on_gpu(pool, body, tmp_path, TORCH_DISTRIBUTED_DEBUG=level)
+    assert told == "late\n"
+
+
+@pytest.mark.gpu
+def test_several_communicators_are_aborted_at_once(pool: Pool, tmp_path: Any) -> None:
+    body = """
+start()
+x = torch.ones(4, device="cuda")
+groups = [md.new_group([0], device_id=torch.device("cuda", 0)) for _ in range(3)]
+torch.cuda._sleep(4 << 30)
+works = [md.all_reduce(x, group=group, async_op=True) for group in groups]
+for group in groups:
+    group.abort()
+for work in works:
+    try:
+        work.wait()
+    except md.AbortedError:
+        print("aborted")
+os._exit(0)
+"""
+    assert run_on_gpu(pool, body, tmp_path)[0] == "aborted\n" * 3
+
+
+@pytest.mark.gpu
+def test_the_first_verb_of_a_mesh_can_be_captured(pool: Pool, tmp_path: Any) -> None:
+    body = """
+start()
+mesh = md.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
+x = torch.ones(4, device="cuda")
+future = md.all_reduce(torch.ones(4, device="cuda"), async_op=True).get_future_result()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    x.mul_(2)
+    md.all_reduce(x, group=mesh["tp"])
+    work = md.all_reduce(x, group=mesh["dp"], async_op=True)
+    work.get_future().wait()
+    work.wait()
+    time.sleep(0.5)  # while others' threads poll
+for _ in range(3):
+    graph.replay()
+torch.cuda.synchronize()
+print(x.tolist(), future.wait())
+md.destroy_process_group()
+"""
+    assert run_on_gpu(pool, body, tmp_path) == ("[8.0, 8.0, 8.0, 8.0] 0\n", "")
+
+
+@pytest.mark.gpu
+def test_futures_are_ordered_by_their_streams(pool: Pool, tmp_path: Any) -> None:
+    body = """
+start()
+x = torch.ones(1 << 22, device="cuda")
+torch.cuda._sleep(1 << 29)
+x.add_(1)
+work = md.all_reduce(x, async_op=True)
+half = torch.ones(64, device="cuda", dtype=torch.int16)
+widened = md.all_reduce(half, async_op=True)  # reduced in int32, and copied back
+doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+copied = widened.get_future().then(lambda done: done.value()[0] + 1)
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    total = doubled.wait().sum().item()
+    print(total == 4 << 22, copied.wait().sum().item())
+md.destroy_process_group()
+"""
+    assert run_on_gpu(pool, body, tmp_path) == ("True 128\n", "")
+
+
+@pytest.mark.gpu
+def test_every_verb_over_nccl_of_one_rank(pool: Pool, tmp_path: Any) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        communicator = md.group.WORLD.open_channel("cuda").communicator
+        check_every_verb(communicator, (torch.float32, torch.int16, torch.uint8))
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_blocking_verb_runs_on_the_current_stream(tmp_path: Any) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        x, side = torch.zeros(1 << 20, device="cuda"), torch.cuda.Stream()
+        md.all_reduce(x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1 << 28)
+            x.add_(1)
+            md.all_reduce(x)
+            y = x + 1
+        side.synchronize()
+        assert y.sum().item() == 2 << 20
+    finally:
+        md.destroy_process_group()
