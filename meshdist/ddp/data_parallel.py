@@ -114,8 +114,9 @@ class DistributedDataParallel(nn.Module):
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if given is None else bool(given)
         self._adopt(module)
-        for device_type in sorted({tensor.device.type for tensor in _state(module).values()}):
-            self.process_group.open_channel(device_type)
+        # Here rather than in the first backward; in the model's order, which all ranks share.
+        for device in dict.fromkeys(tensor.device for tensor in _state(module).values()):
+            self.process_group.open_channel(device.type).communicator.connect(device)
         if init_sync:
             state = _state(module, with_buffers=broadcast_buffers is not False)
             check_equal_lines(

@@ -25,6 +25,7 @@ from meshdist.errors import (
     KindError,
     MeshError,
 )
+from meshdist.wires.communicator import Communicator
 from tests.pool import Pool
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -947,15 +948,21 @@ def test_bad_arguments_are_refused(
     assert text in str(error.value)
 
 
-def test_groups_are_open_when_the_wrapper_is_made() -> None:
+def test_groups_are_open_and_connected_when_the_wrapper_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected: list[tuple[int, torch.device]] = []
+
+    def connect(mine: Communicator, device: torch.device) -> None:
+        connected.append((mine.rank, device))
+
     def program() -> None:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), open_groups=False)
-        opened = []
-        mesh.get_group().open_channel = opened.append  # type: ignore[method-assign]
         md.DDP(nn.Linear(1, 1), device_mesh=mesh["dp"], init_sync=False)
-        assert opened == ["cpu"]
 
+    monkeypatch.setattr(Communicator, "connect", connect)
     md.simulate(program, 2)
+    assert sorted(connected) == [(rank, torch.device("cpu")) for rank in range(2)]
 
 
 def test_wrapper_subclasses_are_refused() -> None:
