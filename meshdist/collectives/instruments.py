@@ -25,7 +25,7 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..verb_table import OBJECT_VERBS
 from ..wires.work import Work
 
-__all__ = ["verb"]
+__all__ = ["leave_untraced", "verb"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FindPeer = Callable[[ProcessGroup, "int | None", "int | None", str, str], "int | None"]
@@ -75,8 +75,7 @@ def verb(
         """``function`` in its own name, with what the mark adds."""
         added = _plain(function) if fast is None else _with_fast_path(function, fast, peer, when)
         call = wraps(function)(added)
-        _leave_untraced(call)
-        return cast(_F, call)
+        return cast(_F, leave_untraced(call))
 
     return mark
 
@@ -138,7 +137,7 @@ def _with_fast_path(
     return cast(Callable[..., Any], made)
 
 
-def _leave_untraced(function: Callable[..., Any]) -> None:
+def leave_untraced(function: _F) -> _F:
     """Let torch.compile run ``function``, and all that it calls, as they are.
 
     This has the effect of torch.compiler.disable, without importing the whole compiler and without
@@ -149,12 +148,13 @@ def _leave_untraced(function: Callable[..., Any]) -> None:
     marked = cast(Any, function)
     marked._torchdynamo_disable = True  # where a graph comes to its call
     marked._torchdynamo_disable_msg = _WHY_NOT_TRACED
+    return function
 
 
 # What async verbs hand out is part of them.
 for _name, _method in inspect.getmembers(Work, inspect.isfunction):
     if not _name.startswith("_"):
-        _leave_untraced(_method)
+        leave_untraced(_method)
 
 
 def _title(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

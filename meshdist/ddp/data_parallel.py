@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..collectives.instruments import leave_untraced
 from ..errors import ArgumentError, GradientError, KindError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
@@ -158,15 +159,23 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, after taking the buffers of the axis's first rank."""
-        self._reducer.before_forward()
-        if self.forward_sync_buffers and self._buffer_places:
-            buffers = [getattr(owner, name) for owner, name in self._buffer_places]
-            broadcast_from_first([b for b in buffers if b is not None], self.process_group)
+        self._begin_forward()
         if self.device_ids is not None:
             inputs, kwargs = _moved((inputs, kwargs), self.device)
         outputs = self.module(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
             outputs = _moved(outputs, self.output_device)
+        return self._end_forward(outputs)
+
+    @leave_untraced
+    def _begin_forward(self) -> None:
+        self._reducer.before_forward()
+        if self.forward_sync_buffers and self._buffer_places:
+            buffers = [getattr(owner, name) for owner, name in self._buffer_places]
+            broadcast_from_first([b for b in buffers if b is not None], self.process_group)
+
+    @leave_untraced
+    def _end_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
             self._reducer.after_forward(outputs, self)
         return outputs
