@@ -191,6 +191,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "buckets",
             "replicas",
             "reports",
+            "streams",
             "flat_bucket",
             "endings",
             "reducer",

@@ -9,6 +9,7 @@ import torch
 from ..wires.work import Work
 from .buckets import dense_stride
 from .reports import Reports
+from .streams import streams_for
 
 __all__ = ["Bucket"]
 
@@ -40,6 +41,7 @@ class Bucket:
         work: the all-reduce in flight, or None.
         at_once: for each gradient, whether it moves in as soon as it comes.
         later: parameter and view of the others.
+        streams: notes on which streams gradients come; None on the CPU.
     """
 
     def __init__(
@@ -66,11 +68,18 @@ class Bucket:
         self.at_once = [view.nbytes >= _AT_ONCE_BYTES for view in self.views]
         places = zip(self.members, self.views, self.at_once, strict=True)
         self.later = [(member, view) for member, view, is_at_once in places if not is_at_once]
+        self.streams = streams_for(self.sent.device)
         self.num_pending = len(indices)
         self.work: Work | None = None
         self._scale = scale
         self._as_views = as_views
         self._reports = reports
+
+    def await_streams(self) -> None:
+        """Let the current stream wait for the others on which gradients came."""
+        if self.streams is not None:
+            apart = [grad for member, view in self.later if (grad := member.grad) is not view]
+            self.streams.await_others([grad for grad in apart if grad is not None])
 
     def move_in(self, slot: int) -> None:
         """Copy one gradient into its view, scaled; zeros where there is none."""

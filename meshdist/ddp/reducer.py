@@ -185,6 +185,7 @@ class Reducer:
         came = self._came
         arrivals = self.arrivals
         goes_at_once = bucket.at_once[slot]
+        streams = bucket.streams
 
         def gradient_came(_: torch.Tensor) -> None:
             if came[index]:
@@ -195,6 +196,8 @@ class Reducer:
             came[index] = 1
             if arrivals is not None:
                 arrivals.append(index)
+            if streams is not None:
+                streams.note()
             if goes_at_once:
                 bucket.move_in(slot)
             bucket.num_pending -= 1
@@ -229,6 +232,7 @@ class Reducer:
         with self._lock, torch.no_grad():
             while self._next < len(self.buckets) and not self.buckets[self._next].num_pending:
                 bucket = self.buckets[self._next]
+                bucket.await_streams()
                 bucket.move_in_later_ones()
                 self._start(bucket, Ending.WHOLE)
 
@@ -246,6 +250,7 @@ class Reducer:
             return
         ending = self._endings.backward_ends(self._came)
         for bucket in self.buckets[self._next :]:
+            bucket.await_streams()
             for slot, index in enumerate(bucket.indices):
                 if bucket.at_once[slot] and not self._came[index]:
                     bucket.move_in(slot)
@@ -262,6 +267,7 @@ class Reducer:
         is_cut = self._next < len(self.buckets)
         ending = Ending.INTERRUPTED if is_cut else Ending.WHOLE
         for bucket in self.buckets[self._next :]:
+            bucket.await_streams()
             bucket.flat.zero_()
             self._start(bucket, ending)
         self._wait(ending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 import meshdist as md
+from meshdist.ddp import flat_bucket
 from meshdist.ddp.flat_bucket import Bucket
 from meshdist.ddp.reports import Reports
 
@@ -75,3 +77,20 @@ def test_averages_are_handed_out(as_views: bool) -> None:
     assert (lacking.grad.tolist(), held.grad.tolist(), unused.grad) == ([1, 2], [3, 4], None)
     assert (lacking.grad is bucket.views[0]) == as_views
     assert bucket.num_pending == 3
+
+
+def test_small_gradients_are_kept_for_the_stream_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[torch.Tensor] = []
+
+    class Streams:
+        def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
+            kept.extend(gradients)
+
+    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
+    parameters = [Parameter(torch.zeros(size)) for size in (2, 40_000, 2)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.ones_like(parameter)
+    bucket_of(parameters, (0, 1, 2)).await_streams()
+    assert [grad is parameters[0].grad for grad in kept] == [True]

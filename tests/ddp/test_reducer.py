@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import reducer
+from meshdist.ddp import flat_bucket, reducer
 from meshdist.ddp.reducer import Reducer, tensors_in
 from meshdist.errors import BackendError, GradientError
 
@@ -212,6 +213,59 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
         "  found:    all_reduce on the world failed on wire 'none'\n"
         "  fix:      end this job, or make the mesh and the model's wrapper anew"
     )
+
+
+def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Streams:
+        def note(self) -> None:
+            events.append("note")
+
+        def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
+            events.append(f"await, to read {len(list(gradients))}")
+
+    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
+
+    def program() -> None:
+        module = Chain([1, 0], [])
+        mine = reducer_of(module, ALL_IN_ONE)
+        step(module, mine, torch.ones(1))
+        module.weights[0].sum().backward()  # the other one is lacking
+
+    md.simulate(program, 1)
+    assert events == [
+        *("note", "note", "await, to read 2", "start of 5", "wait"),
+        *("note", "await, to read 0", "start of 5", "wait"),  # both lie in the bucket already
+    ]
+
+
+def test_what_an_interrupted_backward_left_is_awaited_before_it_is_zeroed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Chain([0], [])
+    seen = []
+
+    class Streams:
+        def await_others(self, _: Iterable[torch.Tensor]) -> None:
+            seen.append(mine.buckets[0].flat.item())
+
+    def program() -> None:
+        nonlocal mine
+        mine = reducer_of(module, ALL_IN_ONE)
+        mine.before_forward()
+        out = module(torch.ones(1))
+        mine.after_forward(out, module)
+        out.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.backward()
+        mine.buckets[0].flat.fill_(5.0)
+        mine.before_forward()
+        assert seen == [5.0] and mine.buckets[0].flat.item() == 0.0
+
+    mine: Reducer
+    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
+    md.simulate(program, 1)
 
 
 def test_many_lacking_parameters_are_counted_not_listed() -> None:
