@@ -192,6 +192,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "replicas",
             "reports",
             "streams",
+            "flags",
             "flat_bucket",
             "endings",
             "reducer",

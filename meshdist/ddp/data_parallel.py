@@ -40,8 +40,12 @@ class DistributedDataParallel(nn.Module):
     by the number of ranks. Inputs are not split: see ``DistributedSampler``.
 
     Every backward averages, also a second one on a retained graph. Every parameter must get a
-    gradient on every rank before the next forward, which raises otherwise. Do not add, remove,
-    replace or convert parameters afterwards.
+    gradient on every rank before the next forward, which raises otherwise; ``check_gradients``
+    raises before. Do not add, remove, replace or convert parameters afterwards.
+
+    On an accelerator ``backward()`` returns while the device is at work. Where a backward was
+    interrupted on some ranks, the others therefore learn it at the next forward, when the optimizer
+    may have applied that one step's gradients; on the CPU their ``backward()`` raises.
 
     Args:
         module: the model, on its device already, with equal parameters on all ranks in name, order,
@@ -114,10 +118,10 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if given is None else bool(given)
-        self._adopt(module)
         # Here rather than in the first backward; in the model's order, which all ranks share.
         for device in dict.fromkeys(tensor.device for tensor in _state(module).values()):
             self.process_group.open_channel(device.type).communicator.connect(device)
+        self._adopt(module)
         if init_sync:
             state = _state(module, with_buffers=broadcast_buffers is not False)
             check_equal_lines(
@@ -158,7 +162,11 @@ class DistributedDataParallel(nn.Module):
     # -- training ---------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, after taking the buffers of the axis's first rank."""
+        """Run the module's forward, after taking the buffers of the axis's first rank.
+
+        Raises:
+            GradientError: as ``check_gradients``.
+        """
         self._begin_forward()
         if self.device_ids is not None:
             inputs, kwargs = _moved((inputs, kwargs), self.device)
@@ -166,6 +174,37 @@ class DistributedDataParallel(nn.Module):
         if self.output_device is not None and self.output_device != self.device:
             outputs = _moved(outputs, self.output_device)
         return self._end_forward(outputs)
+
+    def check_gradients(self) -> None:
+        """Raise now, on every rank, what the next forward would raise of the last backward.
+
+        Call it between ``backward()`` and ``optimizer.step()`` where no rank may step with wrong
+        gradients: on every rank, also on one whose ``backward()`` raised and which goes on. While a
+        CUDA graph is captured nothing is checked.
+
+        Cost: nothing is sent. On an accelerator the CPU waits for the end of the backward.
+
+        Raises:
+            GradientError: the backward was interrupted, but not on every rank; or parameters got no
+                gradient since the last forward. The next forward does not raise it again.
+
+        Example:
+            >>> import contextlib, meshdist as md, torch
+            >>> def program():
+            ...     model = md.DDP(torch.nn.Linear(1, 1))
+            ...     loss = model(torch.ones(1, 1)).sum()
+            ...     if md.get_rank() == 1:
+            ...         model.module.weight.register_hook(lambda _: 1 / 0)
+            ...     try:
+            ...         with contextlib.suppress(ZeroDivisionError):
+            ...             loss.backward()
+            ...         model.check_gradients()
+            ...     except md.errors.GradientError as error:
+            ...         return error.found
+            >>> md.simulate(program, 2)[0]
+            'rank 1: an exception was raised inside backward()'
+        """
+        self._reducer.check()
 
     @leave_untraced
     def _begin_forward(self) -> None:

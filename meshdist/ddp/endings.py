@@ -1,8 +1,8 @@
 """How a backward ended on each rank: with every gradient, lacking some, or interrupted.
 
-Each rank sets one of three flags behind the last bucket, whose all-reduce counts them. So on the
-CPU all ranks raise the same error. On an accelerator reading the counts would make the
-CPU wait for the device: there only the rank concerned raises.
+Each rank sets one of three flags behind the last bucket, whose all-reduce counts them. So all ranks
+raise the same error: on the CPU as soon as the all-reduce has ended; on an accelerator, where
+reading the counts then would make the CPU wait for the device, at the next forward.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from ..collectives.objects import all_gather_object
 from ..groups.process_group import ProcessGroup
+from .flags import reader_for
 from .reports import Reports
 
 __all__ = ["Ending", "Endings"]
@@ -37,7 +38,7 @@ class Endings:
         parameters: those that require gradients, in the same order on every rank.
         reports: makes the errors.
         group: over which gradients are averaged.
-        device: where the flags lie.
+        device: where the flags lie at first.
     """
 
     def __init__(
@@ -50,35 +51,56 @@ class Endings:
         self._parameters = parameters
         self._reports = reports
         self._group = group
-        self._all_ranks_know = device.type == "cpu"
+        self._lacking: Sequence[int] = range(len(parameters))
+        self._someone_lacks = False  # equal on every rank
+        self._ending = Ending.WHOLE  # here, of the backward whose flags are read next
+        self.place_flags(device)
+
+    def place_flags(self, device: torch.device) -> None:
+        """Expect the flags on ``device`` from now on."""
         # Sums of flags are compared with 0 alone: sums of many ones are inexact in half precision.
         self._flags_of = torch.eye(len(Ending), device=device).unbind()
-        self._lacking: Sequence[int] = range(len(parameters))
-        self._someone_lacks = False
+        self._reader = reader_for(device, len(Ending))
 
     def forward_begins(self) -> None:
         """Expect a gradient for every parameter from now on.
 
         Raises:
-            GradientError: parameters got none since the last forward; collective on the CPU.
+            GradientError: as ``check_complete``.
         """
         lacking, self._lacking = self._lacking, range(len(self._parameters))
-        if self._someone_lacks:
-            self._someone_lacks = False
-            raise self._reports.lacking(self._gather(lacking))
+        self._refuse_lacking(lacking)
+
+    def check_complete(self) -> None:
+        """Look whether every parameter has got a gradient on every rank; raised once.
+
+        Raises:
+            GradientError: parameters got none since the last forward; on every rank.
+        """
+        self._refuse_lacking(self._lacking)
 
     def backward_ends(self, came: bytearray) -> Ending:
         """Note which parameters got a gradient: those whose place in ``came`` is not 0."""
         self._lacking = [index for index in self._lacking if not came[index]] if 0 in came else ()
-        self._someone_lacks = bool(self._lacking)
-        return Ending.LACKING if self._someone_lacks else Ending.WHOLE
+        return Ending.LACKING if self._lacking else Ending.WHOLE
 
     def set_flag(self, flags: torch.Tensor, ending: Ending) -> None:
         """Write this rank's part of what is summed."""
         flags.copy_(self._flags_of[ending])
 
-    def read_flags(self, flags: torch.Tensor, ending: Ending) -> None:
-        """Read from the summed flags how the backward ended on the other ranks.
+    def flags_summed(self, flags: torch.Tensor, ending: Ending) -> None:
+        """Take the summed flags of a backward that ended here with ``ending``.
+
+        Raises:
+            GradientError: as ``read_flags``, where that need not be put off.
+        """
+        if self._reader.note(flags):
+            self._ending = ending
+        if not self._reader.is_deferred:
+            self.read_flags()
+
+    def read_flags(self) -> None:
+        """Learn how the last backward ended on the other ranks, unless that is known.
 
         Where every rank was interrupted nothing is lost, since each has seen its own error;
         otherwise all raise. No rank keeps gradients of an interrupted backward.
@@ -86,25 +108,26 @@ class Endings:
         Raises:
             GradientError: the backward was interrupted, but not on every rank.
         """
-        was_interrupted = ending is Ending.INTERRUPTED
-        is_spoilt = is_partial = was_interrupted
-        if self._all_ranks_know:
-            counts = (flags.real if flags.is_complex() else flags).tolist()
-            self._someone_lacks = counts[Ending.LACKING] > 0
-            is_spoilt = counts[Ending.INTERRUPTED] > 0
-            is_partial = counts[Ending.WHOLE] > 0 or self._someone_lacks
-        if not is_spoilt:
+        counts = self._reader.take()
+        if counts is None:
+            return
+        self._someone_lacks = counts[Ending.LACKING] > 0
+        if counts[Ending.INTERRUPTED] == 0:
             return
         for parameter in self._parameters:
             parameter.grad = None
-        if is_partial:
-            found = self._gather(was_interrupted)
+        if counts[Ending.WHOLE] > 0 or self._someone_lacks:
+            found = self._gather(self._ending is Ending.INTERRUPTED)
             raise self._reports.interrupted([rank for rank, was_cut in found.items() if was_cut])
 
+    def _refuse_lacking(self, lacking: Sequence[int]) -> None:
+        if self._someone_lacks:
+            self._someone_lacks = False
+            raise self._reports.lacking(self._gather(lacking))
+
     def _gather(self, mine: T) -> dict[int, T]:
-        """What all ranks have, by rank; this one alone where the others raise nothing."""
-        if not self._all_ranks_know:
-            return {self._group.world.rank: mine}
+        """What all ranks have, by rank."""
         found = [mine] * self._group.size()
-        all_gather_object(found, mine, self._group)
+        with torch.cuda.device_of(self._flags_of[0]):
+            all_gather_object(found, mine, self._group)
         return dict(zip(self._group.ranks, found, strict=True))

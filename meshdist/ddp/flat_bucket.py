@@ -123,11 +123,13 @@ class Bucket:
 
         Args:
             is_complete: whether every parameter has a gradient here. One that has none gets what
-                other ranks had; None if they had none either.
+                other ranks had. If they had none either, it stays None on the CPU; elsewhere, where
+                looking would make the CPU wait for the device, it gets zeros.
         """
         if not is_complete:
+            is_elsewhere = self.streams is not None
             for member, view in zip(self.members, self.views, strict=True):
-                if member.grad is None and bool(view.any()):
+                if member.grad is None and (is_elsewhere or bool(view.any())):
                     member.grad = view if self._as_views else torch.empty_like(view)
         if not self._as_views:
             places = zip(self.members, self.views, strict=True)

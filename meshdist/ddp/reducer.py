@@ -12,6 +12,8 @@ What the reducer guarantees:
 * No rank waits for a gradient that another rank does not have: zeros stand in for it, and the next
   forward raises. A backward that raised midway is completed in the same way. The last bucket
   carries flags that say so, see ``endings``.
+* No backward makes the CPU wait for an accelerator, but a second one without a forward between
+  them, which first reads how the one before it ended.
 
 Where a rank's backward reaches no parameter at all, the others wait for it until their timeout.
 """
@@ -34,6 +36,7 @@ from .buckets import assign_buckets, items_of
 from .endings import Ending, Endings
 from .flat_bucket import Bucket
 from .reports import Reports
+from .streams import is_capturing
 
 __all__ = ["Reducer", "is_reduced", "tensors_in"]
 
@@ -90,21 +93,31 @@ class Reducer:
 
         Raises:
             GradientError: parameters got no gradient since the last forward, the last backward was
-                interrupted on some ranks, or an all-reduce failed.
+                interrupted on some ranks, an all-reduce failed, or a CUDA graph is captured before
+                the buckets are rebuilt.
         """
         if torch._C._current_graph_task_id() != -1:  # a forward computed again by a checkpoint
             return
-        if self._failure is not None:
-            raise self._reports.stopped(self._failure) from self._failure
-        has_not_ended = self._is_open or self._task is not None
-        self._task = None
-        if has_not_ended:
-            self._complete_interrupted()
+        self._end_backward()
         if not torch.is_grad_enabled():
             return
         self._endings.forward_begins()
-        if self.arrivals is not None and self._has_reduced:
-            self._rebuild(self.arrivals)
+        if self.arrivals is not None:
+            if is_capturing(self.buckets[-1].sent.device):  # the graph would keep buckets that go
+                raise self._reports.captured_early()
+            if self._has_reduced:
+                self._rebuild(self.arrivals)
+
+    def check(self) -> None:
+        """Raise what the next forward would raise of the last backward, on every rank.
+
+        Raises:
+            GradientError: as ``before_forward``, or a backward is running.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise self._reports.running()
+        self._end_backward()
+        self._endings.check_complete()
 
     def after_forward(self, outputs: object, owner: object) -> None:
         """Put hooks on the module's outputs, which run when a backward begins.
@@ -170,6 +183,7 @@ class Reducer:
         self.arrivals = None
         with torch.no_grad():
             self._build(agreed.tolist(), self._shared_memory)
+        self._endings.place_flags(self.buckets[-1].sent.device)
 
     def _shared_memory(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """Memory that the group reduces where it lies, if its wire shares any; collective."""
@@ -216,6 +230,7 @@ class Reducer:
             return
         if self._is_open:
             raise self._reports.overlapping("a backward began before another had ended")
+        self._endings.read_flags()  # where no forward came since the last backward
         self._task = task
         Variable._execution_engine.queue_callback(self._finish)
 
@@ -258,6 +273,16 @@ class Reducer:
             self._start(bucket, ending)
         self._wait(ending)
 
+    def _end_backward(self) -> None:
+        """Finish what the last backward left open, and learn how it ended on the other ranks."""
+        if self._failure is not None:
+            raise self._reports.stopped(self._failure) from self._failure
+        has_not_ended = self._is_open or self._task is not None
+        self._task = None
+        if has_not_ended:
+            self._complete_interrupted()
+        self._endings.read_flags()
+
     @torch.no_grad()
     def _complete_interrupted(self) -> None:
         """Keep in step with ranks whose backward went on, after this rank's raised midway.
@@ -288,7 +313,7 @@ class Reducer:
         self._next = 0
         self._is_open = False
         self._has_reduced = True
-        self._endings.read_flags(self.buckets[-1].flags, ending)
+        self._endings.flags_summed(self.buckets[-1].flags, ending)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

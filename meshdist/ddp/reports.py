@@ -66,6 +66,23 @@ class Reports:
             fix="run the forward again, or use checkpoint(..., use_reentrant=False)",
         )
 
+    def running(self) -> GradientError:
+        """Gradients were to be checked before the backward had ended."""
+        return GradientError(
+            "gradients cannot be checked while a backward runs",
+            where=self._where,
+            fix="call check_gradients() after backward() has returned",
+        )
+
+    def captured_early(self) -> GradientError:
+        """A CUDA graph is captured while the buckets are still those of the first step."""
+        return GradientError(
+            "a CUDA graph cannot be captured before the buckets are rebuilt",
+            where=self._where,
+            expected="two steps, forward and backward, before the capture",
+            fix="run some steps on a side stream first, as torch.cuda.graph asks for",
+        )
+
     def with_graph(self) -> GradientError:
         """The backward would be differentiated again."""
         return GradientError(

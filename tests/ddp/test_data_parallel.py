@@ -26,6 +26,7 @@ from meshdist.errors import (
     MeshError,
 )
 from meshdist.wires.communicator import Communicator
+from tests.ddp.models import Fragile, Two
 from tests.pool import Pool
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -61,23 +62,6 @@ class Net(nn.Module):
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.shared(x) * self.frozen)
         return self.last(torch.tanh(self.again(x)))
-
-
-class Two(nn.Module):
-    """Two heads, to leave one out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(1, 1, bias=False)
-        self.right = nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor, use: str = "both") -> torch.Tensor:
-        total = torch.zeros(())
-        if use in ("left", "both"):
-            total = total + self.left(x).sum()
-        if use in ("right", "both"):
-            total = total + self.right(x).sum()
-        return total
 
 
 def made(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -446,26 +430,6 @@ def test_parts_of_a_loss_may_be_differentiated_one_by_one() -> None:
     assert md.simulate(program, 2) == [[1.5, 4.5]] * 2
 
 
-class Fragile(nn.Module):
-    """Its backward raises between two layers where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(1, 1, bias=False)
-        self.second = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(self.first.weight)
-        nn.init.ones_(self.second.weight)
-
-    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
-        x = self.first(x)
-        if fails:
-            x.register_hook(self.fail)
-        return self.second(x)
-
-    def fail(self, _: torch.Tensor) -> None:
-        raise ArithmeticError("no more memory, say")
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_backward_that_raises_on_every_rank_leaves_all_usable(
     run: Run, set_to_none: bool
@@ -537,6 +501,49 @@ def test_a_backward_that_raises_before_any_gradient_came_keeps_step_too(run: Run
     for text, grads in run(program, 3):
         assert grads == [2.0, 1.0]
         assert "found:    rank 1: an exception was raised inside backward()" in text
+
+
+def test_a_check_raises_what_the_next_forward_would_once(run: Run) -> None:
+    def program() -> tuple[str, str, list[float]]:
+        is_culprit = md.get_rank() == 1
+        two, x = md.DDP(Two()), torch.full((1, 1), 1.0 + md.get_rank())
+        two.check_gradients()
+        two(x, use="left" if is_culprit else "both").backward()
+        with pytest.raises(GradientError) as lacking:
+            two.check_gradients()
+        two(x).backward()
+        two.check_gradients()
+        fragile = md.DDP(Fragile(), bucket_cap_mb=1e-6)
+        with pytest.raises(ArithmeticError if is_culprit else GradientError) as interrupted:
+            fragile(x, is_culprit).sum().backward()
+        if is_culprit:
+            with pytest.raises(GradientError) as interrupted:
+                fragile.check_gradients()
+        fragile.check_gradients()
+        fragile(x).sum().backward()
+        grads = [p.grad.item() for p in fragile.parameters()]
+        return str(lacking.value), str(interrupted.value), grads
+
+    for lacking, interrupted, grads in run(program, 3):
+        assert "found:    rank 1: right.weight (index 1)\n" in lacking
+        assert "found:    rank 1: an exception was raised inside backward()\n" in interrupted
+        assert grads == [2.0, 2.0]
+
+
+def test_a_check_inside_a_backward_is_refused() -> None:
+    def program() -> str:
+        model = md.DDP(one_weight())
+        out = model(torch.ones(1, 1)).sum()
+        out.register_hook(lambda _: model.check_gradients())
+        with pytest.raises(GradientError) as error:
+            out.backward()
+        return str(error.value)
+
+    assert md.simulate(program, 1) == [
+        "gradients cannot be checked while a backward runs\n"
+        "  where:    rank 0, in the world\n"
+        "  fix:      call check_gradients() after backward() has returned"
+    ]
 
 
 def test_a_second_backward_after_an_interrupted_one_needs_a_forward() -> None:
@@ -994,28 +1001,6 @@ def test_a_cuda_module_trains_and_moves_inputs_and_outputs(tmp_path: Path) -> No
         with pytest.raises(ArgumentError) as error:
             md.DDP(nn.Linear(1, 1).cuda(), device_ids=[0, 1])
         assert "device_ids=[0, 1] does not fit the module" in str(error.value)
-    finally:
-        md.destroy_process_group()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_rank_concerned_raises(tmp_path: Path) -> None:
-    md.init_process_group("nccl", f"file://{tmp_path}/meeting", world_size=1, rank=0)
-    try:
-        model = md.DDP(Two().cuda())
-        x = torch.ones(1, 1, device="cuda")
-        model(x, use="left").backward()
-        with pytest.raises(GradientError) as error:
-            model(x)
-        assert "found:    rank 0: right.weight (index 1)\n" in str(error.value)
-        fragile = md.DDP(Fragile().cuda(), bucket_cap_mb=1e-6)
-        with pytest.raises(ArithmeticError):
-            fragile(x, fails=True).sum().backward()
-        with pytest.raises(GradientError) as error:
-            fragile(x)
-        assert "found:    rank 0: an exception was raised inside backward()" in str(error.value)
-        fragile(x).sum().backward()
-        assert [p.grad.item() for p in fragile.parameters()] == [1.0, 1.0]
     finally:
         md.destroy_process_group()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,13 +12,22 @@ import meshdist as md
 from meshdist.ddp.endings import Ending, Endings
 from meshdist.ddp.reports import Reports
 from meshdist.errors import GradientError
+from tests.ddp.stand_in_accelerator import CPU, Accelerator, in_place_of_the_cpu
 
-CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
+
+@pytest.fixture(params=["at once", "deferred"])
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[], Accelerator] | None]:
+    """None where flags are read at once; else what stands in for each rank's accelerator."""
+    if request.param == "at once":
+        yield None
+    else:
+        with in_place_of_the_cpu() as here:
+            yield here
 
 
-def endings_of(parameters: Sequence[Parameter], device: torch.device = CPU) -> Endings:
+def endings_of(parameters: Sequence[Parameter]) -> Endings:
     names = [f"p{place}" for place in range(len(parameters))]
-    return Endings(parameters, Reports(names, md.group.WORLD), md.group.WORLD, device)
+    return Endings(parameters, Reports(names, md.group.WORLD), md.group.WORLD, CPU)
 
 
 def summed(endings: Endings, ending: Ending, dtype: torch.dtype) -> torch.Tensor:
@@ -41,7 +50,9 @@ def summed(endings: Endings, ending: Ending, dtype: torch.dtype) -> torch.Tensor
     ],
 )
 def test_ranks_raise_together_where_some_were_interrupted(
-    all_ends: tuple[Ending, ...], dtype: torch.dtype
+    all_ends: tuple[Ending, ...],
+    dtype: torch.dtype,
+    accelerator: Callable[[], Accelerator] | None,
 ) -> None:
     def program() -> tuple[str, bool]:
         parameter = Parameter(torch.ones(1))
@@ -50,7 +61,12 @@ def test_ranks_raise_together_where_some_were_interrupted(
         ending = all_ends[md.get_rank()]
         text = ""
         try:
-            endings.read_flags(summed(endings, ending, dtype), ending)
+            endings.flags_summed(summed(endings, ending, dtype), ending)
+            if accelerator is not None:
+                assert accelerator().told[-1].startswith("record")
+                assert parameter.grad is not None
+            endings.read_flags()
+            endings.read_flags()  # read once
         except GradientError as error:
             text = str(error)
         return text, parameter.grad is not None
@@ -77,45 +93,20 @@ def test_backwards_add_up_until_the_next_forward() -> None:
     assert md.simulate(program, 1) == [[lacking, whole, lacking, whole, whole]]
 
 
-def test_every_rank_raises_at_the_next_forward_what_any_lacks() -> None:
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_every_rank_raises_once_what_any_lacks(is_checked: bool) -> None:
     def program() -> str:
         endings = endings_of([Parameter(torch.ones(1)) for _ in range(3)])
         came = bytearray([[1, 1, 1], [0, 1, 0]][md.get_rank()])
         ending = endings.backward_ends(came)
-        endings.read_flags(summed(endings, ending, torch.float32), ending)
+        endings.flags_summed(summed(endings, ending, torch.float32), ending)
+        endings.read_flags()
         with pytest.raises(GradientError) as error:
-            endings.forward_begins()
-        endings.forward_begins()  # raised once
+            endings.check_complete() if is_checked else endings.forward_begins()
+        endings.check_complete()
+        endings.forward_begins()
         return str(error.value)
 
     for text in md.simulate(program, 2):
         assert "  found:    rank 1: p0 (index 0), p2 (index 2)\n" in text
-
-
-def test_where_flags_are_not_read_only_the_interrupted_rank_raises() -> None:
-    def program() -> str:
-        endings = endings_of([Parameter(torch.ones(1))], ELSEWHERE)
-        ending = (Ending.WHOLE, Ending.INTERRUPTED)[md.get_rank()]
-        try:
-            endings.read_flags(torch.empty(3, device=ELSEWHERE), ending)
-        except GradientError as error:
-            return str(error)
-        return ""
-
-    texts = md.simulate(program, 2)
-    assert texts[0] == "" and "found:    rank 1: an exception was raised" in texts[1]
-
-
-def test_where_flags_are_not_read_only_the_lacking_rank_raises() -> None:
-    def program() -> str:
-        endings = endings_of([Parameter(torch.ones(1))], ELSEWHERE)
-        ending = endings.backward_ends(bytearray([md.get_rank()]))
-        endings.read_flags(torch.empty(3, device=ELSEWHERE), ending)
-        try:
-            endings.forward_begins()
-        except GradientError as error:
-            return str(error)
-        return ""
-
-    texts = md.simulate(program, 2)
-    assert "found:    rank 0: p0 (index 0)" in texts[0] and texts[1] == ""

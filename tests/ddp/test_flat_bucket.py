@@ -21,7 +21,7 @@ def allocate(like: torch.Tensor, count: int) -> torch.Tensor:
 
 def bucket_of(parameters: list[Parameter], indices: tuple[int, ...], **changes: Any) -> Bucket:
     options: dict[str, Any] = {"num_flags": 0, "scale": 0.5, "as_views": True, "reports": None}
-    return Bucket(indices, parameters, allocate=allocate, **{**options, **changes})
+    return Bucket(indices, parameters, **{"allocate": allocate, **options, **changes})
 
 
 def test_views_lie_one_after_the_other_and_flags_behind_them() -> None:
@@ -77,6 +77,16 @@ def test_averages_are_handed_out(as_views: bool) -> None:
     assert (lacking.grad.tolist(), held.grad.tolist(), unused.grad) == ([1, 2], [3, 4], None)
     assert (lacking.grad is bucket.views[0]) == as_views
     assert bucket.num_pending == 3
+
+
+def test_averages_are_handed_out_without_a_look_at_what_lies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: object())
+    (lacking,) = parameters = [Parameter(torch.zeros(2, device="meta"))]
+    bucket = bucket_of(parameters, (0,), allocate=torch.Tensor.new_empty)
+    bucket.hand_out(is_complete=False)  # to look at a meta tensor is an error
+    assert lacking.grad is bucket.views[0]
 
 
 def test_small_gradients_are_kept_for_the_stream_that_reads_them(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import flat_bucket, reducer
+from meshdist.ddp import endings, flat_bucket, reducer
+from meshdist.ddp.flags import FlagReader
 from meshdist.ddp.reducer import Reducer, tensors_in
 from meshdist.errors import BackendError, GradientError
 
@@ -266,6 +267,57 @@ def test_what_an_interrupted_backward_left_is_awaited_before_it_is_zeroed(
     mine: Reducer
     monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
     md.simulate(program, 1)
+
+
+def test_flags_are_expected_where_the_last_bucket_lies_when_buckets_are_rebuilt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: list[torch.Tensor] = []
+    reader_for = endings.reader_for
+
+    def telling(device: torch.device, num_flags: int) -> FlagReader:
+        placed.append(mine.buckets[-1].flags if mine else torch.empty(0))
+        assert device == placed[-1].device
+        return reader_for(device, num_flags)
+
+    def program() -> None:
+        nonlocal mine
+        module = Chain([1, 0], [])
+        mine = reducer_of(module, ALL_IN_ONE)
+        for _ in range(3):
+            step(module, mine, torch.ones(1))
+
+    mine: Reducer | None = None
+    monkeypatch.setattr(endings, "reader_for", telling)
+    md.simulate(program, 1)
+    assert len(placed) == 2 and mine is not None and placed[1] is mine.buckets[-1].flags
+
+
+def test_no_graph_is_captured_before_the_buckets_are_rebuilt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def program() -> str:
+        module = Chain([0], [])
+        mine = reducer_of(module, ALL_IN_ONE)
+        texts = []
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(reducer, "is_capturing", lambda _: True)
+                with pytest.raises(GradientError) as error:
+                    mine.before_forward()
+            texts.append(str(error.value))
+            step(module, mine, torch.ones(1))
+        monkeypatch.setattr(reducer, "is_capturing", lambda _: True)
+        step(module, mine, torch.ones(1))  # rebuilt in the second step
+        assert texts[0] == texts[1]
+        return texts[0]
+
+    assert md.simulate(program, 1) == [
+        "a CUDA graph cannot be captured before the buckets are rebuilt\n"
+        "  where:    rank 0, in the world\n"
+        "  expected: two steps, forward and backward, before the capture\n"
+        "  fix:      run some steps on a side stream first, as torch.cuda.graph asks for"
+    ]
 
 
 def test_many_lacking_parameters_are_counted_not_listed() -> None:

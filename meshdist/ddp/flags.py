@@ -1,0 +1,101 @@
+"""How the sums of the flags behind the last bucket are read on the host.
+
+On the CPU they are there when the bucket's all-reduce has ended. On an accelerator it has only been
+enqueued then: the sums are copied to the host behind it, and read where the program comes next to a
+place at which every rank looks, by which time the copy has mostly been made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from .streams import is_capturing
+
+__all__ = ["DeferredReader", "FlagReader", "ImmediateReader", "reader_for"]
+
+
+class FlagReader(ABC):
+    """Reads the sums of one backward at a time."""
+
+    is_deferred: ClassVar[bool]
+    """Whether reading right after ``note`` would make the CPU wait for the device."""
+
+    @abstractmethod
+    def note(self, sums: torch.Tensor) -> bool:
+        """The sums have been reduced; whether ``take`` will give them."""
+
+    @abstractmethod
+    def take(self) -> list[float] | None:
+        """Return the sums noted last, once; None if there are none, or this is no time to wait."""
+
+
+class ImmediateReader(FlagReader):
+    """Reads from memory of the host."""
+
+    is_deferred = False
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+
+    def note(self, sums: torch.Tensor) -> bool:
+        """Keep the sums."""
+        self._sums = sums
+        return True
+
+    def take(self) -> list[float] | None:
+        """Read what was kept."""
+        sums, self._sums = self._sums, None
+        return None if sums is None else _real(sums).tolist()
+
+
+class DeferredReader(FlagReader):
+    """Reads a copy in pinned memory, which is made behind the work that is enqueued.
+
+    While a CUDA graph is captured nothing is copied and nothing awaited.
+
+    Args:
+        device: where the sums lie.
+        accelerator: torch's module for its type, such as ``torch.cuda``.
+        copied: pinned memory for them.
+    """
+
+    is_deferred = True
+
+    def __init__(self, device: torch.device, accelerator: Any, copied: torch.Tensor) -> None:
+        self._device = device
+        self._accelerator = accelerator
+        self._copied = copied
+        self._event = accelerator.Event()
+        self._is_noted = False
+
+    def note(self, sums: torch.Tensor) -> bool:
+        """Enqueue a copy, unless a graph is captured."""
+        if is_capturing(self._device):
+            return False
+        self._copied.copy_(_real(sums), non_blocking=True)
+        self._event.record(self._accelerator.current_stream(self._device))
+        self._is_noted = True
+        return True
+
+    def take(self) -> list[float] | None:
+        """Wait for the copy, unless a graph is captured."""
+        if not self._is_noted or is_capturing(self._device):
+            return None
+        self._event.synchronize()
+        self._is_noted = False
+        return self._copied.tolist()
+
+
+def reader_for(device: torch.device, num_flags: int) -> FlagReader:
+    """Return the reader for sums that lie on ``device``."""
+    if device.type == "cpu":
+        return ImmediateReader()
+    accelerator = torch.get_device_module(device)
+    return DeferredReader(device, accelerator, torch.empty(num_flags, pin_memory=True))
+
+
+def _real(sums: torch.Tensor) -> torch.Tensor:
+    return sums.real if sums.is_complex() else sums
