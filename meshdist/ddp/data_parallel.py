@@ -120,7 +120,7 @@ class DistributedDataParallel(nn.Module):
         self.forward_sync_buffers = True if given is None else bool(given)
         # Here rather than in the first backward; in the model's order, which all ranks share.
         for device in dict.fromkeys(tensor.device for tensor in _state(module).values()):
-            self.process_group.open_channel(device.type).communicator.connect(device)
+            self.process_group.connect(device)
         self._adopt(module)
         if init_sync:
             state = _state(module, with_buffers=broadcast_buffers is not False)

@@ -111,6 +111,8 @@ class Endings:
         counts = self._reader.take()
         if counts is None:
             return
+        if self._reader.is_deferred:  # an all-reduce that was cut off has left any numbers
+            self._group.open_channel(self._flags_of[0].device.type).refuse_broken()
         self._someone_lacks = counts[Ending.LACKING] > 0
         if counts[Ending.INTERRUPTED] == 0:
             return

@@ -123,8 +123,7 @@ class Channel:
         note = recorder.note(self.group, verb, tensor, op, root, sizes)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
-        if self.aborts and self.is_broken():
-            raise self._why_broken()
+        self.refuse_broken()
         header_table, sequence = self.header_table, recorder.sequence
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
@@ -172,6 +171,12 @@ class Channel:
         """Whether the group failed or was aborted, so that every call on it is refused."""
         return self.opened.label in self.aborts
 
+    def refuse_broken(self) -> None:
+        """Raise where the group is broken: the error of a call that nobody waited for, if any."""
+        if self.aborts and self.is_broken():
+            error = self.communicator.take_error()
+            raise self.explain(WireAborted("the group is broken")) if error is None else error
+
     def note_message(
         self,
         verb: str,
@@ -189,8 +194,7 @@ class Channel:
         note = recorder.note_message(self.group, verb, tensor, peer, tag, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
-        if self.aborts and self.is_broken():
-            raise self._why_broken()
+        self.refuse_broken()
 
     def compare_message(
         self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
@@ -256,11 +260,6 @@ class Channel:
             under_way=under_way,
             main_thread=main_thread().ident,
         )
-
-    def _why_broken(self) -> BaseException:
-        """The error of a call on a broken group; that of one which nobody waited for, if any."""
-        error = self.communicator.take_error()
-        return self.explain(WireAborted("the group is broken")) if error is None else error
 
     def _compares_first(self) -> bool:
         """Whether no data move before all members have come, and their calls are compared.

@@ -189,9 +189,10 @@ class ProcessGroup(VerbMethods):
 
         A device of this type that the program has bound is taken in its place.
         """
-        if self.device is None or self.device.type != device.type:
+        channel = self.open_channel(device.type)
+        if device.type != "cpu" and (self.device is None or self.device.type != device.type):
             self.device = device
-        self._connect(self.open_channel(device.type), device.type)
+        self._connect(channel, device.type)
 
     def first_device_type(self) -> str:
         """The device type that was opened first; for verbs that carry no tensor."""

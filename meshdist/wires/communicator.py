@@ -121,9 +121,6 @@ class Communicator(ABC):
     def close(self) -> None:
         """End the communicator when nothing waits in it."""
 
-    def connect(self, device: torch.device) -> None:  # noqa: B027 (most are connected when open)
-        """Connect now, for a wire that else would at its first verb; collective."""
-
     def leave(self) -> None:  # noqa: B027 (most wires announce nothing)
         """Announce to the others that this process exits normally."""
 

@@ -25,7 +25,7 @@ from meshdist.errors import (
     KindError,
     MeshError,
 )
-from meshdist.wires.communicator import Communicator
+from meshdist.groups.process_group import ProcessGroup
 from tests.ddp.models import Fragile, Two
 from tests.pool import Pool
 
@@ -960,14 +960,14 @@ def test_groups_are_open_and_connected_when_the_wrapper_is_made(
 ) -> None:
     connected: list[tuple[int, torch.device]] = []
 
-    def connect(mine: Communicator, device: torch.device) -> None:
-        connected.append((mine.rank, device))
+    def connect(mine: ProcessGroup, device: torch.device) -> None:
+        connected.append((mine.rank(), device))
 
     def program() -> None:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), open_groups=False)
         md.DDP(nn.Linear(1, 1), device_mesh=mesh["dp"], init_sync=False)
 
-    monkeypatch.setattr(Communicator, "connect", connect)
+    monkeypatch.setattr(ProcessGroup, "connect", connect)
     md.simulate(program, 2)
     assert sorted(connected) == [(rank, torch.device("cpu")) for rank in range(2)]
 

@@ -110,3 +110,17 @@ def test_every_rank_raises_once_what_any_lacks(is_checked: bool) -> None:
 
     for text in md.simulate(program, 2):
         assert "  found:    rank 1: p0 (index 0), p2 (index 2)\n" in text
+
+
+def test_flags_that_an_abort_has_cut_off_are_not_believed() -> None:
+    def program() -> str:
+        endings = endings_of([Parameter(torch.ones(1))])
+        flags = summed(endings, Ending.INTERRUPTED, torch.float32)
+        endings.flags_summed(flags, Ending.WHOLE)
+        md.group.WORLD.abort("a peer is lost")
+        with pytest.raises(md.AbortedError, match="a peer is lost"):
+            endings.read_flags()
+        return "raised"
+
+    with in_place_of_the_cpu():
+        assert md.simulate(program, 1) == ["raised"]
