@@ -115,7 +115,12 @@ def gather(
     call = Collective("gather", group, root)
     block = call.read(tensor, "tensor")
     outputs = call.take_list(call.write, gather_list, "gather_list", block, "tensor", "destination")
-    return call.run(lambda wire, terms: wire.gather(outputs, block, root, terms), block, async_op)
+    return call.run(
+        lambda wire, terms: wire.gather(outputs, block, root, terms),
+        block,
+        async_op,
+        gather_list or [tensor],
+    )
 
 
 @verb(fast=["tensor", "scatter_list", "peer"], peer=get_root)

@@ -160,7 +160,7 @@ def broadcast_multigpu(
     def start(wire: Communicator, terms: Terms) -> Operation:
         return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
 
-    return call.run(start, buffers, async_op)
+    return call.run(start, buffers, async_op, tensor_list)
 
 
 @verb()
@@ -242,7 +242,7 @@ def reduce_multigpu(
         total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
         return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
 
-    return call.run(start, buffers, async_op)
+    return call.run(start, buffers, async_op, tensor_list)
 
 
 @verb()

@@ -104,6 +104,18 @@ def test_broadcast(on_ranks, root: int, place: int) -> None:
     assert on_ranks(broadcasted, 3, root, place) == [[expected] * COUNT] * 3
 
 
+def results_of_rooted() -> list[bool]:
+    found = []
+    for call in (md.reduce_multigpu, md.broadcast_multigpu):
+        x = tensors()
+        found.append(call(x, 0, async_op=True).result() == x)
+    return found
+
+
+def test_a_work_has_all_tensors_of_its_list(on_ranks) -> None:
+    assert on_ranks(results_of_rooted, 2) == [[True, True]] * 2
+
+
 def gathered(is_async: bool) -> list[Any]:
     x = tensors()
     count = COUNT * md.get_world_size()

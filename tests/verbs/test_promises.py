@@ -209,12 +209,15 @@ def rooted_results() -> list[Any]:
     y = torch.full((2,), md.get_rank() + 1.0)
     work = md.reduce(y, dst=0, async_op=True)
     work.wait()
-    return [first, work.result()[0] is y]
+    parts = [torch.empty(2), torch.empty(2)] if md.get_rank() == 0 else None
+    gathered = md.gather(y, parts, dst=0, async_op=True).result()
+    own = [id(one) for one in parts or [y]]
+    return [first, work.result()[0] is y, [id(one) for one in gathered] == own]
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_rooted_verbs_have_their_tensor_as_result_on_every_rank(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, rooted_results, 2) == [[[2.0, 2.0], True]] * 2
+    assert WIRES[wire](pool, rooted_results, 2) == [[[2.0, 2.0], True, True]] * 2
 
 
 def sparse() -> str:
