@@ -6,14 +6,16 @@ array. A library is served only once the caller has imported it: it is looked up
 ``sys.modules`` and never imported from here.
 
 CuPy works on a stream of its own. ``as_tensor`` hands an array over by DLPack, which lets torch's
-current stream wait for what CuPy has queued; ``like`` hands over in the same way; and
-``finish_writes`` lets CuPy's current stream wait for what torch has queued in place.
+current stream wait for what CuPy has queued; ``like`` hands over in the same way, the other way
+round; and what ``find_hand_back`` gives lets CuPy's current stream wait for what torch has queued
+on arrays that a verb has read or written in place.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +32,7 @@ __all__ = [
     "apart_from_all",
     "as_tensor",
     "describe",
-    "finish_writes",
+    "find_hand_back",
     "like",
     "shape_text",
 ]
@@ -78,7 +80,8 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
         return _from_numpy(x, argument, verb, writable)
     if _is_of("cupy", x, "ndarray"):
         _check_memory(x, argument, verb)
-        return from_dlpack(x)
+        with x.device:  # CuPy lets torch wait for its stream on the current device, whatever x's is
+            return from_dlpack(x)
     raise _wrong_kind(x, argument, verb)
 
 
@@ -103,23 +106,41 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
         array = plain.numpy()
         return array[()] if _is_of("numpy", original, "generic") else array
     if _is_of("cupy", original, "ndarray"):
+        if plain.is_cuda:  # torch must not use the memory again while CuPy's stream reads it
+            plain.record_stream(_cupys_stream(plain.device.index))
         return sys.modules["cupy"].from_dlpack(plain)
     raise _wrong_kind(original, "original", "like")
 
 
-def finish_writes(x: Array) -> None:
-    """Let later work of the caller's library on ``x`` see what torch has queued on its memory.
+def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
+    """What hands arrays that a verb was given back to their library; None where none is CuPy's.
 
-    CuPy's current stream waits, by an event, for torch's current stream on the device of ``x``;
-    the host does not wait. Nothing is to be done for torch and NumPy. Call it when a verb has
-    written into ``as_tensor(x)``; after an asynchronous verb, once its work has been waited for.
+    Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for torch's
+    current stream there; the host does not wait. Both streams are the calling thread's own, so it
+    is called wherever the verb has been waited for, once torch's stream comes after the verb.
+
+    Arrays that the verb only reads need it, too: else CuPy could write into them, or use their
+    memory for another array, while the wire still reads. It keeps them from being freed before.
     """
-    if not _is_of("cupy", x, "ndarray"):
-        return
-    cuda = sys.modules["cupy"].cuda
-    event = torch.cuda.current_stream(x.device.id).record_event()
-    with x.device:
-        cuda.runtime.streamWaitEvent(cuda.get_current_stream().ptr, event.cuda_event)
+    if "cupy" not in sys.modules:  # by far the most frequent
+        return None
+    of_cupy = [x for x in arrays if _is_of("cupy", x, "ndarray")]
+    return partial(_hand_back, of_cupy) if of_cupy else None
+
+
+def _hand_back(arrays: Sequence[Array]) -> None:
+    for device in {x.device.id for x in arrays}:
+        theirs, ours = _cupys_stream(device), torch.cuda.current_stream(device)
+        if theirs != ours:
+            theirs.wait_stream(ours)
+
+
+def _cupys_stream(device: int) -> torch.cuda.Stream:
+    """CuPy's current stream on a device, as a stream of torch's."""
+    pointer = sys.modules["cupy"].cuda.get_current_stream(device).ptr
+    if pointer in (0, 1):  # both name the default stream, which ExternalStream cannot be
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(pointer, device)
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

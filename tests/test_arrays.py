@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import sys
-import types
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from meshdist.arrays import (
     apart_from_all,
     as_tensor,
     describe,
-    finish_writes,
+    find_hand_back,
     like,
     shape_text,
 )
 from meshdist.dtypes import dtype_name
 from meshdist.errors import ArgumentError, DtypeError, KindError
+from tests.stand_in_cupy import StandInCupy
 
 try:
     import cupy
@@ -379,87 +380,110 @@ def test_texts() -> None:
 # -- CuPy, played by a module that keeps its arrays in host memory ------------------------------
 
 
-class FakeCupy(types.ModuleType):
-    """What is used of CuPy, over NumPy: arrays, DLPack both ways, streams and events."""
-
-    def __init__(self) -> None:
-        super().__init__("cupy")
-        self.waits: list[tuple[int, int]] = []
-
-        class Array:
-            def __init__(self, values: Any) -> None:
-                self.host = np.asarray(values)
-                self.device = contextlib.nullcontext()
-                self.device.id = 1  # type: ignore[attr-defined]
-
-            def __getattr__(self, name: str) -> Any:
-                if name in ("shape", "dtype", "strides", "itemsize"):
-                    return getattr(self.host, name)
-                raise AttributeError(name)
-
-            def __dlpack__(self, **options: Any) -> Any:
-                return self.host.__dlpack__(**options)
-
-            def __dlpack_device__(self) -> Any:
-                return self.host.__dlpack_device__()
-
-        self.ndarray = Array
-        self.from_dlpack = lambda tensor: Array(np.from_dlpack(tensor))
-        self.cuda = types.SimpleNamespace(
-            get_current_stream=lambda: types.SimpleNamespace(ptr=77),
-            runtime=types.SimpleNamespace(
-                streamWaitEvent=lambda stream, event: self.waits.append((stream, event))
-            ),
-        )
-
-
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
-    module = FakeCupy()
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
+def stand_in() -> Iterator[StandInCupy]:
+    with StandInCupy().installed() as cupy:
+        yield cupy
 
 
-def test_a_cupy_array_shares_its_memory(fake: FakeCupy) -> None:
-    array = fake.ndarray(np.arange(3.0))
+def test_a_cupy_array_shares_its_memory(stand_in: StandInCupy) -> None:
+    array = stand_in.array(np.arange(3.0))
     tensor = seen(array)
     tensor.add_(1)
     assert array.host.tolist() == [1, 2, 3]
     back = like(tensor.requires_grad_(), array)
-    assert type(back) is fake.ndarray
+    assert type(back) is stand_in.ndarray
     assert np.shares_memory(back.host, array.host)
 
 
-def test_cupy_arrays_that_torch_cannot_share_are_refused(fake: FakeCupy) -> None:
-    assert "has a negative stride" in refusal(ArgumentError, fake.ndarray(np.ones(2)[::-1]))
-    assert "torch has no dtype object" in refusal(DtypeError, fake.ndarray(np.array([None])))
+def test_cupy_arrays_that_torch_cannot_share_are_refused(stand_in: StandInCupy) -> None:
+    assert "has a negative stride" in refusal(ArgumentError, stand_in.array(np.ones(2)[::-1]))
+    assert "torch has no dtype object" in refusal(DtypeError, stand_in.array(np.array([None])))
 
 
-def test_cupys_stream_waits_for_an_event_on_torchs(
-    fake: FakeCupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded = []
+def test_a_cupy_array_goes_out_while_its_device_is_the_current_one(stand_in: StandInCupy) -> None:
+    x, y = stand_in.array([1.0]), stand_in.array([2.0])
+    with x.device:
+        seen(y)
+        seen(x)
+    assert stand_in.handed_out == [(y.device.id, y.device.id), (x.device.id, x.device.id)]
 
-    def current_stream(device: int) -> Any:
-        recorded.append(device)
-        return types.SimpleNamespace(record_event=lambda: types.SimpleNamespace(cuda_event=55))
 
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    for other in (torch.ones(1), np.ones(1)):
-        finish_writes(other)
-    assert fake.waits == []
-    finish_writes(fake.ndarray(np.ones(1)))
-    assert recorded == [1]
-    assert fake.waits == [(77, 55)]
+def test_cupys_stream_waits_for_torchs_on_each_device_at_each_call(stand_in: StandInCupy) -> None:
+    x, y = stand_in.array([1.0]), stand_in.array([2.0])
+    hand_back = find_hand_back([x, torch.ones(1), y, x, np.ones(1)])
+    assert hand_back is not None and stand_in.waits == []
+    for torchs, cupys in ((11, 21), (12, 22), (12, 0), (0, 22), (12, 1)):
+        with stand_in.streams(torchs, cupys):
+            hand_back()
+    expected = [(21, 11), (22, 12), (0, 12), (22, 0), (0, 12)]
+    assert stand_in.waits_for(x) == stand_in.waits_for(y) == expected
+
+
+@pytest.mark.parametrize(("torchs", "cupys"), [(0, 0), (0, 1), (11, 11)])
+def test_a_stream_does_not_wait_for_itself(torchs: int, cupys: int, stand_in: StandInCupy) -> None:
+    hand_back = find_hand_back([stand_in.array([1.0])])
+    assert hand_back is not None
+    with stand_in.streams(torchs, cupys):
+        hand_back()
+    assert stand_in.waits == []
+
+
+def test_nothing_is_handed_back_to_torch_and_numpy(stand_in: StandInCupy) -> None:
+    assert find_hand_back([torch.ones(1), np.ones(1), np.float32(1)]) is None
+    assert find_hand_back([]) is None
+
+
+def test_an_array_is_not_freed_before_it_was_handed_back(stand_in: StandInCupy) -> None:
+    x = stand_in.array([1.0])
+    kept = weakref.ref(x)
+    stand_in._arrays.clear()
+    hand_back = find_hand_back([x])
+    del x
+    assert kept() is not None
+    del hand_back
+    assert kept() is None
+
+
+class OnCuda:
+    """A tensor that says it lies on CUDA device 1, and notes the streams recorded on it."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+        self.detach = self.resolve_conj = self.resolve_neg = lambda: self
+
+    def record_stream(self, stream: Any) -> None:
+        assert stream.device == 1
+        self.recorded.append(stream.cuda_stream)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return np.ones(1).__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        return np.ones(1).__dlpack_device__()
+
+
+@pytest.mark.parametrize("cupys", [21, 0])
+def test_memory_that_cupy_gets_is_recorded_on_its_stream(cupys: int, stand_in: StandInCupy) -> None:
+    tensor: Any = OnCuda()
+    with stand_in.streams(11, cupys):
+        assert type(like(tensor, stand_in.array([1.0]))) is stand_in.ndarray
+    assert tensor.recorded == [cupys]
 
 
 # -- CuPy itself --------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+needs_cupy = pytest.mark.skipif(
     cupy is None or not torch.cuda.is_available(), reason="needs CuPy and an NVIDIA GPU"
 )
+
+
+@pytest.mark.gpu
+@needs_cupy
 @pytest.mark.parametrize("rounds", [20])
 def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int) -> None:
     mine, theirs = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
@@ -468,7 +492,9 @@ def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int
         for _ in range(rounds):
             array += 1  # queued on CuPy's stream
             seen(array).mul_(2)  # on torch's, after it
-            finish_writes(array)  # and what follows on CuPy's, after that
+            hand_back = find_hand_back([array])
+            assert hand_back is not None
+            hand_back()  # and what follows on CuPy's, after that
         result = like(seen(array), array)
     theirs.synchronize()
     mine.synchronize()
@@ -477,6 +503,23 @@ def test_work_of_cupy_and_torch_on_different_streams_keeps_its_order(rounds: int
     for _ in range(rounds):
         expected = np.float32((expected + 1) * 2)
     assert (cupy.asnumpy(array) == expected).all()
+
+
+@pytest.mark.gpu
+@needs_cupy
+def test_torch_does_not_use_memory_again_that_cupys_stream_still_reads() -> None:
+    mine, theirs = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    with torch.cuda.stream(mine), theirs:
+        copy = cupy.zeros(1 << 24, cupy.float32)
+        tensor = torch.ones(1 << 24, device="cuda")
+        array = like(tensor, copy)
+        with torch.cuda.stream(torch.cuda.ExternalStream(theirs.ptr)):
+            torch.cuda._sleep(200_000_000)
+        copy[...] = array
+        del tensor, array
+        torch.zeros(1 << 24, device="cuda")  # on torch's stream, and in the same memory if it may
+    torch.cuda.synchronize()
+    assert (cupy.asnumpy(copy) == 1).all()
 
 
 def test_an_array_under_a_mode_that_keeps_no_values_is_refused() -> None:

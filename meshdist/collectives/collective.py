@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..arrays import finish_writes, shape_text
+from ..arrays import find_hand_back, shape_text
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
@@ -47,16 +47,18 @@ class Collective:
 
     Attributes:
         written: what it writes.
+        foreign: the arrays of other libraries than torch that it reads or writes.
         op, factor: the reduction that is compared, and the factor of PREMUL_SUM.
     """
 
-    __slots__ = ("factor", "group", "name", "op", "root", "written")
+    __slots__ = ("factor", "foreign", "group", "name", "op", "root", "written")
 
     def __init__(self, name: str, group: Any, root: int | None = None) -> None:
         self.name = name
         self.root = root
         self.group: ProcessGroup = group if type(group) is ProcessGroup else resolve_group(group)
         self.written: list[Written] = []
+        self.foreign: list[Any] = []
         self.op: ReduceKind | None = None
         self.factor: Factor | None = None
 
@@ -72,11 +74,16 @@ class Collective:
 
     def read(self, x: Any, argument: str) -> torch.Tensor:
         """The wire tensor of an array that the verb reads."""
-        return as_wire_tensor(x, argument, self.name, writable=False)[1]
+        data, buffer = as_wire_tensor(x, argument, self.name, writable=False)
+        if data is not x:
+            self.foreign.append(x)
+        return buffer
 
     def write(self, x: Any, argument: str) -> torch.Tensor:
         """The wire tensor of an array that the verb writes."""
         data, buffer = as_wire_tensor(x, argument, self.name, writable=True)
+        if data is not x:
+            self.foreign.append(x)
         self.written.append((x, data, buffer))
         return buffer
 
@@ -144,8 +151,16 @@ class Collective:
         channel = self.group.open_channel(first.device.type)
         channel.enter(self.name, tensor, self.op, self.root, sent, taken)
         shows_all = VERBS[self.name].is_plain and self.factor is None
-        written = self.written
-        return run(channel, self.name, start, written, async_op, result=result, shows_all=shows_all)
+        return run(
+            channel,
+            self.name,
+            start,
+            self.written,
+            async_op,
+            foreign=self.foreign,
+            result=result,
+            shows_all=shows_all,
+        )
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -280,6 +295,7 @@ def run(
     async_op: bool,
     timeout: timedelta | None = None,
     *,
+    foreign: Sequence[Any] = (),
     result: Sequence[Any] | None = None,
     shows_all: bool = True,
 ) -> Work | None:
@@ -292,6 +308,7 @@ def run(
         written: what it writes.
         async_op: whether to return the Work.
         timeout: in place of the group's.
+        foreign: the arrays of other libraries than torch that it reads or writes.
         result: what the Work returns as its result, where that is more than what is written.
         shows_all: whether what ``start`` calls on the communicator shows all of the call that must
             be equal on all members.
@@ -313,11 +330,14 @@ def run(
         failure.limit = timeout
         raise channel.explain(failure) from None
     copy_back = find_copy_back(written, verb)
+    hand_back = find_hand_back(foreign) if foreign else None
     if async_op:
         results = [original for original, _, _ in written] if result is None else list(result)
-        return channel.work(operation, results, copy_back, verb=verb)
+        return channel.work(operation, results, copy_back, hand_back=hand_back, verb=verb)
     if copy_back is not None:
         copy_back()
+    if hand_back is not None:
+        hand_back()
     return None
 
 
@@ -328,11 +348,9 @@ def find_copy_back(written: Sequence[Written], verb: str) -> Callable[[], None] 
         forbid_gradient(data, verb)
 
     def copy_back() -> None:
-        for original, data, buffer in elsewhere:
+        for _, data, buffer in elsewhere:
             if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
                 with torch.inference_mode():
                     data.copy_(buffer)
-            if data is not original:
-                finish_writes(original)
 
     return copy_back if elsewhere else None

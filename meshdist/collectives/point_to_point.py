@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arrays import as_tensor, shape_text
+from ..arrays import as_tensor, find_hand_back, shape_text
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError, LengthError
 from ..groups.process_group import ProcessGroup, resolve_group
@@ -354,13 +354,15 @@ class Message:
         self.number = channel.recorder.num_notes
 
     def finish(self) -> None:
-        """Wait for it; what has come lies in the caller's array then."""
+        """Wait for it; what has come lies in the caller's array then, and its library may go on."""
         try:
             self.operation.finish(self.channel.timeout)
         except WireFailure as failure:
             raise self.channel.explain(failure, self.number) from None
         if copy_back := self._find_copy_back():
             copy_back()
+        if hand_back := self._find_hand_back():
+            hand_back()
 
     def work(self) -> Work:
         """What a caller that waits later gets."""
@@ -368,6 +370,7 @@ class Message:
             self.operation,
             [self.tensor],
             self._find_copy_back(),
+            hand_back=self._find_hand_back(),
             verb=self.verb,
             note=self.number,
             is_transfer=True,
@@ -377,6 +380,9 @@ class Message:
         if self.is_send or self.buffer is self.tensor:
             return None  # the common case, decided fast
         return find_copy_back([(self.tensor, self.data, self.buffer)], self.verb)
+
+    def _find_hand_back(self) -> Callable[[], None] | None:
+        return None if self.data is self.tensor else find_hand_back([self.tensor])
 
 
 def start_together(messages: Sequence[Message]) -> None:

@@ -90,6 +90,7 @@ def all_reduce(
             lambda wire, terms: wire.all_reduce(buffer, kind, terms),
             [(tensor, data, buffer)],
             async_op,
+            foreign=() if data is tensor else (tensor,),
             shows_all=factor is None,
         )
     note_write(buffer)  # the common case: nothing to copy back

@@ -141,6 +141,7 @@ class Channel:
         tensors: list[Any],
         copy_back: Callable[[], None] | None = None,
         *,
+        hand_back: Callable[[], None] | None = None,
         verb: str,
         note: int | None = None,
         is_transfer: bool = False,
@@ -151,6 +152,7 @@ class Channel:
             operation: the operation.
             tensors: what holds its result.
             copy_back: copies the result to where it belongs.
+            hand_back: hands the arrays back to their library, in each thread that has waited.
             verb: its public name.
             note: under which it was noted; None means last.
             is_transfer: whether it is a send or a receive.
@@ -165,6 +167,7 @@ class Channel:
             verb,
             self.group.name,
             is_transfer,
+            hand_back,
         )
 
     def is_broken(self) -> bool:

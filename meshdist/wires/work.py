@@ -42,6 +42,7 @@ class Work:
         copy_back: copies the result to where it belongs, once the wire is done.
         verb, group: what messages call the verb, and its group.
         is_transfer: whether this is a send or a receive, which have no future.
+        hand_back: hands the arrays back to their library, in each thread that has waited.
     """
 
     _operation: Operation
@@ -52,6 +53,7 @@ class Work:
     _verb: str = "verb"
     _group: str = "a group"
     _is_transfer: bool = False
+    _hand_back: Callable[[], None] | None = None
     # One thread at a time ends the verb.
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
@@ -89,10 +91,7 @@ class Work:
             self._complete()
         if self._error is not None:
             raise self._error
-        for stream, event in self._ordered:
-            current = torch.cuda.current_stream(stream.device)
-            if current != stream:
-                current.wait_event(event)
+        self._order_streams()
         return True
 
     def is_completed(self) -> bool:
@@ -101,8 +100,11 @@ class Work:
         Its results are in place then, as after ``wait``. A verb that is not done a timeout after it
         was first asked has failed, and so is done too. On NCCL this asks the device.
         """
-        if self._poll() and self._future is not None:
-            self._complete()
+        if self._poll():
+            if self._future is not None:
+                self._complete()
+            if self._error is None:
+                self._order_streams()
         return self._done
 
     def is_success(self) -> bool:
@@ -342,6 +344,15 @@ class Work:
                 stream = torch.cuda.current_stream(device)
                 self._ordered.append((stream, stream.record_event()))
         return None
+
+    def _order_streams(self) -> None:
+        """Let this thread's current streams, those of the arrays' library too, follow the verb."""
+        for stream, event in self._ordered:
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_event(event)
+        if self._hand_back is not None:
+            self._hand_back()
 
     def _end(self, error: Exception | None) -> None:
         self._error = error

@@ -56,10 +56,14 @@ def work_of(
     copy_back=None,
     timeout_s: float = 9.0,
     is_transfer: bool = False,
+    hand_back=None,
 ) -> Work:
     x = torch.ones(2)
     timeout = timedelta(seconds=timeout_s)
-    return Work(hand, timeout, explain, lambda: [x], copy_back, "verb", "a group", is_transfer)
+    names = ("verb", "a group")
+    return Work(
+        hand, timeout, explain, lambda: [x], copy_back, *names, is_transfer, _hand_back=hand_back
+    )
 
 
 def broken_hand() -> Hand:
@@ -77,6 +81,36 @@ def test_waiting_copies_back_once_and_zero_means_the_groups_timeout() -> None:
     assert copied == [1]
     assert hand.waited == [timedelta(seconds=9)]
     assert work.is_completed() and work.is_success() and work.exception() is None
+
+
+def test_each_thread_that_has_waited_hands_back() -> None:
+    hand, seen = Hand(), []
+    work = work_of(
+        hand,
+        copy_back=lambda: seen.append("copied"),
+        hand_back=lambda: seen.append(threading.current_thread().name),
+    )
+    assert not work.is_completed() and seen == []
+    future = work.get_future()
+    hand.is_done = True
+    torch._C.Future.wait(future)
+    assert seen == ["copied"]
+    work.wait()
+    work.synchronize()
+    work.result()
+    assert work.is_completed() and work.is_success()
+    assert seen == ["copied"] + [threading.current_thread().name] * 5
+
+
+def test_a_verb_that_failed_hands_nothing_back() -> None:
+    seen = []
+    work = work_of(broken_hand(), hand_back=lambda: seen.append(1))
+    with pytest.raises(BackendError):
+        work.wait()
+    assert work.is_completed()
+    with pytest.raises(RuntimeError):
+        work.get_future().wait()
+    assert seen == []
 
 
 def test_a_verb_that_is_only_polled_ends_at_its_timeout() -> None:
