@@ -37,6 +37,8 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             into the future.
         poll: completes it if that takes no waiting.
         devices: the CUDA devices of the tensors in its value.
+        hand_back: hands the arrays in its value back to their library, in each thread that has
+            waited; torch's Future lets torch's streams follow, and no others.
 
     Attributes:
         completing: taken, for good, by the thread that completes it, where several may come to.
@@ -47,11 +49,13 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         pull: Callable[[], object],
         poll: Callable[[], object],
         devices: Sequence[torch.device] = (),
+        hand_back: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(devices=list(devices))
         self._pull = pull
         self._poll = poll
         self._devices = tuple(devices)
+        self._hand_back = hand_back
         self.completing = threading.Lock()
         self._guard = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
@@ -66,7 +70,10 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         """Wait, and return the value or raise the error."""
         if not super().done():
             self._pull()
-        return super().wait()
+        value = super().wait()
+        if self._hand_back is not None:
+            self._hand_back()
+        return value
 
     def value(self) -> Any:
         """The same as ``wait()``."""
@@ -74,7 +81,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
         """A Future of ``callback(this)``, called once when this one is completed."""
-        child = WorkFuture(self._pull, self._poll, self._devices)
+        child = WorkFuture(self._pull, self._poll, self._devices, self._hand_back)
 
         def run() -> None:
             try:

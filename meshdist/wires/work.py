@@ -173,7 +173,10 @@ class Work:
         with self._guard:
             is_new = self._future is None
             future = self._future = self._future or WorkFuture(
-                self._wait_quietly, self.is_completed, _cuda_devices(self._result())
+                self._wait_quietly,
+                self.is_completed,
+                _cuda_devices(self._result()),
+                self._hand_back,
             )
         if is_new:
             self._start_deadline()
