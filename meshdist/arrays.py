@@ -43,6 +43,10 @@ Array: TypeAlias = Any
 _Tensor = torch.Tensor
 _strided = torch.strided
 
+_recorded_streams: dict[int, Any] = {}
+"""CuPy's streams that are recorded on memory of torch's, by id, kept from being destroyed: torch
+uses them when the memory is freed, and the process would end where one is gone by then."""
+
 _SHARED_DTYPES = frozenset(facts.name for facts in DTYPES.values() if facts.is_in_numpy)
 _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 
@@ -106,8 +110,8 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
         array = plain.numpy()
         return array[()] if _is_of("numpy", original, "generic") else array
     if _is_of("cupy", original, "ndarray"):
-        if plain.is_cuda:  # torch must not use the memory again while CuPy's stream reads it
-            plain.record_stream(_cupys_stream(plain.device.index))
+        if plain.is_cuda:
+            _record_cupys_stream(plain)
         return sys.modules["cupy"].from_dlpack(plain)
     raise _wrong_kind(original, "original", "like")
 
@@ -133,6 +137,14 @@ def _hand_back(arrays: Sequence[Array]) -> None:
         theirs, ours = _cupys_stream(device), torch.cuda.current_stream(device)
         if theirs != ours:
             theirs.wait_stream(ours)
+
+
+def _record_cupys_stream(tensor: torch.Tensor) -> None:
+    """Let torch not use the memory again, once it is freed, while CuPy's stream still reads it."""
+    device = tensor.device.index
+    tensor.record_stream(_cupys_stream(device))
+    stream = sys.modules["cupy"].cuda.get_current_stream(device)
+    _recorded_streams[id(stream)] = stream
 
 
 def _cupys_stream(device: int) -> torch.cuda.Stream:

@@ -70,8 +70,8 @@ class StandInCupy(types.ModuleType):
     @contextlib.contextmanager
     def streams(self, torchs: int, cupys: int) -> Iterator[None]:
         """In this context, and this thread, these are the current streams of every device."""
-        before = self._get("torchs"), self._get("cupys")
-        self._here.torchs, self._here.cupys = torchs, cupys
+        before = self._get("torchs"), self._current_stream()
+        self._here.torchs, self._here.cupys = torchs, CupyStream(cupys)
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ class StandInCupy(types.ModuleType):
         return made
 
     def from_dlpack(self, tensor: torch.Tensor) -> StandInArray:
-        self.taken_in.append((self._get("cupys"), self._get("torchs")))
+        self.taken_in.append((self._current_stream().ptr, self._get("torchs")))
         return self.array(np.from_dlpack(tensor))
 
     def waits_for(self, x: StandInArray) -> list[tuple[int, int]]:
@@ -94,8 +94,8 @@ class StandInCupy(types.ModuleType):
     def _get(self, name: str) -> int:
         return int(getattr(self._here, name, 0))
 
-    def _current_stream(self, device: int) -> Any:
-        return types.SimpleNamespace(ptr=self._get("cupys"))
+    def _current_stream(self, device: int = -1) -> CupyStream:
+        return getattr(self._here, "cupys", None) or CupyStream(0)
 
 
 class StandInArray:
@@ -114,6 +114,13 @@ class StandInArray:
 
     def __dlpack_device__(self) -> Any:
         return self.host.__dlpack_device__()
+
+
+class CupyStream:
+    """A stream as CuPy shows it."""
+
+    def __init__(self, pointer: int) -> None:
+        self.ptr = pointer
 
 
 class Device:

@@ -471,7 +471,9 @@ def test_memory_that_cupy_gets_is_recorded_on_its_stream(cupys: int, stand_in: S
     tensor: Any = OnCuda()
     with stand_in.streams(11, cupys):
         assert type(like(tensor, stand_in.array([1.0]))) is stand_in.ndarray
+        stream = weakref.ref(stand_in.cuda.get_current_stream(1))
     assert tensor.recorded == [cupys]
+    assert stream() is not None  # or torch would look at a stream that is gone
 
 
 # -- CuPy itself --------------------------------------------------------------------------------
@@ -520,6 +522,17 @@ def test_torch_does_not_use_memory_again_that_cupys_stream_still_reads() -> None
         torch.zeros(1 << 24, device="cuda")  # on torch's stream, and in the same memory if it may
     torch.cuda.synchronize()
     assert (cupy.asnumpy(copy) == 1).all()
+
+
+@pytest.mark.gpu
+@needs_cupy
+def test_memory_may_be_freed_after_the_stream_that_it_was_handed_to() -> None:
+    with cupy.cuda.Stream(non_blocking=True):
+        array = like(torch.ones(1 << 20, device="cuda"), cupy.zeros(1))
+    assert float(array.sum()) == 1 << 20
+    del array
+    torch.cuda.synchronize()
+    assert float(torch.ones(1 << 20, device="cuda").sum()) == 1 << 20
 
 
 def test_an_array_under_a_mode_that_keeps_no_values_is_refused() -> None:
