@@ -210,7 +210,6 @@ class Work:
             complete()
 
         future = WorkFuture(pull, poll)
-
         get_watcher().watch(self._has_ended, complete)
         return future
 
@@ -279,9 +278,25 @@ class Work:
 
         with self._guard:
             if self._future is None:
-                self._future = self._operation.future().then(follow)
-                self._operation = _Followed(self._operation, self._future)
+                enqueued = self._operation.future().then(follow)
+                self._operation = _Followed(self._operation, enqueued)
+                self._future = enqueued if self._hand_back is None else self._handing_back(enqueued)
             return self._future
+
+    def _handing_back(self, enqueued: torch.futures.Future[list[Any]]) -> WorkFuture:
+        """A future of what is ``enqueued`` whose waits hand the program's arrays back."""
+        devices = _cuda_devices(self._result())
+        future = WorkFuture(lambda: None, lambda: None, devices, self._hand_back)
+        future.completing.acquire()
+
+        def complete(done: torch.futures.Future[list[Any]]) -> None:
+            try:
+                future.set_result(done.value())
+            except Exception as error:
+                future.set_exception(error)
+
+        enqueued.then(complete)
+        return future
 
     def _has_ended(self) -> bool:
         """Whether the verb is done or has failed, without asking a device."""

@@ -164,7 +164,8 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._explain = explain
 
     def take_error(self) -> MeshdistError | None:
-        error, self._unraised = self._unraised, None
+        with self._failing:
+            error, self._unraised = self._unraised, None
         return error
 
     def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:

@@ -184,7 +184,7 @@ class BackendOptions:
 class StandIn:
     """What NCCL's and XCCL's classes have in common."""
 
-    device: ClassVar[Device]
+    in_use: ClassVar[Device | None] = None
     Options: ClassVar[type] = BackendOptions
     work_kind: ClassVar[type[Work]] = Work
     supports_coalescing = True
@@ -192,6 +192,8 @@ class StandIn:
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         if type(options) is not self.Options:  # (pyi) pybind's
             raise TypeError("__init__(): incompatible constructor arguments")
+        assert self.in_use is not None
+        self.device = self.in_use
         self._rank, self._size, self._options = rank, size, options
         self.blocking_wait = False
         self.connected: list[torch.device] = []
@@ -465,7 +467,7 @@ def standing_in(*, num_devices: int = 4) -> Iterator[Device]:
         "is_current_stream_capturing": lambda: device.captures is threading.current_thread(),
     }
     classes = {"ProcessGroupNCCL": Nccl, "ProcessGroupXCCL": Xccl}
-    StandIn.device = device
+    StandIn.in_use = device
     with mock.patch.multiple(torch.cuda, **cuda):
         patches = [mock.patch.multiple(torch.distributed, create=True, **classes)]
         for wire in wires:
@@ -475,6 +477,7 @@ def standing_in(*, num_devices: int = 4) -> Iterator[Device]:
         try:
             yield device
         finally:
+            StandIn.in_use = None
             for kernel in device.kernels:
                 kernel.has_ended.set()
             for one in patches:

@@ -22,6 +22,7 @@ from meshdist.wires.opening import Opening
 from meshdist.wires.registry import find_wire
 from tests.load import is_within
 from tests.pool import Pool
+from tests.stand_in_cupy import StandInCupy
 from tests.wires.c10d.nccl_stand_in import Device, Nccl, Xccl, standing_in
 from tests.wires.verb_table import check_every_verb
 
@@ -261,6 +262,20 @@ def test_signals_are_heard_after_an_abort_that_fails(device: Device, pool: Pool)
             return told
 
     assert pool.run(program, 2) == [["rank 0: the first", "rank 0: the second"]] * 2
+
+
+def test_waits_for_a_future_hand_cupys_arrays_back(world: Device) -> None:
+    with StandInCupy().installed() as cupy:
+        x = cupy.array([1.0, 2.0])
+        with cupy.streams(torchs=11, cupys=21):
+            work = md.all_reduce(x, async_op=True)
+            future = work.get_future()
+        for torchs, cupys in ((12, 22), (13, 23)):
+            with cupy.streams(torchs=torchs, cupys=cupys):
+                assert future.wait() == [x]
+        with cupy.streams(torchs=14, cupys=24):
+            work.wait()
+        assert cupy.waits_for(x)[-3:] == [(22, 12), (23, 13), (24, 14)]
 
 
 def test_who_is_late_is_named(pool: Pool) -> None:
