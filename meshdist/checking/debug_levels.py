@@ -68,8 +68,10 @@ def get_debug_level() -> DebugLevel:
 def set_debug_level(arg0: DebugLevel) -> None:
     """Set the debug level of meshdist and of torch.distributed, from now on.
 
-    OFF is the default. INFO logs more; DETAIL also makes the members of groups that span hosts
-    compare their calls before data moves, and checks the gradients in the backward of ``psum``.
+    OFF is the default. INFO logs more, and lets the members of a group on NCCL wait for each other
+    and compare their calls before they enqueue one. DETAIL also makes the members of groups that
+    span hosts compare their calls before data moves, and checks the gradients in the backward of
+    ``psum``.
     Members of one group set it alike.
 
     Raises:

@@ -53,7 +53,7 @@ _ABORT_S = timedelta(seconds=30)
 
 
 @dataclass(eq=False, slots=True)
-class Ending:
+class Outcome:
     """How one work ends, as far as that can be known without the device.
 
     It does not hold the work, which keeps the tensors' memory.
@@ -98,17 +98,17 @@ class EnqueuedWork:
 
     Args:
         work: c10d's.
-        ending: what is known.
+        outcome: what is known.
         communicator: which has started it.
     """
 
     work: Any
-    ending: Ending
+    outcome: Outcome
     communicator: EnqueueingCommunicator
 
     def is_completed(self) -> bool:
         """Whether the device has done it, or it has failed; asks the device."""
-        return self.ending.is_good or self.communicator.is_aborted or self.work.is_completed()
+        return self.outcome.is_good or self.communicator.is_aborted or self.work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """c10d's future, done already: its callbacks run on streams that come after the work."""
@@ -139,7 +139,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._process_id = os.getpid()
         self._device: torch.device | None = None
         self._explain: Explain | None = None
-        self._endings: set[Ending] = set()
+        self._outcomes: set[Outcome] = set()
         # Held while the error of a failure is made: whoever waits for the work takes that one.
         self._failing = threading.Lock()
         self._unraised: MeshdistError | None = None
@@ -177,28 +177,28 @@ class EnqueueingCommunicator(C10dCommunicator):
         return self._start(terms, "barrier", options)
 
     def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
-        self._check_ending(work.ending)
+        self._check_outcome(work.outcome)
         super().finish_work(work.work, timeout)
-        self._check_ending(work.ending)
+        self._check_outcome(work.outcome)
 
     def has_ended(self, work: EnqueuedWork) -> bool:
-        self._check_ending(work.ending)
-        return work.ending.is_good
+        self._check_outcome(work.outcome)
+        return work.outcome.is_good
 
     def look(self) -> None:
         """Find out how works have ended; where one has failed or is late, say so and abort."""
         group = self._group
         if self.is_aborted or group is CLOSED:
             return
-        for ending in tuple(self._endings):
-            failure = ending.look()
+        for outcome in tuple(self._outcomes):
+            failure = outcome.look()
             if failure is not None:
-                self._fail(failure, ending)
+                self._fail(failure, outcome)
                 return
-            if ending.is_good:
-                self._endings.discard(ending)
+            if outcome.is_good:
+                self._outcomes.discard(outcome)
         if self._tells_errors and (failure := self._find_failure(group)) is not None:
-            self._fail(failure, Ending(None, self._timeout, None))
+            self._fail(failure, Outcome(None, self._timeout, None))
 
     def abort(self) -> None:
         self.abort_together([self])
@@ -246,21 +246,21 @@ class EnqueueingCommunicator(C10dCommunicator):
         """Let waits fail from now on, but for what has ended well; False where they do already."""
         if self.is_aborted or self._group is CLOSED:
             return False
-        for ending in tuple(self._endings):
-            ending.look()
+        for outcome in tuple(self._outcomes):
+            outcome.look()
         self.is_aborted = True
-        self._endings.clear()
+        self._outcomes.clear()
         self._mailbox.abort()
         return True
 
-    def _fail(self, failure: WireFailure, ending: Ending) -> None:
+    def _fail(self, failure: WireFailure, outcome: Outcome) -> None:
         """Explain a failure, which breaks the group, and abort what is enqueued."""
         with self._failing:
-            failure.limit = ending.limit
-            error = None if self._explain is None else self._explain(failure, ending.note)
+            failure.limit = outcome.limit
+            error = None if self._explain is None else self._explain(failure, outcome.note)
             self.abort()
             if isinstance(error, MeshdistError):
-                ending.error = self._unraised = error
+                outcome.error = self._unraised = error
         _log.error("%s", failure if error is None else error)
 
     def _find_failure(self, group: Any) -> WireFailure | None:
@@ -272,12 +272,12 @@ class EnqueueingCommunicator(C10dCommunicator):
             return WireTimeout.after(self._timeout)
         return WireFailure(f"{self.wire.upper()} reports {found}")
 
-    def _check_ending(self, ending: Ending) -> None:
+    def _check_outcome(self, outcome: Outcome) -> None:
         """Raise where a work was cut off."""
-        if not self.is_aborted or ending.is_good:
+        if not self.is_aborted or outcome.is_good:
             return
         with self._failing:
-            error = ending.error
+            error = outcome.error
         if error is None:
             raise WireAborted("aborted while it was on the device")
         if self._unraised is error:
@@ -292,12 +292,12 @@ class EnqueueingCommunicator(C10dCommunicator):
         return DONE if work is None else super()._operation(work, terms)
 
     def _started(self, work: Any, terms: Terms) -> EnqueuedWork:
-        ending = Ending(_result_of(work), terms.timeout, terms.note)
+        outcome = Outcome(_result_of(work), terms.timeout, terms.note)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            ending.is_good = True  # nothing runs now
+            outcome.is_good = True  # nothing runs now
         else:
-            self._endings.add(ending)
-        return EnqueuedWork(work, ending, self)
+            self._outcomes.add(outcome)
+        return EnqueuedWork(work, outcome, self)
 
 
 @dataclass(eq=False, slots=True)

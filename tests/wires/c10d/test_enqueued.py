@@ -167,7 +167,7 @@ def test_a_wait_that_names_its_timeout_waits_for_the_device(device: Device) -> N
 def test_a_work_that_was_cut_off_raises(device: Device, *, is_waited_for: bool) -> None:
     communicator = opened()
     done = work_of(all_reduce(communicator))
-    wait_for(lambda: not communicator._endings)
+    wait_for(lambda: not communicator._outcomes)
     device.holds = True
     work = work_of(all_reduce(communicator))
     if is_waited_for:
@@ -246,7 +246,7 @@ def test_a_verb_without_a_work_is_bounded_by_what_c10d_tells(device: Device) -> 
     communicator = opened(SHORT)
     told = watched(communicator)
     all_reduce(communicator, waits=True)
-    assert ("enqueue", "allreduce", "default") in device.log and not communicator._endings
+    assert ("enqueue", "allreduce", "default") in device.log and not communicator._outcomes
     wait_for(lambda: communicator.is_aborted)
     assert isinstance(told[0][0], WireTimeout)
     error = communicator.take_error()
@@ -269,9 +269,9 @@ def test_what_the_watchdog_knows_does_not_hold_a_tensor(device: Device) -> None:
     device.holds = True
     communicator = opened()
     communicator.all_reduce(torch.ones(1000), ReduceOp.SUM, Terms(LONG))
-    ending = next(iter(communicator._endings))
-    assert not any(isinstance(one, torch.Tensor) for one in gc.get_referents(ending))
-    assert not any(type(one).__name__ == "Work" for one in gc.get_referents(ending))
+    outcome = next(iter(communicator._outcomes))
+    assert not any(isinstance(one, torch.Tensor) for one in gc.get_referents(outcome))
+    assert not any(type(one).__name__ == "Work" for one in gc.get_referents(outcome))
 
 
 # -- aborts of several ----------------------------------------------------------------------------
