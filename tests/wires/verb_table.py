@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore
@@ -19,7 +20,7 @@ from meshdist.runtime import deadlines
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireFailure
 from meshdist.wires.opening import Opening
-from meshdist.wires.operations import Operation, Terms
+from meshdist.wires.operations import Chain, Operation, Terms
 from meshdist.wires.registry import get_wire
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
@@ -31,7 +32,7 @@ SHAPES = ((5,), (), (2, 3), (0,), (3, 0))
 class Table:
     """One member's calls, their results compared as they come."""
 
-    def __init__(self, communicator: Communicator, waits: bool) -> None:
+    def __init__(self, communicator: Any, waits: bool) -> None:
         self.wire = communicator
         self.terms = Terms(SECONDS, waits=waits)
         self.rank = communicator.rank
@@ -173,7 +174,10 @@ def expect(x: torch.Tensor, expected: torch.Tensor, op: str, case: str) -> None:
 
 
 def check_every_verb(
-    communicator: Communicator, dtypes: Iterable[torch.dtype] = DTYPES, *, waits: bool = False
+    communicator: Communicator | OnDevice,
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    *,
+    waits: bool = False,
 ) -> str:
     """Run the whole table; returns a digest of what every member must hold alike.
 
@@ -196,6 +200,40 @@ def check_every_verb(
         table.moving(torch.float32, shape)
         table.moving(torch.complex128, shape)
     return table.shared.hexdigest()
+
+
+class OnDevice:
+    """A communicator for tensors in host memory that hands copies on a device to another one.
+
+    Args:
+        wire: the other one.
+        device: of the copies.
+    """
+
+    def __init__(self, wire: Communicator, device: str) -> None:
+        self.wire, self.rank, self.size = wire.wire, wire.rank, wire.size
+        self._of_device = wire
+        self._device = device
+
+    def __getattr__(self, verb: str) -> Callable[..., Operation]:
+        def start(*arguments: Any) -> Operation:
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def moved(x: Any) -> Any:
+                if isinstance(x, list) and x and isinstance(x[0], torch.Tensor):
+                    return [moved(one) for one in x]
+                if not isinstance(x, torch.Tensor):
+                    return x
+                copies.append((x, x.to(self._device, copy=True)))
+                return copies[-1][1]
+
+            def copy_back() -> None:
+                for x, copy in copies:
+                    x.copy_(copy)
+
+            return Chain([getattr(self._of_device, verb)(*map(moved, arguments))], copy_back)
+
+        return start
 
 
 def start_waiting_for_another(

@@ -40,7 +40,7 @@ from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..opening import Opening
 from ..operations import Chain, Operation, Terms
-from ..packing import write
+from ..packing import Tensors, write
 from ..registry import Wire, register_wire
 from ..tag_numbers import TagNumbers
 from .communicator import (
@@ -71,6 +71,8 @@ _NUMBERED_SLOT = 1 << 28
 _SMALL_SLOT = 1 << 29
 _LARGE_SLOT = 1 << 30
 _MOST_NUMBERED = 1 << 12
+_OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
+"""Verbs that the class has for CPU tensors alone; the others of its verbs stage CUDA tensors."""
 
 
 class GlooCommunicator(C10dCommunicator):
@@ -110,9 +112,13 @@ class GlooCommunicator(C10dCommunicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        if verb in ("send", "recv") and device_type != "cpu":
-            return "built"
-        return super().support(verb, device_type, dtype, op)
+        found = super().support(verb, device_type, dtype, op)
+        return "built" if found and device_type != "cpu" and verb in _OF_HOST_MEMORY else found
+
+    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
+        if tensors[0].is_cpu:
+            return super().all_reduce_list(tensors, op, terms)
+        return Communicator.all_reduce_list(self, tensors, op, terms)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
         # Gloo leaves partial results on the other members.

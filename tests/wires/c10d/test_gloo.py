@@ -15,16 +15,16 @@ from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
-from meshdist.wires.c10d.gloo import GlooTransfer, _end_within
+from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer, _end_within
 from meshdist.wires.c10d.gloo_devices import gloo_devices, gloo_interfaces
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Terms
-from meshdist.wires.registry import get_wire
+from meshdist.wires.registry import find_wire, get_wire
 from tests.load import is_within
 from tests.pool import Pool
 from tests.wires.samples import DTYPES, OPS
-from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
+from tests.wires.verb_table import WAITING, OnDevice, check_every_verb, waiting_times
 
 SECONDS = timedelta(seconds=20)
 TERMS = Terms(SECONDS)
@@ -344,6 +344,76 @@ def _fds() -> list[str]:
             continue
         found.append(fd)
     return found
+
+
+class OnAGpu(torch.Tensor):
+    """A tensor in host memory that says it lies on a GPU."""
+
+    is_cpu = False
+
+
+class WithoutCuda:
+    """Gloo's class, whose coalesced all-reduce refuses CUDA tensors in its own words."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        if any(not tensor.is_cpu for tensor in tensors):
+            text = "ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda"
+            raise RuntimeError(text)
+        return self._group.allreduce_coalesced(tensors, options)
+
+
+def reduces_lists(kind: type[torch.Tensor], waits: bool) -> list[list[float]]:
+    gloo = md.group.WORLD.open_channel("cpu").communicator
+    wire = GlooCommunicator("gloo", gloo.rank, gloo.size, WithoutCuda(gloo._group), HashStore())
+    tensors = [torch.full((n,), wire.rank + n).to(dtype).as_subclass(kind) for n, dtype in LISTED]
+    wire.all_reduce_list(tensors, ReduceOp.SUM, TERMS._replace(waits=waits)).finish(SECONDS)
+    return [x.tolist() for x in tensors]
+
+
+LISTED = ((1, torch.float32), (3, torch.float32), (2, torch.int16), (0, torch.int64))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("kind", [torch.Tensor, OnAGpu])
+def test_lists_are_reduced_where_the_class_lacks_cuda(
+    pool: Pool, kind: type[torch.Tensor], waits: bool
+) -> None:
+    assert pool.run(reduces_lists, 2, kind, waits) == [[[3], [7] * 3, [5] * 2, []]] * 2
+
+
+def test_what_the_class_has_for_cpu_tensors_alone_is_built_for_others() -> None:
+    support = find_wire("gloo").support
+    for verb in ("all_reduce_list", "send", "recv"):
+        op = ReduceOp.SUM if verb == "all_reduce_list" else None
+        assert support(verb, "cpu", torch.float32, op) == "native"
+        assert support(verb, "cuda", torch.float32, op) == "built"
+    assert support("all_reduce", "cuda", torch.float32, ReduceOp.SUM) == "native"
+    assert support("all_reduce_list", "cuda", torch.int32, ReduceOp.AVG) == ""
+
+
+def test_the_table_of_another_device_copies_there_and_back(pool: Pool) -> None:
+    def program() -> str:
+        wire = md.group.WORLD.open_channel("cpu").communicator
+        return check_every_verb(OnDevice(wire, "cpu"), SOME[:2])
+
+    assert len(set(pool.run(program, 2))) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_every_verb_on_cuda_tensors_matches_numpy(pool: Pool, waits: bool) -> None:
+    def program() -> str:
+        torch.cuda.set_device(0)
+        wire = md.new_group(backend="gloo").open_channel("cuda").communicator
+        return check_every_verb(OnDevice(wire, "cuda"), SOME, waits=waits)
+
+    assert len(set(pool.run(program, 2))) == 1
 
 
 @pytest.mark.gpu
