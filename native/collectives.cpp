@@ -14,6 +14,39 @@ namespace {
 // Copies of less are not worth a fence.
 constexpr std::size_t kStreamableBytes = 4096;
 
+// Call `use(i, place)` for each element: its number in row-major order, and its place in memory.
+template <class Use>
+void for_elements(const Layout& layout, std::uint64_t count, Use use) {
+  std::vector<std::uint64_t> at(layout.sizes.size());
+  std::uint64_t place = 0;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    use(i, place);
+    for (std::size_t dim = at.size(); dim-- > 0;) {
+      place += layout.strides[dim];
+      if (++at[dim] < layout.sizes[dim]) break;
+      place -= layout.strides[dim] * layout.sizes[dim];
+      at[dim] = 0;
+    }
+  }
+}
+
+// Let the header show layouts: 64-bit FNV-1a over their numbers.
+void sign(Header& header, const std::vector<Layout>& layouts) {
+  std::uint64_t digest = 14695981039346656037u;
+  const auto add = [&](std::uint64_t number) {
+    for (int i = 0; i < 8; ++i) digest = (digest ^ (number >> (8 * i) & 0xff)) * 1099511628211u;
+  };
+  for (const Layout& layout : layouts) {
+    add(layout.sizes.size());
+    for (std::size_t dim = 0; dim < layout.sizes.size(); ++dim) {
+      add(layout.sizes[dim]);
+      add(layout.strides[dim]);
+    }
+  }
+  header.fingerprint ^= static_cast<std::uint32_t>(digest);
+  header.layout = static_cast<std::uint8_t>(digest >> 56 | 1);
+}
+
 }  // namespace
 
 Collectives::Collectives(const Endpoint& endpoint)
@@ -30,6 +63,50 @@ Collectives::Collectives(const Endpoint& endpoint)
 }
 
 Status Collectives::run(Job& job) {
+  Job plain;
+  if (!job.layouts.empty()) {
+    plain = job;
+    plain.layouts.clear();
+    sign(job.call.header, job.layouts);
+  }
+  rounds_.layouts_differ = false;
+  const Status status = run_as_it_lies(job);
+  if (status != Status::mismatch || !rounds_.layouts_differ) return status;
+  return job.layouts.empty() ? run_as_it_lies(job) : run_in_row_major_order(job, plain);
+}
+
+// What a member whose layout is not row-major does where layouts differ: `plain` is the same job
+// without it. Programs seldom come here, so it need not be fast.
+Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
+  const bool is_list = job.verb() == Verb::all_reduce_list;
+  const auto parts = is_list ? job.outs : std::vector<Part>{{job.out, job.count()}};
+  std::vector<std::vector<std::uint8_t>> copies;
+  for (std::size_t k = 0; k < parts.size(); ++k) {
+    if (job.layouts[k].sizes.empty()) continue;
+    std::vector<std::uint8_t>& copy = copies.emplace_back(parts[k].count * item_);
+    for_elements(job.layouts[k], parts[k].count, [&](std::uint64_t i, std::uint64_t place) {
+      std::memcpy(copy.data() + i * item_, parts[k].data + place * item_, item_);
+    });
+    (is_list ? plain.outs[k].data : plain.out) = copy.data();
+  }
+  const Status status = run_as_it_lies(plain);
+  const bool is_root = job.root() == static_cast<int>(end_.rank);
+  const bool is_written = job.verb() == Verb::broadcast ? !is_root
+                          : job.verb() == Verb::reduce  ? is_root
+                                                        : true;
+  if (status != Status::ok || !is_written) return status;
+  auto copy = copies.begin();
+  for (std::size_t k = 0; k < parts.size(); ++k) {
+    if (job.layouts[k].sizes.empty()) continue;
+    for_elements(job.layouts[k], parts[k].count, [&](std::uint64_t i, std::uint64_t place) {
+      std::memcpy(parts[k].data + place * item_, copy->data() + i * item_, item_);
+    });
+    ++copy;
+  }
+  return status;
+}
+
+Status Collectives::run_as_it_lies(Job& job) {
   if (end_.is_over()) {
     rounds_.describe(end_.over_status(), 0);
     return end_.over_status();

@@ -19,6 +19,12 @@ struct Part {
   std::uint64_t count = 0;
 };
 
+// How elements lie in memory where that is not in row-major order: sizes and strides of their
+// dimensions. There are no gaps, and no two elements in one place.
+struct Layout {
+  std::vector<std::uint64_t> sizes, strides;
+};
+
 // One collective to run: the call, and this member's buffers. `outs` and `ins` have one part per
 // member (or per tensor of a list) where a verb takes several; else `out` and `in` are used.
 struct Job {
@@ -27,6 +33,9 @@ struct Job {
   std::uint8_t* in = nullptr;
   std::vector<Part> outs;
   std::vector<Part> ins;
+  // Of `out`, or of each of `outs`, for a verb that works element by element; none, or one without
+  // dimensions, is row-major.
+  std::vector<Layout> layouts;
 
   Verb verb() const { return static_cast<Verb>(call.header.verb); }
   int root() const { return call.header.root; }
@@ -37,7 +46,8 @@ class Collectives {
  public:
   explicit Collectives(const Endpoint& endpoint);
 
-  // Run `job`; on failure `failure()` has the cause.
+  // Run `job`; on failure `failure()` has the cause. Where members' layouts differ they do it in
+  // row-major order, by copies on those that have another.
   Status run(Job& job);
 
   const Failure& failure() const { return rounds_.failure; }
@@ -64,6 +74,8 @@ class Collectives {
   // Of each of two members: how far it has come.
   using Ends = std::array<std::uint64_t, 2>;
 
+  Status run_as_it_lies(Job& job);
+  Status run_in_row_major_order(const Job& job, Job& plain);
   Status dispatch(Job& job);
   bool is_fetched(std::size_t bytes) const;
   bool streams(std::size_t bytes) const;

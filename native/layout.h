@@ -59,7 +59,7 @@ struct Header {
   std::uint8_t verb = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t unused = 0;
+  std::uint8_t layout = 0;        // 0 in row-major order; else it and the fingerprint are of the layout
   std::int32_t root = 0;  // for lists: a digest of the sizes
   std::uint64_t count = 0;
   std::uint32_t sequence = 0;     // its low bits
@@ -67,9 +67,17 @@ struct Header {
 
   bool operator==(const Header& other) const {
     return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
-           count == other.count && sequence == other.sequence && fingerprint == other.fingerprint;
+           count == other.count && sequence == other.sequence &&
+           fingerprint == other.fingerprint && layout == other.layout;
   }
   bool operator!=(const Header& other) const { return !(*this == other); }
+  // Apart from the order of the elements, which the fingerprint shows too.
+  bool is_alike(const Header& other) const {
+    Header mine = *this;
+    mine.layout = other.layout;
+    mine.fingerprint = other.fingerprint;
+    return mine == other;
+  }
 };
 static_assert(sizeof(Header) == 24, "a line holds it beside the flag");
 

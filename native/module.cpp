@@ -115,14 +115,16 @@ NB_MODULE(native, m) {
   // Collectives and messages in their two forms: the first waits and returns a status.
   c.def("run", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
                   int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
-                  std::uint32_t fingerprint, double timeout) {
-    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint);
+                  std::uint32_t fingerprint, const Layouts& layouts, double timeout) {
+    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint,
+                        layouts);
     return self.run(job, timeout);
   });
   c.def("start", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
                     int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
-                    std::uint32_t fingerprint, double timeout) {
-    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint);
+                    std::uint32_t fingerprint, const Layouts& layouts, double timeout) {
+    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint,
+                        layouts);
     return self.start(std::move(job), timeout);
   });
   c.def("run_transfer", &PyCommunicator::run_transfer);

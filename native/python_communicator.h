@@ -19,6 +19,7 @@ namespace meshdist {
 
 using Count = std::uint64_t;
 using Buffers = std::vector<std::pair<Address, Count>>;
+using Layouts = std::vector<std::pair<std::vector<Count>, std::vector<Count>>>;
 
 inline std::uint8_t* pointer(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
 
@@ -123,7 +124,8 @@ class PyCommunicator : public Communicator {
     return job;
   }
   Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in,
-          const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint) const {
+          const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint,
+          const Layouts& layouts) const {
     Job it = job(verb, count, dtype, op, root, out, in);
     it.call.header.fingerprint = fingerprint;
     if (!fits(outs, kOutputs[verb], root) || !fits(ins, kInputs[verb], root)) {
@@ -132,6 +134,7 @@ class PyCommunicator : public Communicator {
     for (auto [address, elements] : outs) it.outs.push_back({pointer(address), elements});
     for (auto [address, elements] : ins) it.ins.push_back({pointer(address), elements});
     if (it.verb() == Verb::all_reduce_list) sign(it);
+    lay(it, layouts);
     return it;
   }
 
@@ -218,6 +221,26 @@ class PyCommunicator : public Communicator {
       for (int i = 0; i < 8; ++i) digest = (digest ^ (part.count >> (8 * i) & 0xff)) * 16777619u;
     }
     job.call.header.root = static_cast<std::int32_t>(digest);
+  }
+
+  static void lay(Job& job, const Layouts& layouts) {
+    const bool is_list = job.verb() == Verb::all_reduce_list;
+    if (!layouts.empty() && layouts.size() != (is_list ? job.outs.size() : 1)) {
+      throw std::invalid_argument("as many layouts as buffers are needed");
+    }
+    for (const auto& [sizes, strides] : layouts) {
+      const Count count = is_list ? job.outs[job.layouts.size()].count : job.count();
+      Count elements = 1, last = 0;
+      for (std::size_t dim = 0; dim < sizes.size() && dim < strides.size(); ++dim) {
+        elements *= sizes[dim];
+        last += (sizes[dim] - 1) * strides[dim];
+      }
+      if (sizes.size() != strides.size() ||
+          (!sizes.empty() && (elements != count || last + 1 != count))) {
+        throw std::invalid_argument("a layout is not of its buffer");
+      }
+      job.layouts.push_back({sizes, strides});
+    }
   }
 
   PyCommunicator(int fd, unsigned rank, Processes processes)

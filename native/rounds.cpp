@@ -39,6 +39,16 @@ int Rounds::find_gone(unsigned begin, unsigned end, std::uint64_t round) const {
   return -1;
 }
 
+bool Rounds::find_layouts_differ(std::uint64_t round) const {
+  bool has_layout = false;
+  for (unsigned j = 0; j < end_.size; ++j) {
+    const Header& header = line(j, round).header;
+    if (!header.is_alike(line(0, round).header)) return false;
+    has_layout |= header.layout != 0;
+  }
+  return has_layout;
+}
+
 void Rounds::describe(Status status, std::uint64_t round) {
   failure = end_.failure(status, status == Status::died ? culprit_ : -1);
   if (status != Status::mismatch) return;

@@ -64,10 +64,16 @@ class Rounds {
     const Status status = wait(round, call);
     if (status != Status::ok) return status;
     for (unsigned j = 0; j < end_.size; ++j) {
-      if (line(j, round).header != call.header) return Status::mismatch;
+      if (line(j, round).header == call.header) continue;
+      layouts_differ = find_layouts_differ(round);
+      return Status::mismatch;
     }
     return Status::ok;
   }
+
+  // Of the last mismatch: whether the calls may differ in the order of the elements alone. All
+  // members find the same.
+  bool layouts_differ = false;
 
   // Whether any member has published `round`, which all have, with one of `hints`.
   bool anyone_hints(std::uint64_t round, std::uint32_t hints) const {
@@ -94,6 +100,7 @@ class Rounds {
     return line(member, round).flag.load(std::memory_order_seq_cst) == stamp(round);
   }
   Status wait_for(unsigned member, std::uint64_t round, const Call& call);
+  bool find_layouts_differ(std::uint64_t round) const;
   int find_gone(unsigned begin, unsigned end, std::uint64_t round) const;
 
   const Endpoint& end_;

@@ -72,6 +72,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "wires": (
             "failures",
             "operations",
+            "layouts",
             "packing",
             "scratch",
             "native",

@@ -6,7 +6,7 @@ simulated ranks, inside torch's groups), and so do works and errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -35,6 +35,7 @@ __all__ = [
     "fingerprint_of",
     "header",
     "header_of",
+    "laid_fingerprint",
     "is_list",
     "message_fingerprint",
     "message_fingerprints",
@@ -250,6 +251,11 @@ def header_of(call: Call | tuple[Any, ...]) -> tuple[int, ...]:
 def fingerprint_of(call: Call | tuple[Any, ...]) -> int:
     """The fingerprint of the header of a call, or of a plain tuple of its fields."""
     return collective_fingerprints[_compared(call)]
+
+
+def laid_fingerprint(call: Call | tuple[Any, ...], layouts: Sequence[Hashable]) -> int:
+    """The fingerprint of a call's header together with how its tensors lie in memory."""
+    return fingerprint(*header_of(call), hash(tuple(layouts)))
 
 
 message_fingerprints = _Fingerprints(

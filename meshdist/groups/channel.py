@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import main_thread
@@ -16,6 +17,7 @@ from ..checking.calls import (
     collective_fingerprints,
     fingerprint_of,
     header_of,
+    laid_fingerprint,
     message_fingerprint,
     message_fingerprints,
 )
@@ -32,7 +34,15 @@ from ..reduce_ops import ReduceKind, ReduceOp
 from ..verb_table import VERBS
 from ..wires.communicator import Communicator
 from ..wires.core import core
-from ..wires.failures import MembersDisagree, WireAborted, WireFailure, WireTimeout
+from ..wires.failures import (
+    Interrupted,
+    MemberLost,
+    MembersDisagree,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+)
+from ..wires.layouts import Layout
 from ..wires.operations import Operation, Terms
 from ..wires.registry import Wire
 from ..wires.work import Work
@@ -46,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel"]
 
 _SUM = ReduceOp.SUM
+_LOOK_S = 0.1
 
 
 class Channel:
@@ -96,6 +107,7 @@ class Channel:
         root: int | None = None,
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
+        layouts: Sequence[Layout] = (),
     ) -> None:
         """Note a collective that this rank is about to start, and compare it with the others'.
 
@@ -107,6 +119,7 @@ class Channel:
             root: the place of its source or destination.
             sent, taken: how many elements go to and come from each member, for a verb whose
                 members may differ in that; only the dtype of ``tensor`` must be equal then.
+            layouts: of the tensors, where ``has_one_layout`` is asked next.
 
         Raises:
             AgreementError: another member has started another call in its place. Every member
@@ -115,7 +128,7 @@ class Channel:
         """
         recorder = self.recorder
         number = SUM_NUMBER if op is _SUM else None if op is None else op.value
-        if not sent and self._enter(verb, tensor, op, number, root):
+        if not (sent or layouts) and self._enter(verb, tensor, op, number, root):
             if self.communicator.on_stream:
                 self._compare_before_enqueueing(recorder.sequence)
             return
@@ -128,12 +141,56 @@ class Channel:
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            if header_table.enter(sequence, fingerprint_of(note), sent, taken):
+            offer = laid_fingerprint(note, layouts) if layouts else None
+            if header_table.enter(sequence, fingerprint_of(note), sent, taken, offer):
                 raise self.disagree(sequence)
         if self.spans_hosts and (self._compares_first() or _is_packed(verb, tensor)):
             self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
         elif self.communicator.on_stream:
             self._compare_before_enqueueing(sequence)
+
+    @property
+    def compares_layouts(self) -> bool:
+        """Whether ``has_one_layout`` may be asked of a call whose caller waits."""
+        return (
+            self.header_table is not None
+            and not self.spans_hosts
+            and self.communicator.holds_callers
+        )
+
+    def has_one_layout(self) -> bool:
+        """Whether all members' tensors lie alike in the call that was just entered with layouts.
+
+        Waits until it is known, and is the same on all members that have given layouts; those whose
+        tensors are in row-major order need not ask.
+
+        Raises:
+            CollectiveTimeoutError, AbortedError, BackendError: as the wait for the call itself.
+        """
+        table, sequence = self.header_table, self.recorder.sequence
+        assert table is not None  # else compares_layouts was false
+        next_look = 0.0
+
+        def is_known() -> bool:
+            nonlocal next_look
+            if table.is_offered_by_all(sequence) is not None:
+                return True
+            if self.is_broken():
+                raise WireAborted("aborted while waiting")
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_S
+                gone = table.find_gone(sequence)
+                if gone is not None:
+                    raise MemberLost("has ended", gone)
+            return False
+
+        try:
+            self.communicator.wait_for(is_known, self.timeout)
+        except WireFailure as failure:
+            raise self.explain(failure) from None
+        except BaseException as error:  # of a signal's handler: the others do not wait for it
+            raise self.explain(Interrupted(error)) from None
+        return bool(table.is_offered_by_all(sequence))
 
     def work(
         self,

@@ -2,7 +2,7 @@
 
 Tensors that reach a wire are contiguous torch tensors of a device type it serves, without
 gradients, checked by the verbs above; roots and peers count inside the group; only numbers of
-elements matter, never shapes.
+elements matter, never shapes. A wire that ``takes_layouts`` may get others without gaps.
 
 A wire writes the verbs that are abstract here; the others have a way of their own where the wire
 has one, and else are built from those. Results are the same bits on every member, since every
@@ -63,6 +63,9 @@ class Communicator(ABC):
     posts_at_once = False
     """Whether starting a receive neither waits nor needs the terms' number."""
 
+    holds_callers: ClassVar[bool] = False
+    """Whether a caller that waits for a collective is on the host until all have come to it."""
+
     def __init__(self, wire: str, rank: int, size: int) -> None:
         self.wire = wire
         self.rank = rank
@@ -75,6 +78,19 @@ class Communicator(ABC):
         ours = getattr(Communicator, verb)
         is_built = getattr(cls, verb) is ours and not getattr(ours, "__isabstractmethod__", False)
         return "built" if is_built else "native"
+
+    def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
+        """Whether it does this with tensors without gaps in any order, as they lie in memory.
+
+        Elements correspond by their places in the shape; a wire that answers yes must be right
+        where members' layouts differ, too.
+
+        Args:
+            verb: a method of this class whose tensors correspond element by element on all members.
+            tensors: whose dtypes, like ``op``, are equal on all members.
+            op: of a reduction.
+        """
+        return False
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:

@@ -373,6 +373,7 @@ class Communicator:
         outputs: Sequence[tuple[int, int]],
         inputs: Sequence[tuple[int, int]],
         fingerprint: int,
+        layouts: Sequence[tuple[Sequence[int], Sequence[int]]],
         timeout: float,
         /,
     ) -> int:
@@ -380,7 +381,9 @@ class Communicator:
 
         ``count`` is one member's part, 0 where parts differ. What a verb gives and takes is one
         buffer, ``data`` and ``output``, or several, each an address and a count: ``native/codes.h``
-        says which. What is reduced in place, or sent by ``broadcast``, is its output.
+        says which. What is reduced in place, or sent by ``broadcast``, is its output; where that is
+        not row-major ``layouts`` has, of each output, sizes and strides without gaps, both empty
+        for one that is. Members whose layouts differ do it in row-major order.
         """
 
     def start(
@@ -395,6 +398,7 @@ class Communicator:
         outputs: Sequence[tuple[int, int]],
         inputs: Sequence[tuple[int, int]],
         fingerprint: int,
+        layouts: Sequence[tuple[Sequence[int], Sequence[int]]],
         timeout: float,
         /,
     ) -> Ticket:

@@ -74,9 +74,9 @@ class Team:
             return False
         return self.tables[member].find_behind(number, uneven) is not None
 
-    def enter(self, member: int, header: int, *sent_taken: Sequence[int]) -> list[int]:
+    def enter(self, member: int, header: int, *more: Any) -> list[int]:
         self.reached[member] += 1
-        return self.tables[member].enter(self.reached[member], header, *sent_taken)
+        return self.tables[member].enter(self.reached[member], header, *more)
 
 
 def has_published(table: HeaderTable) -> bool:
@@ -297,6 +297,106 @@ def test_uneven_words_that_arrive_late_are_waited_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(module.time, "sleep", arrive)
     assert team.enter(1, 7, [6, 0], [5, 0]) == []
+
+
+# -- offers ----------------------------------------------------------------------------------------
+
+offers = st.one_of(st.none(), st.integers(10, 12))
+
+
+@given(sizes, st.data(), schedules, st.sampled_from([0, 2**32 - 3, WINDOW - 3]))
+def test_members_that_offer_find_the_same_and_others_are_told_nothing(
+    size: int, data: st.DataObject, schedule: list[int], base: int
+) -> None:
+    length = 5
+    program = [[data.draw(offers) for _ in range(size)] for _ in range(length)]
+    team = Team(size, base)
+    found: list[set[bool | None]] = [set() for _ in range(length)]
+    for member in turns(schedule, size, length):
+        index = team.reached[member] - base
+        offer = program[index][member]
+        assert team.enter(member, 7, (), (), offer) == []
+        for me, table in enumerate(team.tables):
+            for number in range(length):
+                if team.reached[me] > base + number and program[number][me] is not None:
+                    found[number].add(table.is_offered_by_all(base + number + 1))
+        for number, asked in enumerate(program):
+            are_all_here = all(reached > base + number for reached in team.reached)
+            is_one = len(set(asked)) == 1 and None not in asked
+            assert found[number] <= ({None, is_one} if are_all_here or not is_one else {None})
+    for number, asked in enumerate(program):
+        for me, offer in enumerate(asked):
+            is_one = offer is not None and len(set(asked)) == 1
+            assert team.tables[me].is_offered_by_all(base + number + 1) is is_one
+
+
+@given(sizes, st.data(), schedules)
+def test_headers_of_calls_with_offers_are_compared(
+    size: int, data: st.DataObject, schedule: list[int]
+) -> None:
+    asked = [data.draw(offers) for _ in range(size)]
+    kinds = [data.draw(st.integers(0, 1)) for _ in range(size)]
+    team = Team(size)
+    arrived: list[int] = []
+    with mock.patch.object(module.time, "sleep"):
+        for member in turns(schedule, size, 1):
+            offer = asked[member]
+            # As fingerprints are made: of the header, too.
+            laid = None if offer is None else 100 * kinds[member] + offer
+            found = team.enter(member, kinds[member], (), (), laid)
+            differing = [one for one in arrived if kinds[one] != kinds[member]]
+            assert sorted(found) == sorted(differing)
+            arrived.append(member)
+        for me, table in enumerate(team.tables):
+            differing = [one for one in range(size) if kinds[one] != kinds[me]]
+            assert sorted(table.look_again(1) or []) == differing
+
+
+def test_a_member_that_cannot_see_all_others_offers_nothing() -> None:
+    team = Team(3)
+    team.present.remove(2)
+    team.enter(0, 7, (), (), 10)
+    team.present.add(2)
+    team.enter(1, 7, (), (), 10)
+    team.enter(2, 7, (), (), 10)
+    assert [table.is_offered_by_all(1) for table in team.tables] == [False] * 3
+
+
+def test_members_on_other_hosts_are_not_seen() -> None:
+    team = Team(2)
+    table = HeaderTable(Words(team.regions[0]), 1, (0, 0, 1), 0, team, None)
+    table.enter(1, 7, (), (), 10)
+    team.enter(1, 7, (), (), 10)
+    assert table.is_offered_by_all(1) is False
+
+
+def test_a_member_that_has_gone_is_found_where_it_will_never_come() -> None:
+    team = Team(3)
+    team.enter(0, 7, (), (), 10)
+    team.enter(1, 7, (), (), 10)
+    assert team.tables[0].is_offered_by_all(1) is None
+    assert team.tables[0].find_gone(1) is None
+    team.dead.update({1, 2})
+    assert team.tables[0].find_gone(1) == 2  # the other has come before
+    team.enter(2, 7, (), (), 10)
+    assert team.tables[0].is_offered_by_all(1) is True
+    team.gone.add(2)
+    assert team.tables[0].is_offered_by_all(1) is None  # these may be another group's words
+
+
+def test_the_header_of_an_offer_that_arrives_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    team = Team(2)
+    team.enter(0, 7, (), (), 10)
+    place = team.tables[0]._offers_start + 1
+    written, team.regions[0][place] = team.regions[0][place], 0  # as if it had not arrived yet
+
+    def arrive(seconds: float) -> None:
+        team.regions[0][place] = written
+
+    monkeypatch.setattr(module.time, "sleep", arrive)
+    assert team.enter(1, 7) == []
 
 
 # -- messages ------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class NamedCore(native.Communicator):
             raise AttributeError(name)
         call = self.run if verb == name else self.start
         code, form = native.VERBS[verb], FORMS[verb]
-        return lambda *given: call(code, *form(*given[:-1]), 0, given[-1])
+        return lambda *given: call(code, *form(*given[:-1]), 0, (), given[-1])
 
     def send(
         self, x: int, n: int, dtype: int, peer: int, tag: int, timeout: float, note: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -49,6 +50,85 @@ def all_reduce_cases(c: Any) -> None:
                 call(c.all_reduce, x.data_ptr(), count, DTYPES[dtype], OPS[op])
                 expected = oracle(parts, op, torch_dtype)
                 assert torch.equal(x.view(torch.uint8), expected.view(torch.uint8)), (dtype, op)
+
+
+def laid(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A layout as the core takes it: nothing for row-major order."""
+    return ((), ()) if x.is_contiguous() else (tuple(x.shape), x.stride())
+
+
+def cases_of_layouts(c: Any) -> None:
+    """Each member's tensors lie in one of three ways, in every combination of the ways."""
+    kind, add = DTYPES["float32"], OPS["SUM"]
+    for shape in ((2, 3, 1), (40, 50, 3), (100, 200, 5)):
+        for number in range(3**c.size):
+            orders = [((0, 1, 2), (1, 0, 2), (2, 1, 0))[number // 3**j % 3] for j in range(c.size)]
+            parts = [values((j, number), math.prod(shape), "float32") for j in range(c.size)]
+            order, mine = orders[c.rank], parts[c.rank].view(shape)
+            x = mine.permute(order).contiguous().permute(sorted(range(3), key=order.__getitem__))
+            for verb, root in (("all_reduce", 0), ("reduce", number % c.size), ("broadcast", 0)):
+                given = x.clone()
+                layouts = () if given.is_contiguous() else [laid(given)]
+                op = 0 if verb == "broadcast" else add
+                code, count = native.VERBS[verb], given.numel()
+                buffers = (given.data_ptr(), 0, [], [])
+                arguments = (code, count, kind, op, root, *buffers, number % 2, layouts, TIMEOUT)
+                if number % 2:
+                    assert c.start(*arguments).wait(TIMEOUT) == OK
+                else:
+                    assert c.run(*arguments) == OK
+                expected = oracle(parts, "SUM", torch.float32).view(shape)
+                if verb == "reduce" and c.rank != root:
+                    expected = mine
+                if verb == "broadcast":
+                    expected = parts[root].view(shape)
+                assert torch.equal(given, expected), (verb, shape, orders)
+            tensors = [x.clone(), mine.clone()]
+            places = [(one.data_ptr(), one.numel()) for one in tensors]
+            layouts = [laid(one) for one in tensors]
+            code = native.VERBS["all_reduce_list"]
+            assert c.run(code, 0, kind, add, 0, 0, 0, places, [], 0, layouts, TIMEOUT) == OK
+            expected = oracle(parts, "SUM", torch.float32).view(shape)
+            assert all(torch.equal(one, expected) for one in tensors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_members_whose_layouts_differ_reduce_element_by_element(size: int) -> None:
+    run_ranks(size, cases_of_layouts)
+
+
+def other_calls_in_other_layouts(c: Any) -> list[int]:
+    x = torch.ones(6, 4) if c.rank else torch.ones(4, 6).t()
+    layouts = [] if c.rank else [laid(x)]
+    arguments = (native.VERBS["all_reduce"], 24, DTYPES["float32"])
+    found = [
+        c.run(*arguments, OPS[op], 0, x.data_ptr(), 0, [], [], fingerprint, layouts, TIMEOUT)
+        for op, fingerprint in ((("SUM", "MAX")[c.rank], 0), ("SUM", c.rank), ("SUM", 5))
+    ]
+    assert (x == 2.0).all()
+    return found
+
+
+def test_calls_that_differ_in_more_than_their_layouts_are_refused() -> None:
+    mismatch = native.STATUSES["MISMATCH"]
+    assert run_ranks(2, other_calls_in_other_layouts) == [[mismatch, mismatch, OK]] * 2
+
+
+def wrong_layouts(c: Any) -> list[str]:
+    texts = []
+    x = torch.ones(6)
+    for layouts in ([((2, 3), (3,))], [((2, 4), (4, 1))], [((2, 3), (6, 1))], [((), ())] * 2):
+        arguments = (6, DTYPES["float32"], OPS["SUM"], 0, x.data_ptr(), 0, [], [], 0, layouts)
+        with pytest.raises(ValueError, match="layout") as caught:
+            c.run(native.VERBS["all_reduce"], *arguments, TIMEOUT)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_layouts_that_are_not_those_of_the_buffers_are_refused() -> None:
+    one = "a layout is not of its buffer"
+    several = "as many layouts as buffers are needed"
+    assert run_ranks(1, wrong_layouts) == [[one, one, one, several]]
 
 
 def oracle(parts: list[torch.Tensor], op: str, dtype: torch.dtype) -> torch.Tensor:

@@ -86,6 +86,7 @@ class GlooCommunicator(C10dCommunicator):
 
     arithmetic = GLOO
     wants_senders = True
+    holds_callers = True
     # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
     # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
     # equal sizes only, and a member does not know those of the others.

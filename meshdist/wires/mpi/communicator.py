@@ -63,6 +63,7 @@ class MpiCommunicator(Communicator):
     """
 
     wants_senders = True
+    holds_callers = True
     posts_at_once = True
 
     def __init__(self, opening: Opening, link: Link, arrivals: Arrivals | None) -> None:

@@ -32,6 +32,7 @@ class StagedCommunicator(Communicator):
     """
 
     wants_senders = True
+    holds_callers = True
 
     def __init__(self, host: Communicator) -> None:
         super().__init__(host.wire, host.rank, host.size)

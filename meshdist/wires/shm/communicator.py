@@ -31,6 +31,7 @@ from .. import fallbacks
 from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
 from ..core import core as _core
 from ..failures import Interrupted, WireRefused
+from ..layouts import ROW_MAJOR, Layout, find_layout
 from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
 from ..packing import Sizes, Tensors
@@ -118,6 +119,11 @@ class ShmCommunicator(Communicator):
             return "built"
         return super().support(verb, device_type, dtype, op)
 
+    def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
+        if verb == "all_reduce_list" and len({tensor.dtype for tensor in tensors}) > 1:
+            return False
+        return op is None or all(_codes(tensor.dtype, op) is not None for tensor in tensors)
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
         codes = _sums.get(tensor.dtype) if op is _SUM else _codes(tensor.dtype, op)
         if codes is None:
@@ -125,7 +131,8 @@ class ShmCommunicator(Communicator):
                 self, tensor, op, _noted(terms, "all_reduce", tensor, op)
             )
         # What `_start` does, without its call: this verb is the most frequent.
-        more = (0, tensor.data_ptr(), 0, (), (), _fingerprint(terms))
+        layouts = () if tensor.is_contiguous() else _layouts([tensor])
+        more = (0, tensor.data_ptr(), 0, (), (), _fingerprint(terms), layouts)
         call = (_core.VERBS["all_reduce"], tensor.numel(), *codes, *more)
         if not terms.waits:
             return self._started(
@@ -137,18 +144,28 @@ class ShmCommunicator(Communicator):
         codes = _codes(tensors[0].dtype, op)
         if codes is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             return super().all_reduce_list(tensors, op, terms)
-        return self._start("all_reduce_list", tensors, terms, 0, *codes, outs=_places(tensors))
+        return self._start(
+            "all_reduce_list",
+            tensors,
+            terms,
+            0,
+            *codes,
+            outs=_places(tensors),
+            layouts=_layouts(tensors),
+        )
 
     def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
         codes = _codes(tensor.dtype, op)
         if codes is None:
             return super().reduce(tensor, op, root, _noted(terms, "reduce", tensor, op, root))
-        place = tensor.data_ptr()
-        return self._start("reduce", tensor, terms, tensor.numel(), *codes, root, place)
+        place, layouts = tensor.data_ptr(), _layouts([tensor])
+        count = tensor.numel()
+        return self._start("reduce", tensor, terms, count, *codes, root, place, layouts=layouts)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        place = tensor.data_ptr()
-        return self._start("broadcast", tensor, terms, *_amount(tensor), 0, root, place)
+        place, layouts = tensor.data_ptr(), _layouts([tensor])
+        amount = _amount(tensor)
+        return self._start("broadcast", tensor, terms, *amount, 0, root, place, layouts=layouts)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
         places = (output.data_ptr(), tensor.data_ptr())
@@ -255,6 +272,7 @@ class ShmCommunicator(Communicator):
         data: int = 0,
         outs: Places = (),
         ins: Places = (),
+        layouts: Sequence[Layout] = (),
     ) -> Operation:
         """Do a collective, or start it in the background.
 
@@ -266,9 +284,10 @@ class ShmCommunicator(Communicator):
             dtype, op, root: the core's numbers.
             out, data: addresses of the result and of the input, where each is one buffer.
             outs, ins: address and count of each part, where they are several.
+            layouts: of what is written, where one of them is not in row-major order.
         """
         places = (out, data, outs, ins)
-        call = (_core.VERBS[verb], count, dtype, op, root, *places, _fingerprint(terms))
+        call = (_core.VERBS[verb], count, dtype, op, root, *places, _fingerprint(terms), layouts)
         seconds = terms.timeout.total_seconds()
         if not terms.waits:
             return self._started(self._core.start(*call, seconds), kept, terms)
@@ -465,6 +484,23 @@ def _amount(tensor: torch.Tensor) -> tuple[int, int]:
 def _places(tensors: Tensors) -> Places:
     """Where each lies, and how much of it travels."""
     return [(tensor.data_ptr(), _amount(tensor)[0]) for tensor in tensors]
+
+
+def _layouts(tensors: Tensors) -> Sequence[Layout]:
+    """How each lies, in units of what travels; () where all are in row-major order."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return ()
+    return [_layout(tensor) for tensor in tensors]
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    found = find_layout(tensor)
+    assert found is not None  # as takes_layouts demands
+    item = tensor.itemsize
+    if found == ROW_MAJOR or tensor.dtype in _CODES:
+        return found
+    sizes, strides = found  # others travel as bytes
+    return (*sizes, item), (*(step * item for step in strides), 1)
 
 
 def _cuts(tensor: torch.Tensor, sizes: Sizes) -> Places:
