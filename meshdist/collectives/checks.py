@@ -22,6 +22,7 @@ from ..reduce_ops import (
     find_refusal,
     multiply,
 )
+from ..wires.layouts import find_layout
 
 __all__ = [
     "SUM",
@@ -71,11 +72,12 @@ def check_reducible(
 
 
 def as_wire_tensor(
-    x: Any, argument: str, verb: str, *, writable: bool
+    x: Any, argument: str, verb: str, *, writable: bool, keeps_layout: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` as a tensor on its own memory, and the contiguous one to communicate with.
 
-    They are one where ``x`` is contiguous; else the verb copies back what it wrote.
+    They are one where ``x`` is contiguous; else the verb copies back what it wrote. Where it
+    ``keeps_layout``, one without gaps need not be contiguous.
     """
     is_plain = type(x) is _Tensor and x.layout is _STRIDED and not x.requires_grad
     is_plain = is_plain and x.is_contiguous() and not x.is_nested
@@ -87,7 +89,9 @@ def as_wire_tensor(
     if writable:
         _check_writable(tensor, argument, verb)
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return tensor, plain if plain.is_contiguous() else plain.contiguous()
+    if plain.is_contiguous() or (keeps_layout and find_layout(plain) is not None):
+        return tensor, plain
+    return tensor, plain.contiguous()
 
 
 def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:

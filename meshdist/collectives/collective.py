@@ -18,6 +18,7 @@ from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
 from ..verb_table import VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
+from ..wires.layouts import ROW_MAJOR, find_layout, flat
 from ..wires.operations import Operation, Terms
 from ..wires.work import Work
 from .checks import (
@@ -28,10 +29,15 @@ from .checks import (
     premultiplied,
 )
 
-__all__ = ["Collective", "Start", "find_copy_back", "run"]
+__all__ = ["Collective", "Start", "StartOn", "find_copy_back", "run"]
+
+_WORTH_COMPARING = 1 << 14  # bytes; smaller ones are copied in less time
 
 Start: TypeAlias = Callable[[Communicator, Terms], Operation]
 """Starts a collective on a communicator, under the terms that it is given."""
+
+StartOn: TypeAlias = Callable[[Communicator, Terms, list[torch.Tensor]], Operation]
+"""The same, with the tensors to hand to the communicator."""
 
 Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
 """An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
@@ -44,6 +50,8 @@ class Collective:
         name: the verb's public name.
         group: whose members call it, as the verb was given it.
         root: the place of its source or destination.
+        is_elementwise: whether its tensors correspond element by element on all members, so that
+            ``run_elementwise`` may leave them as they lie in memory.
 
     Attributes:
         written: what it writes.
@@ -51,10 +59,13 @@ class Collective:
         op, factor: the reduction that is compared, and the factor of PREMUL_SUM.
     """
 
-    __slots__ = ("factor", "foreign", "group", "name", "op", "root", "written")
+    __slots__ = ("factor", "foreign", "group", "is_elementwise", "name", "op", "root", "written")
 
-    def __init__(self, name: str, group: Any, root: int | None = None) -> None:
+    def __init__(
+        self, name: str, group: Any, root: int | None = None, *, is_elementwise: bool = False
+    ) -> None:
         self.name = name
+        self.is_elementwise = is_elementwise
         self.root = root
         self.group: ProcessGroup = group if type(group) is ProcessGroup else resolve_group(group)
         self.written: list[Written] = []
@@ -74,18 +85,24 @@ class Collective:
 
     def read(self, x: Any, argument: str) -> torch.Tensor:
         """The wire tensor of an array that the verb reads."""
-        data, buffer = as_wire_tensor(x, argument, self.name, writable=False)
+        data, buffer = self._as_wire_tensor(x, argument, writable=False)
         if data is not x:
             self.foreign.append(x)
         return buffer
 
     def write(self, x: Any, argument: str) -> torch.Tensor:
         """The wire tensor of an array that the verb writes."""
-        data, buffer = as_wire_tensor(x, argument, self.name, writable=True)
+        data, buffer = self._as_wire_tensor(x, argument, writable=True)
         if data is not x:
             self.foreign.append(x)
         self.written.append((x, data, buffer))
         return buffer
+
+    def _as_wire_tensor(
+        self, x: Any, argument: str, *, writable: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keeps = self.is_elementwise
+        return as_wire_tensor(x, argument, self.name, writable=writable, keeps_layout=keeps)
 
     def take_list(
         self,
@@ -147,9 +164,56 @@ class Collective:
             start, async_op, result: as for the function ``run``.
             tensor, sent, taken: as for ``Channel.enter``.
         """
-        first = tensor[0] if isinstance(tensor, list) else tensor
-        channel = self.group.open_channel(first.device.type)
+        channel = self._open_channel(tensor)
         channel.enter(self.name, tensor, self.op, self.root, sent, taken)
+        return self._run(channel, start, async_op, result)
+
+    def run_elementwise(
+        self,
+        start: StartOn,
+        tensor: torch.Tensor | list[torch.Tensor],
+        async_op: bool = False,
+        result: Sequence[Any] | None = None,
+    ) -> Work | None:
+        """As ``run``, with ``start`` given what to hand to the communicator for each tensor.
+
+        What is not in row-major order is handed over as it lies, where that is right though the
+        members' layouts may differ: where the wire sees to it, or the members compare them. Else it
+        is copied.
+        """
+        tensors = tensor if isinstance(tensor, list) else [tensor]
+        channel = self._open_channel(tensor)
+        layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
+        is_large = sum(one.nbytes for one in tensors) >= _WORTH_COMPARING
+        asked = self.name, tensor, self.op, self.root
+        if all(layout == ROW_MAJOR for layout in layouts) or self._wire_takes(channel, tensors):
+            channel.enter(*asked)
+            handed = tensors
+        elif channel.compares_layouts and is_large and not async_op:
+            channel.enter(*asked, layouts=layouts)
+            handed = [flat(one) for one in tensors] if channel.has_one_layout() else []
+        else:
+            channel.enter(*asked)
+            handed = []
+        if not handed:
+            handed = [one.contiguous() for one in tensors]
+            copies = {id(one): copy for one, copy in zip(tensors, handed, strict=True)}
+            self.written = [(x, data, copies[id(one)]) for x, data, one in self.written]
+        return self._run(channel, lambda wire, terms: start(wire, terms, handed), async_op, result)
+
+    def _wire_takes(self, channel: Channel, tensors: list[torch.Tensor]) -> bool:
+        verb = VERBS[self.name].wire_verbs[0]
+        op = self.op if self.factor is None else ReduceOp.SUM
+        return channel.communicator.takes_layouts(verb, tensors, op)
+
+    def _open_channel(self, tensor: torch.Tensor | list[torch.Tensor]) -> Channel:
+        first = tensor[0] if isinstance(tensor, list) else tensor
+        return self.group.open_channel(first.device.type)
+
+    def _run(
+        self, channel: Channel, start: Start, async_op: bool, result: Sequence[Any] | None
+    ) -> Work | None:
+        """Run the call, which the channel has let through."""
         shows_all = VERBS[self.name].is_plain and self.factor is None
         return run(
             channel,

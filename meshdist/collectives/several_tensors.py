@@ -62,18 +62,18 @@ def all_reduce_coalesced(
         >>> md.simulate(program, 2)
         [([2.0], [1, 1]), ([2.0], [1, 1])]
     """
-    call = Collective("all_reduce_coalesced", group)
+    call = Collective("all_reduce_coalesced", group, is_elementwise=True)
     buffers = [call.write(one, "tensors") for one in call.check_list(tensors, "tensors")]
     kind = call.take_op(op, *buffers)
     _check_devices(call, buffers, "tensors")
 
-    def start(wire: Communicator, terms: Terms) -> Operation:
+    def start(wire: Communicator, terms: Terms, handed: list[torch.Tensor]) -> Operation:
         if call.factor is not None:
-            for buffer in buffers:
-                multiply(buffer, call.factor)
-        return wire.all_reduce_list(buffers, kind, terms)
+            for one in handed:
+                multiply(one, call.factor)
+        return wire.all_reduce_list(handed, kind, terms)
 
-    return call.run(start, buffers, async_op)
+    return call.run_elementwise(start, buffers, async_op)
 
 
 @verb()

@@ -15,6 +15,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.timeouts import check_timeout
@@ -74,25 +76,27 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
-    data, buffer = as_wire_tensor(tensor, "tensor", "all_reduce", writable=True)
+    data, buffer = as_wire_tensor(tensor, "tensor", "all_reduce", writable=True, keeps_layout=True)
     kind, factor = SUM, None
     if op is not SUM:  # which every dtype has
         kind, factor = split_premul(op)
         check_reducible(kind, buffer, "all_reduce", factor)
-    channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind if factor is None else ReduceOp.PREMUL_SUM)
-    if factor is not None:
-        multiply(buffer, factor)
     if async_op or buffer is not tensor or factor is not None:
-        return run(
-            channel,
-            "all_reduce",
-            lambda wire, terms: wire.all_reduce(buffer, kind, terms),
-            [(tensor, data, buffer)],
-            async_op,
-            foreign=() if data is tensor else (tensor,),
-            shows_all=factor is None,
-        )
+        call = Collective("all_reduce", group)
+        call.op = kind if factor is None else ReduceOp.PREMUL_SUM
+        call.factor = factor
+        call.written.append((tensor, data, buffer))
+        if data is not tensor:
+            call.foreign.append(tensor)
+
+        def start(wire: Communicator, terms: Terms, handed: list[torch.Tensor]) -> Operation:
+            if factor is not None:
+                multiply(handed[0], factor)
+            return wire.all_reduce(handed[0], kind, terms)
+
+        return call.run_elementwise(start, buffer, async_op)
+    channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
+    channel.enter("all_reduce", buffer, kind)
     note_write(buffer)  # the common case: nothing to copy back
     timeout = channel.timeout
     terms = Terms(timeout, "all_reduce", channel.recorder.sequence, True)
@@ -136,12 +140,15 @@ def broadcast(
         [[1, 1], [1, 1], [1, 1]]
     """
     root = get_peer(group, src, group_src, "broadcast", "src")
-    call = Collective("broadcast", group, root)
+    call = Collective("broadcast", group, root, is_elementwise=True)
     buffer = call.write(tensor, "tensor")
     if call.is_root:  # what is sent stays as it is
         call.written.clear()
-    return call.run(
-        lambda wire, terms: wire.broadcast(buffer, root, terms), buffer, async_op, [tensor]
+    return call.run_elementwise(
+        lambda wire, terms, handed: wire.broadcast(handed[0], root, terms),
+        buffer,
+        async_op,
+        [tensor],
     )
 
 
@@ -179,13 +186,16 @@ def reduce(
         [[6, 6], [2, 2], [3, 3]]
     """
     root = get_peer(group, dst, group_dst, "reduce", "dst")
-    call = Collective("reduce", group, root)
+    call = Collective("reduce", group, root, is_elementwise=True)
     buffer = (call.write if call.is_root else call.read)(tensor, "tensor")
     kind = call.take_op(op, buffer)
     scaled = call.scaled(buffer)
     call.written = [(one, data, scaled) for one, data, _ in call.written]
-    return call.run(
-        lambda wire, terms: wire.reduce(scaled, kind, root, terms), scaled, async_op, [tensor]
+    return call.run_elementwise(
+        lambda wire, terms, handed: wire.reduce(handed[0], kind, root, terms),
+        scaled,
+        async_op,
+        [tensor],
     )
 
 

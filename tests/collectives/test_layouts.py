@@ -1,0 +1,308 @@
+"""Tensors in any order in memory, against plain loops, whatever the members' layouts are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshdist as md
+from tests.mpi_job import job_of
+from tests.pool import Pool
+
+SHAPE = (4, 8, 16, 16)  # of 16 KiB at 2 bytes: such are compared
+SMALL = (2, 3, 2, 2)
+
+
+def gapped(x: torch.Tensor) -> torch.Tensor:
+    whole = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+    whole[..., ::2] = x
+    return whole[..., ::2]
+
+
+def conjugated(x: torch.Tensor) -> torch.Tensor:
+    """Conjugated by a bit alone."""
+    return x.conj().resolve_conj().transpose(0, 2).contiguous().transpose(0, 2).conj()
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """Half of a complex tensor's memory, negated by a bit alone."""
+    whole = torch.complex(torch.zeros(x.shape, dtype=x.dtype), -x)
+    return whole.transpose(0, 1).contiguous().transpose(0, 1).conj().imag
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "row-major": lambda x: x.clone(),
+    "channels-last": lambda x: x.clone(memory_format=torch.channels_last),
+    "reversed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "a parameter": lambda x: torch.nn.Parameter(
+        x.clone(memory_format=torch.channels_last), requires_grad=x.is_floating_point()
+    ),
+    "with dims of 1": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3).unsqueeze(2),
+    "of another shape": lambda x: x.reshape(-1, x.shape[-1]).t().contiguous().t(),
+    "with gaps": gapped,
+    "of one dim": lambda x: x.flatten().clone(),
+    "NumPy, Fortran": lambda x: np.asfortranarray(x.numpy()),
+    "NumPy, transposed": lambda x: x.numpy().transpose(1, 0, 3, 2).copy().transpose(1, 0, 3, 2),
+}
+SPECIAL = {"conjugated": conjugated, "negated": negated}
+PLAIN = ("row-major", "channels-last", "reversed", "transposed")
+LOOPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+Case = tuple[str, str, torch.dtype, tuple[str, ...], tuple[int, ...], bool]
+"""Verb, op, dtype, the layout of each member, shape, and whether it is async."""
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small numbers, so that sums and products are exact in every dtype."""
+    plain = (torch.arange(np.prod(shape)) * (rank + 3) // 2) % 4 + 1
+    return (plain % 2 == 0 if dtype == torch.bool else plain).to(dtype).reshape(shape)
+
+
+def reduced(op: str, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    total = functools.reduce(LOOPS[op], (values(rank, shape, dtype) for rank in range(size)))
+    return total / size if op == "AVG" else total
+
+
+def as_row_major(x: Any) -> torch.Tensor:
+    tensor = x.detach() if isinstance(x, torch.Tensor) else torch.from_numpy(x)
+    return tensor.resolve_conj().resolve_neg().reshape(-1)
+
+
+def is_wrong(group: Any, case: Case) -> bool:
+    verb, op, dtype, layouts, shape, is_async = case
+    rank, size = md.get_rank(), md.get_world_size()
+    mine = values(rank, shape, dtype)
+    made = {**LAYOUTS, **SPECIAL}
+    x = made[layouts[rank % len(layouts)]](mine)
+    root = size - 1
+    kind = getattr(md.ReduceOp, op)
+    expected = [mine if verb == "broadcast" else reduced(op, size, shape, dtype)]
+    written = [x]
+    if verb == "all_reduce":
+        work = md.all_reduce(x, kind, group, is_async)
+    elif verb == "all_reduce_coalesced":
+        y = made[layouts[(rank + 1) % len(layouts)]](mine)
+        written, expected = [x, y], expected * 2
+        work = md.all_reduce_coalesced(written, kind, group, is_async)
+    elif verb == "reduce":
+        work = md.reduce(x, root, kind, group, is_async)
+        expected = expected if rank == root else [mine]
+    else:
+        work = md.broadcast(x, root, group, is_async)
+        expected = [values(root, shape, dtype)]
+    if work is not None:
+        work.wait()
+    is_equal = torch.allclose if op == "AVG" else torch.equal  # quotients are rounded
+    return any(
+        not is_equal(as_row_major(one), wanted.reshape(-1).to(dtype))
+        for one, wanted in zip(written, expected, strict=True)
+    )
+
+
+def wrong_cases(cases: list[Case], wire: str | None) -> list[Case]:
+    group = md.group.WORLD if wire is None else md.new_group(backend=wire)
+    with torch.no_grad():
+        return [case for case in cases if is_wrong(group, case)]
+
+
+def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype.is_complex:
+        return ("SUM", "AVG")
+    if dtype.is_floating_point:
+        return ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+    return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def all_cases() -> list[Case]:
+    cases: list[Case] = []
+    mixes = [*itertools.product(PLAIN, PLAIN), ("reversed", "channels-last", "row-major")]
+    mixes += [(one, two) for one in LAYOUTS if one not in PLAIN for two in ("channels-last", one)]
+    verbs = ("all_reduce", "reduce", "broadcast", "all_reduce_coalesced")
+    for number, (mix, verb) in enumerate(itertools.product(mixes, verbs)):
+        dtype = (torch.float32, torch.int64)[number % 2]
+        cases.append((verb, "SUM", dtype, mix, SHAPE, number % 3 == 0))
+        cases.append((verb, "MAX", dtype, mix, SMALL, number % 3 == 1))
+    others = (torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64)
+    pairs = (("channels-last", "channels-last"), ("reversed", "row-major"))
+    for dtype, pair in itertools.product(others, pairs):
+        for verb, op in itertools.product(verbs, ops_of(dtype)):
+            if dtype == torch.bool and op in ("SUM", "PRODUCT", "MIN", "MAX"):
+                continue  # the loops above do not have them
+            cases.append((verb, op, dtype, pair, SHAPE, op == "MIN"))
+    lazy = ((torch.complex64, "conjugated"), (torch.float32, "negated"))
+    for (dtype, one), verb in itertools.product(lazy, verbs):
+        cases += [(verb, "SUM", dtype, (one, two), SHAPE, False) for two in (one, "reversed")]
+    for dtype, pair in itertools.product((torch.float8_e5m2, torch.uint16, torch.bool), pairs):
+        cases.append(("broadcast", "SUM", dtype, pair, SHAPE, False))
+    return cases
+
+
+CASES = all_cases()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_every_layout_matches_a_loop(pool: Pool, wire: str, size: int) -> None:
+    assert pool.run(wrong_cases, size, CASES, wire) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_layout_matches_a_loop_on_simulated_ranks(size: int) -> None:
+    assert md.simulate(wrong_cases, size, args=(CASES, None)) == [[]] * size
+
+
+@pytest.mark.parametrize("wire", ["gloo", "hierarchical"])
+def test_layouts_may_differ_between_hosts(pool: Pool, wire: str) -> None:
+    assert pool.run(wrong_cases, 3, CASES[::3], wire, hosts="ABA") == [[]] * 3
+
+
+@pytest.mark.mpi
+def test_every_layout_matches_a_loop_over_mpi(pool: Pool) -> None:
+    assert job_of(pool, 3).run_in_world(wrong_cases, CASES[::2], None) == [[]] * 3
+
+
+def handed_over(verb: str, wire: str, layouts: tuple[str, ...], **options: Any) -> list[bool]:
+    """For each tensor that the communicator is given, whether it lies in the caller's memory."""
+    group = md.new_group(backend=wire)
+    x = LAYOUTS[layouts[md.get_rank()]](values(md.get_rank(), SHAPE, torch.float32))
+    communicator, found = group.open_channel("cpu").communicator, []
+    name = {"all_reduce_coalesced": "all_reduce_list"}.get(verb, verb)
+    carry_out = getattr(communicator, name)
+
+    def note(given: Any, *more: Any) -> Any:
+        for one in given if isinstance(given, list) else [given]:
+            found.append(one.data_ptr() == x.data_ptr())
+        return carry_out(given, *more)
+
+    setattr(communicator, name, note)
+    if verb in ("broadcast", "reduce"):
+        options["group_src" if verb == "broadcast" else "group_dst"] = 0
+    work = getattr(md, verb)([x] if name != verb else x, group=group, **options)
+    if work is not None:
+        work.wait()
+    return found
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce", "broadcast", "all_reduce_coalesced"])
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_tensors_of_one_layout_are_not_copied(pool: Pool, wire: str, verb: str) -> None:
+    alike = ("reversed", "reversed")
+    assert pool.run(handed_over, 2, verb, wire, alike) == [[True], [True]]
+    assert pool.run(handed_over, 2, verb, wire, ("with gaps", "reversed"))[0] == [False]
+
+
+def test_what_is_copied_where_layouts_differ_or_are_not_compared(pool: Pool) -> None:
+    mixed = ("row-major", "channels-last")
+    # The core copies, and does all of what is plain.
+    assert pool.run(handed_over, 2, "all_reduce", "shm", mixed) == [[], [True]]
+    assert pool.run(handed_over, 2, "all_reduce", "gloo", mixed) == [[True], [False]]
+    mixed = ("reversed", "channels-last")
+    assert pool.run(handed_over, 2, "all_reduce", "gloo", mixed) == [[False], [False]]
+    alike = ("reversed", "reversed")
+    for wire in ("gloo", "hierarchical"):
+        found = pool.run(handed_over, 2, "all_reduce", wire, alike, hosts="AB")
+        assert found == [[False], [False]]
+    found = pool.run(functools.partial(handed_over, async_op=True), 2, "all_reduce", "gloo", alike)
+    assert found == [[False], [False]]
+
+
+def keeps_what_is_only_read(wire: str, layouts: tuple[str, ...]) -> bool:
+    """The array of a member that gets no sum cannot be written."""
+    mine = values(md.get_rank(), SHAPE, torch.float32).numpy()
+    x = mine.copy(order="F" if layouts[md.get_rank()] == "reversed" else "C")
+    x.flags.writeable = md.get_rank() == 0
+    md.reduce(x, 0, group=md.new_group(backend=wire))
+    return np.array_equal(x, mine) == (md.get_rank() == 1)
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(("reversed", "row-major"), repeat=2)))
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_read_only_arrays_stay_as_they_are(pool: Pool, wire: str, layouts: tuple[str, ...]) -> None:
+    assert pool.run(keeps_what_is_only_read, 2, wire, layouts) == [True, True]
+
+
+class Struck(Exception):
+    pass
+
+
+def raise_struck(*_: object) -> None:
+    raise Struck("a handler has a fault")
+
+
+def ends_while_layouts_are_compared(how: str) -> str:
+    group = md.new_group(backend="gloo", timeout=timedelta(seconds=1.5 if how == "late" else 20))
+    x = LAYOUTS["channels-last"](values(0, SHAPE, torch.float32))
+    md.all_reduce(x, group=group)
+    try:
+        if md.get_rank() == 0:
+            if how == "interrupted":
+                signal.signal(signal.SIGALRM, raise_struck)
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+            md.all_reduce(x, group=group)
+        elif how == "dead":
+            os._exit(0)
+        elif how == "another call":
+            md.all_reduce(x, md.ReduceOp.MAX, group=group)
+        elif how == "another layout of another call":
+            md.broadcast(LAYOUTS["reversed"](x), 1, group=group)
+        elif how == "aborted":
+            time.sleep(0.5)
+            group.abort("the data has ended")
+        else:
+            time.sleep(2.5)
+            if how == "interrupted":
+                md.all_reduce(x, group=group)
+    except (Struck, md.MeshdistError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_member_that_does_not_come_is_named_at_the_timeout(pool: Pool) -> None:
+    text = pool.run(ends_while_layouts_are_compared, 2, "late")[0]
+    assert text.startswith("CollectiveTimeoutError: all_reduce")
+    assert "not finished after 1.5 s" in text or "rank 1" in text
+
+
+@pytest.mark.parametrize("how", ["another call", "another layout of another call"])
+def test_other_calls_are_still_told_apart(pool: Pool, how: str) -> None:
+    texts = pool.run(ends_while_layouts_are_compared, 2, how)
+    assert [text.partition(":")[0] for text in texts] == ["AgreementError"] * 2
+    assert all("all_reduce((4, 8, 16, 16) float32, SUM)" in text for text in texts)
+
+
+def test_an_abort_frees_the_member_that_compares(pool: Pool) -> None:
+    text = pool.run(ends_while_layouts_are_compared, 2, "aborted")[0]
+    assert text.startswith("AbortedError: all_reduce") and "the data has ended" in text
+
+
+def test_a_handler_that_raises_while_layouts_are_compared_breaks_the_group(pool: Pool) -> None:
+    texts = pool.run(ends_while_layouts_are_compared, 2, "interrupted")
+    assert texts[0] == "Struck: a handler has a fault"
+    assert (
+        texts[1].startswith("AbortedError: all_reduce") and "rank 0: gave up in call 2" in texts[1]
+    )
+
+
+def test_a_member_that_has_ended_is_named(pool: Pool) -> None:
+    text = pool.outcomes(ends_while_layouts_are_compared, 2, "dead")[0]
+    assert text.startswith("BackendError: all_reduce") and "rank 1" in text
