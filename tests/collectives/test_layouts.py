@@ -306,3 +306,37 @@ def test_a_handler_that_raises_while_layouts_are_compared_breaks_the_group(pool:
 def test_a_member_that_has_ended_is_named(pool: Pool) -> None:
     text = pool.outcomes(ends_while_layouts_are_compared, 2, "dead")[0]
     assert text.startswith("BackendError: all_reduce") and "rank 1" in text
+
+
+def sums_on_a_gpu(layouts: tuple[str, ...]) -> bool:
+    torch.cuda.set_device(0)
+    group, rank = md.new_group(backend="gloo"), md.get_rank()
+    mine = values(rank, SHAPE, torch.float32).to("cuda")
+    x = LAYOUTS[layouts[rank]](mine)
+    md.all_reduce(x, group=group)
+    return torch.equal(x.cpu(), reduced("SUM", 2, SHAPE, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", list(itertools.product(PLAIN, PLAIN)))
+def test_cuda_tensors_of_any_layouts_over_gloo(pool: Pool, layouts: tuple[str, ...]) -> None:
+    assert pool.run(sums_on_a_gpu, 2, layouts) == [True, True]
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_of_any_layout_over_nccl(tmp_path: Any) -> None:
+    md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        for made in LAYOUTS.values():
+            x = made(values(0, SHAPE, torch.float32))
+            if isinstance(x, torch.Tensor):
+                x = x.detach().to("cuda")  # keeps the layout of what has no gaps
+                for call in (
+                    md.all_reduce,
+                    lambda x: md.broadcast(x, 0),
+                    lambda x: md.reduce(x, 0),
+                ):
+                    call(x)
+                assert torch.equal(as_row_major(x.cpu()), values(0, SHAPE, torch.float32).flatten())
+    finally:
+        md.destroy_process_group()
