@@ -102,6 +102,7 @@ class Call(NamedTuple):
         message: for a send or receive.
         code, instruction: the place in the program.
         stack: the places of the program from which that was called, where they are kept.
+        layouts: how the tensors lie in memory, where that must be equal on all members; else ().
     """
 
     sequence: int
@@ -115,6 +116,7 @@ class Call(NamedTuple):
     code: CodeType | None = None
     instruction: int = 0
     stack: Sequence[str] = ()
+    layouts: Sequence[Any] = ()
 
     @property
     def arguments(self) -> str:
@@ -127,6 +129,8 @@ class Call(NamedTuple):
         if self.sizes:
             sent, taken = map(list, self.sizes)
             parts.append(f"sending {sent}, taking {taken} elements")
+        if self.layouts:
+            parts.append(f"strides {', '.join(str(strides) for _, strides in self.layouts)}")
         if self.message is not None:
             is_send, _, tag, _ = self.message
             parts.append(f"{'to' if is_send else 'from'} {self._peer}")

@@ -67,16 +67,18 @@ class Recorder:
         op: ReduceKind | None = None,
         root: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
+        layouts: Sequence[Any] = (),
     ) -> tuple[Any, ...]:
         """Note a collective, the next in the members' common sequence; return the note.
 
         Args:
-            group, verb, op, root, sizes: as in ``Call``.
+            group, verb, op, root, sizes, layouts: as in ``Call``.
             tensor: whose shape and dtype are noted; a list of such, or None.
         """
         self._counts[_SEQUENCE] += 1
         data = data_of(tensor)
-        return self._keep(sys._getframe(2), group, verb, data, op, root, sizes, None)
+        fields = (group, verb, data, op, root, sizes, None)
+        return self._keep(sys._getframe(2), *fields, layouts=layouts)
 
     def note_message(
         self,
@@ -169,14 +171,16 @@ class Recorder:
         self._num_messages[kind] = number = self._num_messages.get(kind, 0) + 1
         return number
 
-    def _keep(self, verb_frame: FrameType, *fields: Any) -> tuple[Any, ...]:
+    def _keep(
+        self, verb_frame: FrameType, *fields: Any, layouts: Sequence[Any] = ()
+    ) -> tuple[Any, ...]:
         """Keep a note with these fields of ``Call``, from ``group`` to ``message``."""
         counts = self._counts
         counts[_MOMENT] = next(_moments)
         frame = program_frame(verb_frame.f_back or verb_frame)
         stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
         sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
-        note = (sequence, *fields, code, instruction, stack)
+        note = (sequence, *fields, code, instruction, stack, layouts)
         number = counts[_NUM_NOTES]
         self._notes[number % NUM_NOTES] = note
         counts[_NUM_NOTES] = number + 1

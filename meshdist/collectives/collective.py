@@ -178,8 +178,8 @@ class Collective:
         """As ``run``, with ``start`` given what to hand to the communicator for each tensor.
 
         What is not in row-major order is handed over as it lies, where that is right though the
-        members' layouts may differ: where the wire sees to it, or the members compare them. Else it
-        is copied.
+        members' layouts may differ: where the wire sees to it, or the members compare them. In a
+        reduction on a device they disagree where layouts differ. Else it is copied.
         """
         tensors = tensor if isinstance(tensor, list) else [tensor]
         channel = self._open_channel(tensor)
@@ -189,6 +189,9 @@ class Collective:
         if all(layout == ROW_MAJOR for layout in layouts) or self._wire_takes(channel, tensors):
             channel.enter(*asked)
             handed = tensors
+        elif self.op is not None and channel.demands_layouts:
+            channel.enter(*asked, layouts=layouts)
+            handed = [flat(one) for one in tensors]
         elif channel.compares_layouts and is_large and not async_op:
             channel.enter(*asked, layouts=layouts)
             handed = [flat(one) for one in tensors] if channel.has_one_layout() else []

@@ -119,7 +119,8 @@ class Channel:
             root: the place of its source or destination.
             sent, taken: how many elements go to and come from each member, for a verb whose
                 members may differ in that; only the dtype of ``tensor`` must be equal then.
-            layouts: of the tensors, where ``has_one_layout`` is asked next.
+            layouts: of the tensors, where they must be equal on all members
+                (``demands_layouts``), or ``has_one_layout`` is asked next.
 
         Raises:
             AgreementError: another member has started another call in its place. Every member
@@ -133,7 +134,8 @@ class Channel:
                 self._compare_before_enqueueing(recorder.sequence)
             return
         sizes = (sent, taken) if sent else ()
-        note = recorder.note(self.group, verb, tensor, op, root, sizes)
+        demanded = layouts if self.communicator.on_stream else ()
+        note = recorder.note(self.group, verb, tensor, op, root, sizes, demanded)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
         self.refuse_broken()
@@ -141,13 +143,26 @@ class Channel:
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            offer = laid_fingerprint(note, layouts) if layouts else None
-            if header_table.enter(sequence, fingerprint_of(note), sent, taken, offer):
+            header, offer = fingerprint_of(note), None
+            if demanded:
+                header = laid_fingerprint(note, layouts)
+            elif layouts:
+                offer = laid_fingerprint(note, layouts)
+            if header_table.enter(sequence, header, sent, taken, offer):
                 raise self.disagree(sequence)
         if self.spans_hosts and (self._compares_first() or _is_packed(verb, tensor)):
             self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
         elif self.communicator.on_stream:
             self._compare_before_enqueueing(sequence)
+
+    @property
+    def demands_layouts(self) -> bool:
+        """Whether members whose tensors lie otherwise in memory may be found to disagree.
+
+        So it is where their calls are compared, and nobody waits on the host to learn more.
+        """
+        is_compared = self.header_table is not None and not self.spans_hosts
+        return self.communicator.on_stream and (is_compared or len(self.group.ranks) == 1)
 
     @property
     def compares_layouts(self) -> bool:

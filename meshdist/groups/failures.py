@@ -205,6 +205,8 @@ class Explainer:
         """The error of members whose calls number ``sequence`` differ; raised on all of them."""
         mine = self._recorder.find_call(sequence)
         expected = "the same verb, dtype, number of elements, op and root on every member"
+        if mine is not None and mine.layouts:
+            expected += ", and one layout in memory: x.contiguous() gives the usual one"
         if mine is not None and mine.sizes:
             expected = "the same verb and dtype, and what one member takes as the other sends it"
         fields = {

@@ -240,6 +240,48 @@ def test_a_barrier_of_both_kinds_of_wires_orders_the_device(device: Device, tmp_
         md.destroy_process_group()
 
 
+@pytest.mark.parametrize("verb", ["all_reduce", "all_reduce_coalesced", "reduce", "broadcast"])
+def test_dense_tensors_are_reduced_as_they_lie(world: Device, verb: str) -> None:
+    images = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    before = images.clone()
+    if verb == "all_reduce_coalesced":
+        md.all_reduce_coalesced([images, torch.ones(2)])
+    elif verb == "all_reduce":
+        md.all_reduce(images)
+    else:
+        getattr(md, verb)(images, 0)
+    *_, arguments, _ = md.group.WORLD.open_channel("cpu").communicator._group.calls[-1]
+    sent = arguments[0]
+    assert sent.is_contiguous() and sent.numel() == images.numel()
+    assert torch.equal(images, before) and images.is_contiguous(memory_format=torch.channels_last)
+    # A source may lie otherwise than what receives it.
+    assert (sent.data_ptr() == images.data_ptr()) is (verb != "broadcast")
+
+
+def test_members_whose_tensors_lie_otherwise_disagree(pool: Pool) -> None:
+    def program() -> str:
+        with standing_in() as device:
+            device.holds = True
+            group = md.new_group([0, 1], backend="cpu:nccl")
+            x = torch.ones(4, 8) if md.get_rank() == 0 else torch.ones(8, 4).t()
+            told = ""
+            try:
+                work = md.all_reduce(x, group=group, async_op=True)
+                end = time.monotonic() + 15
+                while not work.is_completed() and time.monotonic() < end:
+                    time.sleep(0.01)
+                work.wait()
+            except md.AgreementError as error:
+                told = str(error)
+            md.barrier()
+            return told
+
+    for told in pool.run(program, 2):
+        assert "disagree about their call 1" in told
+        assert "all_reduce((4, 8) float32, SUM)" in told
+        assert "all_reduce((4, 8) float32, SUM, strides (1, 4))" in told
+
+
 def test_signals_are_heard_after_an_abort_that_fails(device: Device, pool: Pool) -> None:
     def program() -> list[str]:
         with standing_in() as device:
