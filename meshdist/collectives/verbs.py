@@ -22,8 +22,8 @@ from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..runtime.timeouts import check_timeout
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
-from ..wires.operations import Chain, Operation, Terms
-from ..wires.work import Work
+from ..wires.operations import Operation, Terms
+from ..wires.work import Work, joined
 from .checks import (
     SUM,
     as_wire_tensor,
@@ -99,7 +99,8 @@ def all_reduce(
     channel.enter("all_reduce", buffer, kind)
     note_write(buffer)  # the common case: nothing to copy back
     timeout = channel.timeout
-    terms = Terms(timeout, "all_reduce", channel.recorder.sequence, True)
+    recorder = channel.recorder
+    terms = Terms(timeout, "all_reduce", recorder.sequence, True, None, recorder.num_notes)
     try:
         channel.communicator.all_reduce(buffer, kind, terms).finish(timeout)
     except WireFailure as failure:
@@ -309,7 +310,7 @@ def barrier(
 ) -> Work | None:
     """Return when every member has called it; earlier verbs of the group are complete then.
 
-    Where the group has wires for CPU and CUDA tensors open, both are at rest then.
+    Where the group has NCCL open as well as a wire for CPU tensors, both are at rest then.
 
     Args:
         group, async_op: as in ``all_reduce``.
@@ -325,22 +326,17 @@ def barrier(
     device = None if device_ids is None else first_cuda_device(device_ids, "barrier")
     is_on_cuda = device is not None and "cuda" in group.backends
     channels = group.channels_at_rest("cuda" if is_on_cuda else group.first_device_type())
+    works: list[Work] = []
     for channel in channels:
         channel.enter("barrier", None)
-        if not async_op:
-            run(
-                channel,
-                "barrier",
-                lambda wire, terms: wire.barrier(terms, device),
-                [],
-                False,
-                timeout,
-            )
-    if not async_op:
-        return None
-
-    def start(_: Communicator, terms: Terms) -> Operation:
-        started = [channel.communicator.barrier(terms, device) for channel in channels]
-        return started[0] if len(started) == 1 else Chain(started)
-
-    return run(channels[0], "barrier", start, [], True, timeout)
+        started = run(
+            channel,
+            "barrier",
+            lambda wire, terms: wire.barrier(terms, device),
+            [],
+            async_op,
+            timeout,
+        )
+        if started is not None:
+            works.append(started)
+    return joined(works) if works else None

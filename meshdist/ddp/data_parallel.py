@@ -179,14 +179,17 @@ class DistributedDataParallel(nn.Module):
         """Raise now, on every rank, what the next forward would raise of the last backward.
 
         Call it between ``backward()`` and ``optimizer.step()`` where no rank may step with wrong
-        gradients: on every rank, also on one whose ``backward()`` raised and which goes on. While a
-        CUDA graph is captured nothing is checked.
+        gradients: once a step on every rank, also on one whose forward, loss or ``backward()`` has
+        raised and which goes on. A rank whose forward no backward followed takes part in that of
+        the others here, with zeros. While a CUDA graph is captured nothing is checked.
 
-        Cost: nothing is sent. On an accelerator the CPU waits for the end of the backward.
+        Cost: nothing is sent where a backward was run. On an accelerator the CPU waits for the end
+        of the backward.
 
         Raises:
-            GradientError: the backward was interrupted, but not on every rank; or parameters got no
-                gradient since the last forward. The next forward does not raise it again.
+            GradientError: the backward was interrupted, or not run, but not on every rank; or
+                parameters got no gradient since the last forward. The next forward does not raise
+                it again.
 
         Example:
             >>> import contextlib, meshdist as md, torch

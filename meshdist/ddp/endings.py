@@ -1,6 +1,6 @@
-"""How a backward ended on each rank: with every gradient, lacking some, or interrupted.
+"""How a backward ended on each rank: with every gradient, lacking some, interrupted, or absent.
 
-Each rank sets one of three flags behind the last bucket, whose all-reduce counts them. So all ranks
+Each rank sets one of four flags behind the last bucket, whose all-reduce counts them. So all ranks
 raise the same error: on the CPU as soon as the all-reduce has ended; on an accelerator, where
 reading the counts then would make the CPU wait for the device, at the next forward.
 """
@@ -29,6 +29,7 @@ class Ending(IntEnum):
     WHOLE = 0
     LACKING = 1
     INTERRUPTED = 2
+    ABSENT = 3
 
 
 class Endings:
@@ -102,25 +103,30 @@ class Endings:
     def read_flags(self) -> None:
         """Learn how the last backward ended on the other ranks, unless that is known.
 
-        Where every rank was interrupted nothing is lost, since each has seen its own error;
-        otherwise all raise. No rank keeps gradients of an interrupted backward.
+        Where every rank was interrupted, or had no backward, nothing is lost, since each has seen
+        its own error; otherwise all raise. No rank keeps gradients of an interrupted backward.
 
         Raises:
-            GradientError: the backward was interrupted, but not on every rank.
+            GradientError: the backward was interrupted, or absent, but not on every rank.
         """
         counts = self._reader.take()
         if counts is None:
             return
         if self._reader.is_deferred:  # an all-reduce that was cut off has left any numbers
             self._group.open_channel(self._flags_of[0].device.type).refuse_broken()
-        self._someone_lacks = counts[Ending.LACKING] > 0
-        if counts[Ending.INTERRUPTED] == 0:
+        has_whole, has_lacking, has_interrupted, has_absent = (count > 0 for count in counts)
+        self._someone_lacks = has_lacking
+        if not (has_interrupted or (has_absent and (has_whole or has_lacking))):
             return
         for parameter in self._parameters:
             parameter.grad = None
-        if counts[Ending.WHOLE] > 0 or self._someone_lacks:
-            found = self._gather(self._ending is Ending.INTERRUPTED)
-            raise self._reports.interrupted([rank for rank, was_cut in found.items() if was_cut])
+        if has_whole or has_lacking:
+            found = self._gather(self._ending)
+            cut, absent = (
+                [rank for rank, ending in found.items() if ending is wanted]
+                for wanted in (Ending.INTERRUPTED, Ending.ABSENT)
+            )
+            raise self._reports.interrupted(cut, absent)
 
     def _refuse_lacking(self, lacking: Sequence[int]) -> None:
         if self._someone_lacks:

@@ -91,9 +91,9 @@ class DeferredReader(FlagReader):
 
 def reader_for(device: torch.device, num_flags: int) -> FlagReader:
     """Return the reader for sums that lie on ``device``."""
-    if device.type == "cpu":
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(accelerator, "current_stream"):  # it has one, which reading waits for
         return ImmediateReader()
-    accelerator = torch.get_device_module(device)
     return DeferredReader(device, accelerator, torch.empty(num_flags, pin_memory=True))
 
 

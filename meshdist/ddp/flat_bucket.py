@@ -127,7 +127,7 @@ class Bucket:
                 looking would make the CPU wait for the device, it gets zeros.
         """
         if not is_complete:
-            is_elsewhere = self.streams is not None
+            is_elsewhere = self.streams is not None  # work is enqueued
             for member, view in zip(self.members, self.views, strict=True):
                 if member.grad is None and (is_elsewhere or bool(view.any())):
                     member.grad = view if self._as_views else torch.empty_like(view)

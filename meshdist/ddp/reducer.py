@@ -15,7 +15,8 @@ What the reducer guarantees:
 * No backward makes the CPU wait for an accelerator, but a second one without a forward between
   them, which first reads how the one before it ended.
 
-Where a rank's backward reaches no parameter at all, the others wait for it until their timeout.
+Where no backward reaches the model on a rank, since its forward or its loss raised, the rank stands
+in for one when the program checks the gradients; else it is out of step from then on.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Reducer:
         self._task: int | None = None  # the backward that will call _finish
         self._came = bytearray(len(self._parameters))  # 1 for each gradient of this backward
         self._has_reduced = False  # equal on every rank
+        self._has_begun = False  # a forward, since the last check
+        self._has_ended = False  # a backward, since the last check
         self._failure: Exception | None = None
         self.arrivals: list[int] | None = []  # of the first backward; None once rebuilt
         self._build(range(len(self._parameters) - 1, -1, -1), torch.Tensor.new_empty)
@@ -102,6 +105,7 @@ class Reducer:
         if not torch.is_grad_enabled():
             return
         self._endings.forward_begins()
+        self._has_begun = True
         if self.arrivals is not None:
             if is_capturing(self.buckets[-1].sent.device):  # the graph would keep buckets that go
                 raise self._reports.captured_early()
@@ -116,7 +120,12 @@ class Reducer:
         """
         if torch._C._current_graph_task_id() != -1:
             raise self._reports.running()
-        self._end_backward()
+        self._complete_open()
+        is_absent = self._has_begun and not self._has_ended
+        self._has_begun = self._has_ended = False
+        if is_absent and not is_capturing(self.buckets[-1].sent.device):
+            self._stand_in()
+        self._endings.read_flags()
         self._endings.check_complete()
 
     def after_forward(self, outputs: object, owner: object) -> None:
@@ -275,13 +284,16 @@ class Reducer:
 
     def _end_backward(self) -> None:
         """Finish what the last backward left open, and learn how it ended on the other ranks."""
+        self._complete_open()
+        self._endings.read_flags()
+
+    def _complete_open(self) -> None:
         if self._failure is not None:
             raise self._reports.stopped(self._failure) from self._failure
         has_not_ended = self._is_open or self._task is not None
         self._task = None
         if has_not_ended:
             self._complete_interrupted()
-        self._endings.read_flags()
 
     @torch.no_grad()
     def _complete_interrupted(self) -> None:
@@ -297,8 +309,24 @@ class Reducer:
             self._start(bucket, ending)
         self._wait(ending)
 
-    def _wait(self, ending: Ending) -> None:
-        """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
+    @torch.no_grad()
+    def _stand_in(self) -> None:
+        """Take part with zeros in the backward of the others: here none has reached the model.
+
+        Where no rank has had one, all is as before.
+        """
+        kept = [bucket.flat.clone() for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            self._start(bucket, Ending.ABSENT)
+        self._wait_for_buckets()
+        for bucket, before in zip(self.buckets, kept, strict=True):
+            bucket.flat.copy_(before)
+        self._next = 0
+        self._has_reduced = True
+        self._endings.flags_summed(self.buckets[-1].flags, Ending.ABSENT)
+
+    def _wait_for_buckets(self) -> None:
         try:
             for bucket in self.buckets:
                 assert bucket.work is not None
@@ -306,13 +334,17 @@ class Reducer:
         except Exception as failure:
             self._failure = failure
             raise
+
+    def _wait(self, ending: Ending) -> None:
+        """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
+        self._wait_for_buckets()
         is_complete = 0 not in self._came
         for bucket in self.buckets:
             bucket.hand_out(is_complete=is_complete)
         self._came[:] = bytes(len(self._came))
         self._next = 0
         self._is_open = False
-        self._has_reduced = True
+        self._has_reduced = self._has_ended = True
         self._endings.flags_summed(self.buckets[-1].flags, ending)
 
 

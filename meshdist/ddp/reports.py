@@ -45,13 +45,18 @@ class Reports:
             "requires_grad_(False) on unused parameters before the model is wrapped",
         )
 
-    def interrupted(self, ranks: Sequence[int]) -> GradientError:
-        """An exception ended the backward on some ranks alone."""
+    def interrupted(self, cut: Sequence[int], absent: Sequence[int]) -> GradientError:
+        """An exception ended the backward on some ranks alone, or kept it from beginning there."""
+        found = []
+        if cut:
+            found.append(f"{ranks_text(cut)}: an exception was raised inside backward()")
+        if absent:
+            found.append(f"{ranks_text(absent)}: no backward reached the model after its forward")
         return GradientError(
             "the gradients of this step are wrong: a backward was interrupted",
             where=self._where,
             expected="a backward that ends on every rank, or raises on every rank",
-            found=f"{ranks_text(ranks)}: an exception was raised inside backward()",
+            found="\n".join(found),
             fix="look at the exception there; after zero_grad() a new step may begin",
         )
 

@@ -49,7 +49,8 @@ class GradientStreams:
 
 
 def streams_for(device: torch.device) -> GradientStreams | None:
-    """Return what notes the streams of ``device``; None for the CPU, which has none."""
-    if device.type == "cpu":
+    """Return what notes the streams of ``device``; None where there is one, as on the CPU."""
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(accelerator, "current_stream"):
         return None
-    return GradientStreams(device, torch.get_device_module(device))
+    return GradientStreams(device, accelerator)

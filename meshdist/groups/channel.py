@@ -159,10 +159,9 @@ class Channel:
     def demands_layouts(self) -> bool:
         """Whether members whose tensors lie otherwise in memory may be found to disagree.
 
-        So it is where their calls are compared, and nobody waits on the host to learn more.
+        So it is on one host, where calls are compared, and nobody waits to learn more.
         """
-        is_compared = self.header_table is not None and not self.spans_hosts
-        return self.communicator.on_stream and (is_compared or len(self.group.ranks) == 1)
+        return self.communicator.on_stream and not self.spans_hosts
 
     @property
     def compares_layouts(self) -> bool:
@@ -351,21 +350,17 @@ class Channel:
         header_table = self.header_table
         if header_table is None or len(self.group.ranks) == 1 or not self._compares_first():
             return
-        differing = header_table.wait_for_all(sequence, self.timeout, self._check_not_broken)
+        differing = header_table.wait_for_all(sequence, self.timeout, self.refuse_broken)
         if differing is None:
             raise self.explain(WireTimeout("not all members have come to it"))
         if differing:
             raise self.disagree(sequence)
 
-    def _check_not_broken(self) -> None:
-        if self.is_broken():
-            raise self.explain(WireFailure("aborted while waiting"))
-
     def _wait_for_the_slowest(
         self, header_table: HeaderTable, sequence: int, is_uneven: bool
     ) -> None:
         """Return when no member can still need what call ``sequence`` overwrites."""
-        check = self._check_not_broken
+        check = self.refuse_broken
         member = header_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:
             slow = f"rank {self.group.ranks[member]} is too many calls behind"

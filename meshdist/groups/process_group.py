@@ -324,7 +324,10 @@ class ProcessGroup(VerbMethods):
         try:
             channel.communicator.connect(self.device)
         except WireFailure as failure:
-            raise self._not_opened(channel.wire, failure) from failure
+            error = self._not_opened(channel.wire, failure)
+            reason = f"{self.name} did not connect: {failure}"
+            get_registry(self.world).break_here(channel.opened.label, reason)
+            raise error from failure
 
     def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
         world = self.world

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from .deadlines import Deadline
+from .hosts import num_forks
 
-__all__ = ["BoundedCall"]
+__all__ = ["BoundedCall", "keep_thread"]
 
 _SLICE_S = 0.5
 
@@ -17,7 +20,8 @@ _SLICE_S = 0.5
 class BoundedCall:
     """A call in a thread of its own, which begins at once.
 
-    Where no thread can be started, as while the interpreter ends, it is made here.
+    Where no thread can be started, as while the interpreter ends, the one that ``keep_thread`` has
+    started makes it, after others; it is made here where there is none.
 
     Args:
         call: what to call.
@@ -25,21 +29,28 @@ class BoundedCall:
     """
 
     def __init__(self, call: Callable[[], object], name: str) -> None:
-        self._call = call
+        self._call: Callable[[], object] | None = call
         self._has_ended = threading.Event()
         self._result: Any = None
         self._error: Exception | None = None
         try:
             threading.Thread(target=self._run, name=f"meshdist-{name}", daemon=True).start()
         except RuntimeError:
-            self._run()
+            calls = _kept.get(num_forks())
+            if calls is None:
+                self._run()
+            else:
+                calls.put(self._run)
 
     def _run(self) -> None:
+        call, self._call = self._call, None  # what it holds may go when it has returned
+        assert call is not None
         try:
-            self._result = self._call()
+            self._result = call()
         except Exception as error:
             self._error = error
         finally:
+            del call
             self._has_ended.set()
 
     def wait(self, timeout: timedelta) -> Any:
@@ -55,3 +66,23 @@ class BoundedCall:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+_kept: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
+"""What the kept thread of this process is to do, by the number of forks before it."""
+
+
+def keep_thread() -> None:
+    """Start a thread that makes bounded calls when no other can be started any more."""
+    _start_kept_thread(num_forks())
+
+
+@cache
+def _start_kept_thread(num_forks: int) -> None:
+    calls = _kept[num_forks] = queue.SimpleQueue()
+
+    def run() -> None:
+        while True:
+            calls.get()()
+
+    threading.Thread(target=run, name="meshdist-last-calls", daemon=True).start()

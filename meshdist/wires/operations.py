@@ -6,9 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from ..checking.calls import Call
 from ..errors import BackendError
@@ -75,9 +73,8 @@ class Operation(ABC):
         """As ``poll``, but asks no device, which may capture a graph; raises its failure."""
         return self.poll()
 
-    def future(self) -> torch.futures.Future[Any]:
-        """Where it is ``on_stream``: a Future whose callbacks run on streams that come after it."""
-        raise NotImplementedError
+    def bound(self, timeout: timedelta) -> None:  # noqa: B027 (elsewhere the wait is bounded)
+        """Let it be late after ``timeout`` from now, where no caller waits on the host."""
 
     def source(self) -> int:
         """The member that a finished receive came from; raises WireFailure for anything else."""
@@ -132,7 +129,9 @@ class Chain(Operation):
         deadline = Deadline(timeout)
         for part in self.parts:
             part.finish(deadline.left)
-        self._follow()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     def poll(self) -> bool:
         return all(part.poll() for part in self.parts)
@@ -140,14 +139,9 @@ class Chain(Operation):
     def has_ended(self) -> bool:
         return all(part.has_ended() for part in self.parts)
 
-    def future(self) -> torch.futures.Future[Any]:
-        futures = [part.future() for part in self.parts if part.on_stream]
-        return torch.futures.collect_all(futures).then(lambda _: self._follow())
-
-    def _follow(self) -> None:
-        then, self.then = self.then, None
-        if then is not None:
-            then()
+    def bound(self, timeout: timedelta) -> None:
+        for part in self.parts:
+            part.bound(timeout)
 
     def source(self) -> int:
         return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)

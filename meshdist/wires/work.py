@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,7 @@ from .futures import WorkFuture, get_watcher
 from .operations import Operation
 from .simulated.scheduler import find_rank_here
 
-__all__ = ["Work", "bound"]
+__all__ = ["Work", "bound", "joined"]
 
 _UNSET = timedelta(0)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -175,8 +175,7 @@ class Work:
             future = self._future = self._future or WorkFuture(
                 self._wait_quietly,
                 self.is_completed,
-                _cuda_devices(self._result()),
-                self._hand_back,
+                *self._ordering_of_waits(),
             )
         if is_new:
             self._start_deadline()
@@ -194,7 +193,7 @@ class Work:
         Raises:
             BackendError: this is a send or a receive.
         """
-        if not self._is_in_flight_on_stream():
+        if self._is_transfer or not self._is_in_flight_on_stream():
             return self.get_future().then(lambda _: int(self._ending()))
 
         def complete() -> None:
@@ -247,6 +246,15 @@ class Work:
             else:
                 future.set_exception(self._error)
 
+    def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
+        """The devices on which torch orders a future's waits; or what does, for others' arrays.
+
+        Torch would look for tensors in what it orders by pickling it.
+        """
+        if self._hand_back is None:
+            return _cuda_devices(self._result()), None
+        return [], self._order_streams
+
     def _complete_beside(self) -> None:
         """Complete the future in another thread, whose current device is not the program's."""
         devices = _cuda_devices(self._result())
@@ -266,37 +274,27 @@ class Work:
         return self._operation.on_stream and not (self._has_ended() and self._error is not None)
 
     def _future_on_stream(self) -> torch.futures.Future[list[Any]]:
-        """The operation's own future, followed by what is to be copied back, on its streams."""
+        """A future that is complete at once, on streams that come after the verb.
 
-        def follow(_: object) -> list[Any]:
-            for stream, event in self._ordered:
-                torch.cuda.current_stream(stream.device).wait_event(event)
-            copy_back, self._copy_back = self._copy_back, None
-            if copy_back is not None:
-                copy_back()
+        Where arrays are to be handed back, each wait for it does so in its own thread.
+        """
+
+        def finish(_: object) -> list[Any]:  # on streams of the future's own
+            self._finish(self._timeout)
+            if self._error is not None:
+                raise self._error
             return self._result()
 
         with self._guard:
             if self._future is None:
-                enqueued = self._operation.future().then(follow)
-                self._operation = _Followed(self._operation, enqueued)
-                self._future = enqueued if self._hand_back is None else self._handing_back(enqueued)
+                enqueued = torch.futures.Future[None](devices=[*_cuda_devices(self._result())])
+                self._future = enqueued.then(finish)
+                if self._hand_back is not None:
+                    self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
+                    self._future.completing.acquire()
+                    self._future.set_result(self._result())
+                enqueued.set_result(None)
             return self._future
-
-    def _handing_back(self, enqueued: torch.futures.Future[list[Any]]) -> WorkFuture:
-        """A future of what is ``enqueued`` whose waits hand the program's arrays back."""
-        devices = _cuda_devices(self._result())
-        future = WorkFuture(lambda: None, lambda: None, devices, self._hand_back)
-        future.completing.acquire()
-
-        def complete(done: torch.futures.Future[list[Any]]) -> None:
-            try:
-                future.set_result(done.value())
-            except Exception as error:
-                future.set_exception(error)
-
-        enqueued.then(complete)
-        return future
 
     def _has_ended(self) -> bool:
         """Whether the verb is done or has failed, without asking a device."""
@@ -314,13 +312,12 @@ class Work:
         return True
 
     def _end_in_time(self, timeout: timedelta) -> None:
-        operation = self._operation
+        is_over = is_late = False
+        if timeout and self._operation.on_stream:
+            is_over = bool(wait_until(self._operation.poll, Deadline(timeout)))
+            is_late = not is_over
         with self._guard:
-            self._finish(timeout or self._timeout)
-        if timeout and operation.on_stream and not self._done:
-            is_done = wait_until(operation.poll, Deadline(timeout))
-            with self._guard:
-                self._finish(timeout, is_late=not is_done)
+            self._finish(timeout or self._timeout, is_late=is_late, is_over=is_over)
 
     def _finish(self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False) -> None:
         """Finish the operation, unless that is done, or at once if ``is_late``; with the guard.
@@ -332,9 +329,9 @@ class Work:
         operation = self._operation
         adds_to_stream = self._copy_back is not None or operation.adds_to_stream
         try:
-            operation.finish(_AT_ONCE if is_late else timeout)
             if is_late and operation.on_stream and not operation.poll():
                 raise WireTimeout("the device has not done it")
+            operation.finish(_AT_ONCE if is_late else timeout)
         except WireFailure as failure:
             if is_late and isinstance(failure, WireTimeout):
                 failure = WireTimeout.after(timeout)
@@ -410,40 +407,6 @@ class Work:
         return WorkResult.TIMEOUT if is_late else WorkResult.COMM_ERROR
 
 
-@dataclass(eq=False, slots=True)
-class _Followed(Operation):
-    """An operation on a stream, and what a future of it has enqueued behind it.
-
-    Args:
-        first: the operation.
-        last: the future.
-    """
-
-    first: Operation
-    last: torch.futures.Future[Any]
-
-    @property
-    def on_stream(self) -> bool:
-        return True
-
-    @property
-    def adds_to_stream(self) -> bool:
-        return False
-
-    def finish(self, timeout: timedelta) -> None:
-        self.first.finish(timeout)
-        self.last.wait()
-
-    def poll(self) -> bool:
-        return self.first.poll()
-
-    def has_ended(self) -> bool:
-        return self.first.has_ended()
-
-    def source(self) -> int:
-        return self.first.source()
-
-
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
     """The CUDA devices on which arrays, or lists of them, lie."""
     found: dict[torch.device, None] = {}
@@ -459,5 +422,43 @@ def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def bound(work: Work, timeout: timedelta) -> None:
-    """Let waits for ``work`` that name no timeout end at this one, in the place of the group's."""
+    """Let ``work``, and waits for it that name no timeout, end at this one, not at the group's."""
     work._timeout = timeout
+    work._operation.bound(timeout)
+
+
+def joined(works: Sequence[Work]) -> Work:
+    """One Work of several, of which each explains its own failure."""
+    first = works[0]
+    if len(works) == 1:
+        return first
+    return Work(
+        _Joined(works), first._timeout, first._explain, list, None, first._verb, first._group
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Joined(Operation):
+    """The operations of several Works."""
+
+    works: Sequence[Work]
+
+    @property
+    def on_stream(self) -> bool:
+        return any(work._operation.on_stream for work in self.works)
+
+    def finish(self, timeout: timedelta) -> None:
+        for work in self.works:
+            work._end_in_time(_UNSET)
+            if work._error is not None:
+                raise work._error
+
+    def poll(self) -> bool:
+        return all(work._poll() for work in self.works)
+
+    def has_ended(self) -> bool:
+        return all(work._has_ended() for work in self.works)
+
+    def bound(self, timeout: timedelta) -> None:
+        for work in self.works:
+            bound(work, timeout)

@@ -162,18 +162,23 @@ def test_ranks_that_went_on_raise_at_a_second_backward_without_a_forward(run: Ru
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
 def test_with_a_check_all_ranks_skip_the_step_of_a_rank_that_failed(
-    run: Run, num_ranks: int
+    run: Run, num_ranks: int, where: str
 ) -> None:
     def program(device: str) -> tuple[list[int], list[float]]:
         model, x = fragile(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         skipped = []
-        for step in range(4):
+        for step in range(5):
             optimizer.zero_grad()
+            fails = step in (0, 2) and md.get_rank() == 0
             try:
-                with contextlib.suppress(ArithmeticError):
-                    model(x, step == 1 and md.get_rank() == 0).sum().backward()
+                with contextlib.suppress(ArithmeticError, TypeError):
+                    out = model(*([x, x, x] if fails and where == "forward" else [x, fails]))
+                    if fails and where == "loss":
+                        raise ArithmeticError
+                    out.sum().backward()
                 model.check_gradients()
             except GradientError:
                 skipped.append(step)
@@ -183,7 +188,20 @@ def test_with_a_check_all_ranks_skip_the_step_of_a_rank_that_failed(
 
     found = run(program, num_ranks)
     assert found == found[:1] * num_ranks
-    assert found[0][0] == [1]
+    assert found[0][0] == [0, 2]
+
+
+def test_a_check_without_any_backward_keeps_gradients(run: Run) -> None:
+    def program(device: str) -> list[float | None]:
+        model, x = fragile(device)
+        backward(model, x, fails=False)
+        model.check_gradients()
+        model(x)  # one that no backward follows, on any rank
+        model.check_gradients()
+        model.check_gradients()
+        return [None if p.grad is None else p.grad.item() for p in model.parameters()]
+
+    assert run(program, 2) == [[1.5, 1.5]] * 2
 
 
 def test_every_backward_that_was_interrupted_on_all_ranks_is_dropped(run: Run) -> None:

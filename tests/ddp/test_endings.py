@@ -47,6 +47,9 @@ def summed(endings: Endings, ending: Ending, dtype: torch.dtype) -> torch.Tensor
         (Ending.WHOLE, Ending.INTERRUPTED),
         (Ending.INTERRUPTED, Ending.LACKING, Ending.INTERRUPTED),
         (Ending.LACKING, Ending.WHOLE),
+        (Ending.ABSENT, Ending.ABSENT),
+        (Ending.INTERRUPTED, Ending.ABSENT),
+        (Ending.WHOLE, Ending.ABSENT),
     ],
 )
 def test_ranks_raise_together_where_some_were_interrupted(
@@ -71,13 +74,19 @@ def test_ranks_raise_together_where_some_were_interrupted(
             text = str(error)
         return text, parameter.grad is not None
 
-    cut = [rank for rank, ending in enumerate(all_ends) if ending is Ending.INTERRUPTED]
+    def ranks(wanted: Ending) -> str:
+        found = [str(rank) for rank, ending in enumerate(all_ends) if ending is wanted]
+        return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
+
+    cut, absent = ranks(Ending.INTERRUPTED), ranks(Ending.ABSENT)
+    is_anyone_whole = bool({Ending.WHOLE, Ending.LACKING} & set(all_ends))
     for text, has_gradient in md.simulate(program, len(all_ends)):
-        assert has_gradient == (not cut)
-        assert bool(text) == (0 < len(cut) < len(all_ends))
-        if text:
-            names = f"rank{'s' if len(cut) > 1 else ''} {', '.join(map(str, cut))}"
-            assert f"found:    {names}: an exception was raised inside backward()" in text
+        assert has_gradient == (not cut and not (absent and is_anyone_whole))
+        assert bool(text) == (bool(cut or absent) and is_anyone_whole)
+        if text and cut:
+            assert f"{cut}: an exception was raised inside backward()" in text
+        if text and absent:
+            assert f"{absent}: no backward reached the model after its forward" in text
 
 
 def test_backwards_add_up_until_the_next_forward() -> None:

@@ -92,7 +92,7 @@ def test_a_buckets_reduction_starts_while_the_backward_goes_on(events: list[str]
     assert md.simulate(program, 2) == [[6.0, 6.0, 6.0]] * 2
     assert events == [
         *("backward of 2", "start of 1", "backward of 1", "start of 1"),
-        *("backward of 0", "start of 4", "wait", "wait", "wait"),
+        *("backward of 0", "start of 5", "wait", "wait", "wait"),
     ]
 
 
@@ -106,7 +106,7 @@ def test_buckets_start_strictly_in_order_whatever_comes_first(events: list[str])
     assert md.simulate(program, 2) == [[(2,), (1,), (0,)]] * 2
     assert events == [
         *("backward of 0", "backward of 1", "backward of 2"),
-        *("start of 1", "start of 1", "start of 4", "wait", "wait", "wait"),
+        *("start of 1", "start of 1", "start of 5", "wait", "wait", "wait"),
     ]
 
 
@@ -236,8 +236,8 @@ def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
 
     md.simulate(program, 1)
     assert events == [
-        *("note", "note", "await, to read 2", "start of 5", "wait"),
-        *("note", "await, to read 0", "start of 5", "wait"),  # both lie in the bucket already
+        *("note", "note", "await, to read 2", "start of 6", "wait"),
+        *("note", "await, to read 0", "start of 6", "wait"),  # both lie in the bucket already
     ]
 
 

@@ -108,8 +108,8 @@ class C10dOperation(Operation):
     def has_ended(self) -> bool:
         return self.communicator.has_ended(self.work)
 
-    def future(self) -> torch.futures.Future[Any]:
-        return self.work.get_future()  # type: ignore[no-any-return]
+    def bound(self, timeout: timedelta) -> None:
+        self.communicator.bound_work(self.work, timeout)
 
 
 @dataclass(eq=False, slots=True)
@@ -332,6 +332,9 @@ class C10dCommunicator(Communicator):
             work.wait()
         except RuntimeError as error:
             raise self.failure(error) from None
+
+    def bound_work(self, work: Any, timeout: timedelta) -> None:
+        """Let a work be late after ``timeout``, where the communicator counts."""
 
     def has_ended(self, work: Any) -> bool:
         """Whether it is known, without asking a device, that it is done or has failed."""

@@ -30,11 +30,14 @@ from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from ...errors import MeshdistError
-from ...runtime.bounded_calls import BoundedCall
+from ...reduce_ops import ReduceKind
+from ...runtime.bounded_calls import BoundedCall, keep_thread
 from ...runtime.deadlines import Deadline
+from ...runtime.endings import is_ending_by_exception
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..operations import DONE, Operation, Terms
+from ..packing import Tensors
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
 from .watchdog import watch
@@ -59,7 +62,7 @@ class Outcome:
     It does not hold the work, which keeps the tensors' memory.
 
     Args:
-        result: c10d's future of it; None for a verb that has left no work.
+        result: c10d's future of it.
         limit: how long the work may take.
         note: under which the recorder keeps the call.
 
@@ -76,20 +79,23 @@ class Outcome:
     error: MeshdistError | None = None
 
     def __post_init__(self) -> None:
-        self.deadline = Deadline(self.limit + _NOTICED_LATER)
+        self.bound(self.limit)
+
+    def bound(self, limit: timedelta) -> None:
+        """Let it be late after ``limit`` from now on."""
+        self.limit = limit
+        self.deadline = Deadline(limit + _NOTICED_LATER)
 
     def look(self) -> WireFailure | None:
         """See whether it has ended, or is late; return the failure of one that ended badly."""
-        if self.result is not None and self.result.done():
+        if self.result.done():
             result = WorkResult(self.result.value())
             if result == WorkResult.SUCCESS:
                 self.is_good = True
                 return None
-            if result != WorkResult.TIMEOUT:
+            if result != WorkResult.TIMEOUT:  # which c10d finds while the clock is paused, too
                 return WireFailure("c10d reports that communication failed")
-        elif not self.deadline.is_over:
-            return None
-        return WireTimeout.after(self.limit)
+        return WireTimeout.after(self.limit) if self.deadline.is_over else None
 
 
 @dataclass(eq=False, slots=True)
@@ -110,10 +116,6 @@ class EnqueuedWork:
         """Whether the device has done it, or it has failed; asks the device."""
         return self.outcome.is_good or self.communicator.is_aborted or self.work.is_completed()
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """c10d's future, done already: its callbacks run on streams that come after the work."""
-        return self.work.get_future()  # type: ignore[no-any-return]
-
     def _source_rank(self) -> int:
         return int(self.work._source_rank())
 
@@ -123,6 +125,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     Args:
         wire, rank, size, process_group: as for any of c10d.
+        device_type: of the tensors.
         timeout: the group's, which bounds connecting and closing.
     """
 
@@ -131,9 +134,16 @@ class EnqueueingCommunicator(C10dCommunicator):
     on_stream = True
 
     def __init__(
-        self, wire: str, rank: int, size: int, process_group: Any, timeout: timedelta
+        self,
+        wire: str,
+        rank: int,
+        size: int,
+        process_group: Any,
+        device_type: str,
+        timeout: timedelta,
     ) -> None:
         super().__init__(wire, rank, size, process_group)
+        self._device_type = device_type
         self._timeout = timeout
         self._tells_errors = _tells_errors(process_group)
         self._process_id = os.getpid()
@@ -144,6 +154,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._failing = threading.Lock()
         self._unraised: MeshdistError | None = None
         self._last_call: BoundedCall | None = None
+        keep_thread()
         watch(self)
 
     def connect(self, device: torch.device) -> None:
@@ -172,7 +183,8 @@ class EnqueueingCommunicator(C10dCommunicator):
         options = c10d.BarrierOptions()
         options.timeout = self.own_timeout(terms.timeout)
         device = device or self._device
-        options.device_ids = [torch.cuda.current_device() if device is None else device.index]
+        current = torch.get_device_module(self._device_type).current_device
+        options.device_ids = [current() if device is None else device.index]
         options.asyncOp = True  # a blocking one would wait for the stream without end
         return self._start(terms, "barrier", options)
 
@@ -180,6 +192,17 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._check_outcome(work.outcome)
         super().finish_work(work.work, timeout)
         self._check_outcome(work.outcome)
+
+    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
+        return super().all_gather_list(outputs, tensor, _with_work(terms))
+
+    def reduce_scatter_list(
+        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
+    ) -> Operation:
+        return super().reduce_scatter_list(output, inputs, op, _with_work(terms))
+
+    def bound_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
+        work.outcome.bound(timeout)
 
     def has_ended(self, work: EnqueuedWork) -> bool:
         self._check_outcome(work.outcome)
@@ -193,12 +216,12 @@ class EnqueueingCommunicator(C10dCommunicator):
         for outcome in tuple(self._outcomes):
             failure = outcome.look()
             if failure is not None:
-                self._fail(failure, outcome)
+                self._fail(failure, outcome.limit, outcome)
                 return
             if outcome.is_good:
                 self._outcomes.discard(outcome)
         if self._tells_errors and (failure := self._find_failure(group)) is not None:
-            self._fail(failure, Outcome(None, self._timeout, None))
+            self._fail(failure, self._timeout)
 
     def abort(self) -> None:
         self.abort_together([self])
@@ -206,11 +229,11 @@ class EnqueueingCommunicator(C10dCommunicator):
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
         # One abort may wait for the device, where the kernel of another communicator hangs.
-        cut_off = [one for one in communicators if isinstance(one, cls) and one._cut_off()]
-        groups = [one._group for one in cut_off]
+        ours = [one for one in communicators if isinstance(one, cls)]
+        groups = {one: group for one in ours if (group := one._cut_off()) is not None}
         if groups:
-            call = BoundedCall(partial(_abort_groups, groups), "abort")
-            for one in cut_off:
+            call = BoundedCall(partial(_abort_groups, list(groups.values())), "abort")
+            for one in groups:
                 one._last_call = call
 
     def leave(self) -> None:
@@ -223,45 +246,64 @@ class EnqueueingCommunicator(C10dCommunicator):
             return
         if self._process_id != os.getpid():  # its threads, and CUDA, stayed with the parent
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        elif self.is_aborted:
-            self._wait_for_last_call(_ABORT_S)
         else:
-            self._shut_down()
+            if is_ending_by_exception():  # others may not come to what is in flight
+                self.abort()
+            if self.is_aborted:
+                self._wait_for_last_call(_ABORT_S)
+            else:
+                self._shut_down()
         self._group = CLOSED
+        self.is_aborted = True  # what has not ended by now never will
 
     def _shut_down(self) -> None:
         """Let all kernels end, and the connection with them, before c10d's destructor aborts it."""
-        if self._last_call is None:
-            self._last_call = BoundedCall(self._group.shutdown, "shutdown")
-            self._wait_for_last_call(self._timeout)
+        if self._last_call is not None:
+            return
+        self._last_call = BoundedCall(self._group.shutdown, "shutdown")
+        if self._wait_for_last_call(self._timeout):
+            for outcome in tuple(self._outcomes):
+                outcome.is_good = outcome.look() is None
 
-    def _wait_for_last_call(self, limit: timedelta) -> None:
+    def _wait_for_last_call(self, limit: timedelta) -> bool:
+        """Whether it has ended well in time."""
         assert self._last_call is not None
         try:
             self._last_call.wait(limit)
         except (TimeoutError, RuntimeError) as error:
             _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.wire, error)
-
-    def _cut_off(self) -> bool:
-        """Let waits fail from now on, but for what has ended well; False where they do already."""
-        if self.is_aborted or self._group is CLOSED:
             return False
+        return True
+
+    def _cut_off(self) -> Any:
+        """Let waits fail from now on, but for what has ended well; return c10d's process group.
+
+        None where that was done before.
+        """
+        group = self._group
+        if self.is_aborted or group is CLOSED:
+            return None
         for outcome in tuple(self._outcomes):
             outcome.look()
         self.is_aborted = True
         self._outcomes.clear()
         self._mailbox.abort()
-        return True
+        return group
 
-    def _fail(self, failure: WireFailure, outcome: Outcome) -> None:
+    def _fail(self, failure: WireFailure, limit: timedelta, outcome: Outcome | None = None) -> None:
         """Explain a failure, which breaks the group, and abort what is enqueued."""
+        failure.limit, error = limit, None
         with self._failing:
-            failure.limit = outcome.limit
-            error = None if self._explain is None else self._explain(failure, outcome.note)
-            self.abort()
-            if isinstance(error, MeshdistError):
-                outcome.error = self._unraised = error
-        _log.error("%s", failure if error is None else error)
+            try:
+                note = None if outcome is None else outcome.note
+                error = failure if self._explain is None else self._explain(failure, note)
+                if isinstance(error, MeshdistError):
+                    self._unraised = error
+                    if outcome is not None:
+                        outcome.error = error
+            finally:
+                self.abort()
+        _log.error("%s", error)
 
     def _find_failure(self, group: Any) -> WireFailure | None:
         """What c10d's own watchdog has found."""
@@ -276,8 +318,9 @@ class EnqueueingCommunicator(C10dCommunicator):
         """Raise where a work was cut off."""
         if not self.is_aborted or outcome.is_good:
             return
-        with self._failing:
-            error = outcome.error
+        with self._failing:  # the watchdog may be about to say why
+            pass
+        error = outcome.error
         if error is None:
             raise WireAborted("aborted while it was on the device")
         if self._unraised is error:
@@ -298,6 +341,14 @@ class EnqueueingCommunicator(C10dCommunicator):
         else:
             self._outcomes.add(outcome)
         return EnqueuedWork(work, outcome, self)
+
+
+def _with_work(terms: Terms) -> Terms:
+    """Terms of a list's verb, which c10d may cut into several.
+
+    It sees the end of those on a stream of the communicator's own alone.
+    """
+    return terms._replace(waits=False) if terms.waits else terms
 
 
 @dataclass(eq=False, slots=True)

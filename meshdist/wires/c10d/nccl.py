@@ -82,12 +82,14 @@ class XcclWire(C10dWire):
     """XCCL, and what NCCL has in common with it. Opening does not communicate, ``connect`` does."""
 
     communicator_kind = EnqueueingCommunicator
+    device_type = "xpu"
 
     def _open(self, kind: Any, opening: Opening) -> Communicator:
         rank, size = opening.rank, len(opening.ranks)
         options = _options(kind.Options, opening)
         group = self._make_group(kind, opening.make_torch_store(), rank, size, options)
-        return EnqueueingCommunicator(self.name, rank, size, group, opening.timeout)
+        more = (group, self.device_type, opening.timeout)
+        return EnqueueingCommunicator(self.name, rank, size, *more)
 
     def _make_group(self, kind: Any, *arguments: Any) -> Any:
         return kind(*arguments)
@@ -96,6 +98,7 @@ class XcclWire(C10dWire):
 class NcclWire(XcclWire):
     """NCCL."""
 
+    device_type = "cuda"
     default_timeout = timedelta(minutes=10)
 
     def is_available(self) -> bool:

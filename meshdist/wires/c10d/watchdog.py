@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 from functools import cache
 from typing import Protocol
-
-from ...runtime.hosts import num_forks
 
 __all__ = ["watch"]
 
@@ -31,31 +30,49 @@ class Watched(Protocol):
 
 def watch(one: Watched) -> None:
     """Look after ``one`` from now on."""
-    _watchdog_of(num_forks()).watched.add(one)  # threads do not follow into a forked child
+    _watchdog().add(one)
 
 
 class _Watchdog:
     def __init__(self) -> None:
-        self.watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._changing = threading.Lock()
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshdist-watchdog", daemon=True)
         self._thread.start()
         # A thread that Python ends inside torch's C++ would take the process down with it.
-        atexit.register(self._end)
+        atexit.register(self.end)
+
+    def add(self, one: Watched) -> None:
+        with self._changing:
+            self._watched.add(one)
 
     def _run(self) -> None:
         while not self._is_ending.wait(_PERIOD_S):
-            for one in tuple(self.watched):
+            with self._changing:
+                watched = tuple(self._watched)
+            for one in watched:
                 try:
                     one.look()
                 except Exception:
                     _log.exception("a communicator could not be looked after")
+            del watched
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self._is_ending.set()
         self._thread.join(_END_S)
 
 
 @cache
-def _watchdog_of(num_forks: int) -> _Watchdog:
+def _watchdog() -> _Watchdog:
     return _Watchdog()
+
+
+def _forget_watchdog() -> None:
+    """In a forked child: the thread has not followed, and may have held a lock."""
+    if _watchdog.cache_info().currsize:
+        atexit.unregister(_watchdog().end)
+    _watchdog.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_watchdog)

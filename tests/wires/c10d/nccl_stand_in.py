@@ -468,7 +468,8 @@ def standing_in(*, num_devices: int = 4) -> Iterator[Device]:
     }
     classes = {"ProcessGroupNCCL": Nccl, "ProcessGroupXCCL": Xccl}
     StandIn.in_use = device
-    with mock.patch.multiple(torch.cuda, **cuda):
+    xpu = {"current_device": cuda["current_device"]}
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.multiple(torch.xpu, **xpu):
         patches = [mock.patch.multiple(torch.distributed, create=True, **classes)]
         for wire in wires:
             patches.append(mock.patch.object(wire, "device_types", wire.device_types | {"cpu"}))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,13 +19,15 @@ from torch.distributed import HashStore
 
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.reduce_ops import ReduceOp
+from meshdist.runtime.deadlines import clock
 from meshdist.wires import work as work_module
+from meshdist.wires.c10d import watchdog
 from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.opening import Opening
-from meshdist.wires.operations import Operation, Terms
+from meshdist.wires.operations import Chain, Operation, Terms
 from meshdist.wires.registry import find_wire
-from meshdist.wires.work import Work
+from meshdist.wires.work import Work, bound
 from tests.load import is_within
 from tests.wires.c10d.nccl_stand_in import Device, standing_in
 
@@ -125,6 +129,42 @@ def test_what_was_aborted_is_not_shut_down(device: Device) -> None:
     assert device.names("abort") and not device.names("shutdown", "destructor aborts")
 
 
+def test_all_is_decided_once_it_has_ended(device: Device) -> None:
+    device.holds = True
+    communicator = opened()
+    work = work_of(all_reduce(communicator))
+    result = work.get_future_result()
+    threading.Timer(0.1, device.kernels[0].has_ended.set).start()
+    communicator.close()
+    assert result.wait() == int(WorkResult.SUCCESS) and work.wait()
+    communicator, device.shutting_down = opened(SHORT), threading.Event()
+    work = work_of(all_reduce(communicator))
+    communicator.close()
+    with pytest.raises(BackendError, match="aborted while it was on the device"):
+        work.wait()
+    device.shutting_down.set()
+
+
+def test_it_holds_no_process_group_once_it_is_closed(device: Device) -> None:
+    kept = [opened(), opened()]
+    alive = [weakref.ref(one._group) for one in kept]
+    kept[0].abort()
+    for one in kept:
+        one.close()
+    wait_for(lambda: gc.collect() is not None and not any(one() for one in alive))
+
+
+def test_what_is_in_flight_is_aborted_where_an_exception_ends_the_process(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.holds = True
+    communicator = opened()
+    all_reduce(communicator)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    communicator.close()
+    assert device.names("abort") and not device.names("shutdown")
+
+
 # -- what never ends, and what was cut off --------------------------------------------------------
 
 
@@ -161,6 +201,15 @@ def test_a_wait_that_names_its_timeout_waits_for_the_device(device: Device) -> N
     assert time.monotonic() - begin > 0.15 and work.is_success()
     with pytest.raises(CollectiveTimeoutError, match=r"not finished after 0.1 s"):
         work_of(all_reduce(communicator)).wait(timedelta(seconds=0.1))
+
+
+def test_a_wait_for_a_barrier_that_names_its_timeout_is_bounded_by_it(device: Device) -> None:
+    device.holds = True
+    work = work_of(opened().barrier(Terms(LONG)))
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=r"not finished after 0.3 s"):
+        work.wait(SHORT)
+    assert is_within(time.monotonic() - begin, 3.0)
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
@@ -263,6 +312,61 @@ def test_a_failure_that_c10d_sees_is_told(device: Device, *, waits: bool) -> Non
     device.kernels[0].fails = True
     wait_for(lambda: communicator.is_aborted)
     assert type(told[0][0]) is WireFailure and "reports" in str(told[0][0])
+
+
+def test_a_work_that_is_bounded_later_is_watched_by_that(device: Device) -> None:
+    device.holds = True
+    communicator = opened()
+    told = watched(communicator)
+    bound(work_of(Chain([all_reduce(communicator)])), SHORT)
+    wait_for(lambda: told)
+    assert str(told[0][0]) == "not finished after 0.3 s"
+
+
+def test_what_c10d_calls_late_is_not_while_the_clock_stands(device: Device) -> None:
+    device.holds = True
+    communicator = opened(SHORT)
+    communicator._tells_errors = False
+    told = watched(communicator)
+    clock.pause("a debugger")
+    try:
+        operation = all_reduce(communicator)
+        wait_for(lambda: operation.work.work.future_result.done())  # c10d has given it up
+        time.sleep(0.3)
+        assert not told
+    finally:
+        clock.resume("a debugger")
+    wait_for(lambda: told)
+
+
+def test_the_watchdog_outlives_whatever_it_watches(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class One:
+        num_looks = 0
+
+        def look(self) -> None:
+            self.num_looks += 1
+            if self.num_looks == 1:
+                raise ValueError("a bad one")
+
+    monkeypatch.setattr(watchdog, "_PERIOD_S", 0.0)
+    first = One()
+    watchdog.watch(first)
+    kept = [One() for _ in range(3000)]
+    for one in kept:
+        watchdog.watch(one)
+    wait_for(lambda: first.num_looks > 3 and kept[-1].num_looks > 3)
+    assert "a communicator could not be looked after" in caplog.text
+
+
+def test_lists_keep_a_work_that_tells_their_end(device: Device) -> None:
+    communicator = opened()
+    terms = Terms(LONG, waits=True)
+    x, y = torch.ones(2), torch.empty(2)
+    communicator.all_gather_list([y], x, terms).finish(LONG)
+    communicator.reduce_scatter_list(y, [x], ReduceOp.SUM, terms).finish(LONG)
+    assert [call[-1].asyncOp for call in communicator._group.calls] == [True, True]
 
 
 def test_what_the_watchdog_knows_does_not_hold_a_tensor(device: Device) -> None:
@@ -384,6 +488,26 @@ def test_a_future_is_torchs_own_and_complete_at_once(device: Device) -> None:
     assert seen == ["copied", "then"] and not work.is_success()
 
 
+def test_a_futures_copies_come_behind_the_kernel(device: Device) -> None:
+    device.holds = True
+    built = Chain([all_reduce(opened())], lambda: device.log.append(("copy", "home")))
+    work = work_of(built)
+    device.log.clear()
+    work.get_future().wait()
+    assert device.log == [("wait", "allreduce", "default"), ("copy", "home")]
+    work.wait()
+    assert device.log[2:] == [("wait", "allreduce", "default")]
+
+
+def test_a_message_has_no_future_of_how_it_ended(device: Device) -> None:
+    communicator = opened(size=2)
+    operation = communicator.send(torch.ones(1), 1, 0, Terms(LONG))
+    work = Work(operation, LONG, explain, list, None, "isend", "a group", True)
+    for ask in (work.get_future, work.get_future_result):
+        with pytest.raises(BackendError, match="a send or a receive has no future"):
+            ask()
+
+
 def test_no_thread_asks_the_device_while_another_captures_a_graph(device: Device) -> None:
     device.holds = True
     communicator = opened()
@@ -446,5 +570,8 @@ def test_a_barrier_names_its_device_in_the_field_that_is_read(device: Device) ->
     communicator.barrier(Terms(LONG), torch.device("cuda", 1))
     communicator.connect(torch.device("cuda", 2))
     communicator.barrier(Terms(LONG))
+    xccl = opened(wire="xccl")
+    xccl.barrier(Terms(LONG))
+    assert xccl._group.calls[-1][-1].device_ids == [3]
     asked = [call[-1].device_ids for call in communicator._group.calls if call[0] == "barrier"]
     assert asked == [[3], [1], [2]]

@@ -347,10 +347,12 @@ def test_members_that_disagree(pool: Pool, level: str) -> None:
             md.set_debug_level(DebugLevel.__members__[level])
             device.holds = True
             md.barrier()
+            store = get_world().store
             try:
-                if md.get_rank() == 1:
-                    time.sleep(0.5)  # the other has enqueued its kernel, unless it waits
+                if md.get_rank() == 1 and level == "OFF":
+                    store.wait(["enqueued"])
                 work = md.all_reduce(torch.ones(3 + md.get_rank()), group=group, async_op=True)
+                store.set("enqueued", "")
                 enqueued = device.names("enqueue")
                 end = time.monotonic() + 15
                 while not work.is_completed() and time.monotonic() < end:
@@ -432,6 +434,11 @@ def test_members_that_do_not_connect_are_an_error_in_time(device: Device, tmp_pa
         device.connecting = threading.Event()
         with pytest.raises(md.CollectiveTimeoutError, match="could not be opened on wire 'nccl'"):
             md.init_device_mesh("cuda", (1,))
+        device.connecting.set()
+        with pytest.raises(md.AbortedError, match=r"of DeviceMesh\(1\) did not connect"):
+            md.barrier()
+        mesh = md.init_device_mesh("cuda", (1,))  # shares nothing with what is broken
+        md.barrier(mesh)
     finally:
         device.connecting.set()
         md.destroy_process_group()
