@@ -133,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.epochs < (2 if args.check else 1):
         parser.error("--epochs is at least 1, and at least 2 for --check to compare")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch sees none")
 
     dist.init_process_group()
     device = torch.device(args.device)

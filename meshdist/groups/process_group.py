@@ -198,6 +198,11 @@ class ProcessGroup(VerbMethods):
         """The device type that was opened first; for verbs that carry no tensor."""
         return next(iter(self._channels), None) or self._main_device_type()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether one of its wires is open."""
+        return bool(self._channels)
+
     def is_on_stream(self) -> bool:
         """Whether a wire is open whose verbs are enqueued on a device."""
         return any(channel.communicator.on_stream for channel in self._channels.values())

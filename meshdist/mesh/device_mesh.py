@@ -153,9 +153,15 @@ class DeviceMesh:
     __delattr__ = __setattr__
 
     def _new_group(self, definition: MeshDefinition, axes: tuple[int, ...]) -> ProcessGroup:
-        """The group over ``axes`` of this mesh or of one derived from it, opened now."""
+        """The group over ``axes`` of a mesh derived from this one, opened now if this one is."""
         group = definition.make_group(axes)
         self._own_groups.append(group)
+        if any(mine.is_open for mine in self._groups):
+            self._open_group(group, definition)
+        return group
+
+    def _open_group(self, group: ProcessGroup, definition: MeshDefinition) -> ProcessGroup:
+        check_device(definition.device_type, is_planned=True)
         group.open_channel(definition.device_type)
         device = select_device(definition.device_type, definition.world)
         if device is not None:
@@ -248,7 +254,9 @@ class DeviceMesh:
             return self._groups[0]
         if self._flat_group is None:
             self._check_member("a verb")
-            group = self._new_group(self._definition, tuple(range(self.ndim)))
+            group = self._definition.make_group(tuple(range(self.ndim)))
+            self._own_groups.append(group)
+            self._open_group(group, self._definition)
             vars(self).update(_flat_group=group)
             return group
         return self._flat_group
@@ -299,7 +307,8 @@ class DeviceMesh:
     def flatten(self, axes: Sequence[Axis] | None = None, name: str | None = None) -> DeviceMesh:
         """The mesh with ``axes`` (all of them by default) as one axis, the first the slowest.
 
-        Opens the new axis's group, collectively over its members. ``unflatten`` undoes it.
+        Opens the new axis's group, collectively over its members, unless this mesh is only planned.
+        ``unflatten`` undoes it.
         """
         indices = self.layout.axis_indices(range(self.ndim) if axes is None else axes)
         key = ("flatten", indices, name)
@@ -315,7 +324,8 @@ class DeviceMesh:
     ) -> DeviceMesh:
         """The mesh with ``axis`` split, row-major, into axes of these sizes (one may be -1).
 
-        Opens the new axes' groups, collectively over their members. Undoes ``flatten``.
+        Opens the new axes' groups, collectively over their members, unless this mesh is only
+        planned. Undoes ``flatten``.
         """
         index = self.layout.axis_index(axis)
         names = None if names is None else tuple(names)
@@ -367,7 +377,7 @@ class DeviceMesh:
     def warmup(self) -> None:
         """Open and connect the groups of all axes; collective over the mesh's ranks."""
         self._check_member("warmup")
-        check_device(self.device_type)
+        check_device(self.device_type, is_planned=True)
         run_unnested("warmup", self._open)
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:

@@ -36,8 +36,8 @@ def check_device_type(device_type: object) -> None:
         )
 
 
-def check_device(device_type: str) -> None:
-    """Return if groups of such a mesh can communicate here.
+def check_device(device_type: str, *, is_planned: bool = False) -> None:
+    """Return if groups of such a mesh can communicate here; it may be planned without.
 
     Raises:
         BackendError: "cuda" without a GPU.
@@ -47,7 +47,9 @@ def check_device(device_type: str) -> None:
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",
             found=f"torch {torch.__version__}, torch.cuda.is_available() is False",
-            fix="use init_device_mesh('cpu', ...), install a CUDA build of torch, or plan without "
+            fix="open a planned mesh where there are GPUs, and a CUDA build of torch"
+            if is_planned
+            else "use init_device_mesh('cpu', ...), install a CUDA build of torch, or plan without "
             "communication: open_groups=False",
         )
     known = ("cpu", "cuda", "xpu", "mps", "meta", "hpu", "xla", "mtia", "npu")

@@ -24,6 +24,20 @@ def test_a_cuda_mesh_can_be_planned_without_a_gpu() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_what_is_derived_from_a_planned_mesh_is_planned() -> None:
+    def program():
+        mesh = md.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"), open_groups=False)
+        whole = mesh.flatten(name="all")
+        parts = mesh.unflatten("tp", (2, 2), ("cp", "tp"))
+        with pytest.raises(md.BackendError, match="needs a GPU") as error:
+            md.barrier(mesh)
+        assert "open a planned mesh where there are GPUs" in str(error.value)
+        return whole.get_group().ranks, parts["cp"].get_group().ranks
+
+    assert md.simulate(program, 8)[5] == (tuple(range(8)), (5, 7))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(md.BackendError) as caught:
         md.simulate(lambda: md.init_device_mesh("cuda", (2, 1)), 2)

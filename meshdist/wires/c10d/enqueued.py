@@ -381,7 +381,7 @@ def _result_of(work: Any) -> Any:
 
 
 def _abort_groups(groups: Sequence[Any]) -> None:
-    """Abort all of these process groups, side by side and as one call of NCCL's."""
+    """Abort all of these process groups, side by side, as one group of NCCL's calls."""
     first = groups[0]
     has_groups = hasattr(first, "_group_start")
     if has_groups:
