@@ -183,26 +183,35 @@ class Collective:
         """
         tensors = tensor if isinstance(tensor, list) else [tensor]
         channel = self._open_channel(tensor)
-        layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
-        is_large = sum(one.nbytes for one in tensors) >= _WORTH_COMPARING
-        asked = self.name, tensor, self.op, self.root
-        if all(layout == ROW_MAJOR for layout in layouts) or self._wire_takes(channel, tensors):
-            channel.enter(*asked)
-            handed = tensors
-        elif self.op is not None and channel.demands_layouts:
-            channel.enter(*asked, layouts=layouts)
-            handed = [flat(one) for one in tensors]
-        elif channel.compares_layouts and is_large and not async_op:
-            channel.enter(*asked, layouts=layouts)
-            handed = [flat(one) for one in tensors] if channel.has_one_layout() else []
-        else:
-            channel.enter(*asked)
-            handed = []
-        if not handed:
+        handed = self._enter_as_they_lie(channel, tensor, tensors, async_op)
+        if handed is None:
             handed = [one.contiguous() for one in tensors]
             copies = {id(one): copy for one, copy in zip(tensors, handed, strict=True)}
             self.written = [(x, data, copies[id(one)]) for x, data, one in self.written]
         return self._run(channel, lambda wire, terms: start(wire, terms, handed), async_op, result)
+
+    def _enter_as_they_lie(
+        self,
+        channel: Channel,
+        tensor: torch.Tensor | list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        async_op: bool,
+    ) -> list[torch.Tensor] | None:
+        """Compare the call; return what to hand over of tensors that are not copied, or None."""
+        asked = self.name, tensor, self.op, self.root
+        if all(one.is_contiguous() for one in tensors) or self._wire_takes(channel, tensors):
+            channel.enter(*asked)
+            return tensors
+        layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
+        if self.op is not None and channel.demands_layouts:
+            channel.enter(*asked, layouts=layouts)
+            return [flat(one) for one in tensors]
+        is_large = sum(one.nbytes for one in tensors) >= _WORTH_COMPARING
+        if channel.compares_layouts and is_large and not async_op:
+            channel.enter(*asked, layouts=layouts)
+            return [flat(one) for one in tensors] if channel.has_one_layout() else None
+        channel.enter(*asked)
+        return None
 
     def _wire_takes(self, channel: Channel, tensors: list[torch.Tensor]) -> bool:
         verb = VERBS[self.name].wire_verbs[0]

@@ -301,7 +301,7 @@ def _reduce_scatter(
     )
 
 
-@verb(fast=[], when=lambda group: not group.is_on_stream())
+@verb(fast=[], when=lambda group: not group.is_on_stream)
 def barrier(
     group: Any = None,
     async_op: bool = False,

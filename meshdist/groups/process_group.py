@@ -103,6 +103,8 @@ class ProcessGroup(VerbMethods):
         self._closed = False
         self.fast_path: FastPath | None = None
         """The fast path of plain calls on CPU tensors, where the open wire has one."""
+        self.is_on_stream = False
+        """Whether a wire is open whose verbs are enqueued on a device."""
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -202,10 +204,6 @@ class ProcessGroup(VerbMethods):
     def is_open(self) -> bool:
         """Whether one of its wires is open."""
         return bool(self._channels)
-
-    def is_on_stream(self) -> bool:
-        """Whether a wire is open whose verbs are enqueued on a device."""
-        return any(channel.communicator.on_stream for channel in self._channels.values())
 
     def channels_at_rest(self, device_type: str) -> list[Channel]:
         """The channels on which a barrier of the group runs.
@@ -315,6 +313,7 @@ class ProcessGroup(VerbMethods):
         others = MembersOfWorld(self.world, facts, opened)
         channel = Channel(facts, wire, opened, device_type, others)
         self._channels[device_type] = channel
+        self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)
         if device_type == "cpu":
             self.fast_path = channel.fast_path
