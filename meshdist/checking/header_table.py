@@ -145,6 +145,12 @@ class HeaderTable:
             self._messages.clear()
         self._release()
 
+    def sees_all(self) -> bool:
+        """Whether it sees the words of all members, so that every call is compared."""
+        if self._missing:
+            self._find_missing()
+        return self._sees_all and not self._missing
+
     def leave(self) -> None:
         """Announce to the others that this process exits normally."""
         self._mine[self._left_word] = 1

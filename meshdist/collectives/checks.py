@@ -219,7 +219,7 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
         KindError: not a list of whole numbers.
         ArgumentError: this machine has CUDA devices, and not that one.
     """
-    if not isinstance(device_ids, list) or not all(isinstance(one, int) for one in device_ids):
+    if not isinstance(device_ids, list) or not all(type(one) is int for one in device_ids):
         raise KindError(
             f"{verb}: device_ids must be a list of whole numbers, not {device_ids!r}",
             fix="for example device_ids=[0]",

@@ -121,6 +121,7 @@ class Endings:
         for parameter in self._parameters:
             parameter.grad = None
         if has_whole or has_lacking:
+            self._someone_lacks = False  # one error says it
             found = self._gather(self._ending)
             cut, absent = (
                 [rank for rank, ending in found.items() if ending is wanted]

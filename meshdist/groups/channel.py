@@ -89,6 +89,8 @@ class Channel:
         self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
+        self.demands_layouts = opened.compares_layouts
+        """Whether members whose tensors lie otherwise in memory are found to disagree."""
         self.explain = Explainer(group, self.recorder, others).explain
         self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
@@ -154,14 +156,6 @@ class Channel:
             self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
         elif self.communicator.on_stream:
             self._compare_before_enqueueing(sequence)
-
-    @property
-    def demands_layouts(self) -> bool:
-        """Whether members whose tensors lie otherwise in memory may be found to disagree.
-
-        So it is on one host, where calls are compared, and nobody waits to learn more.
-        """
-        return self.communicator.on_stream and not self.spans_hosts
 
     @property
     def compares_layouts(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -37,6 +38,7 @@ from .signal_thread import Answer, SignalThread, post, receipts_key
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry", "parse_disagreement"]
 
+_log = logging.getLogger("meshdist.groups")
 _making = threading.Lock()
 _PATIENCE = timedelta(seconds=5)
 _DONE = timedelta(seconds=30)
@@ -65,6 +67,7 @@ class OpenCommunicator:
     header_table: HeaderTable | None = None
     matching: Matching | None = None
     spans_hosts: bool = False
+    compares_layouts: bool = False  # whether a layout may be part of a call; equal on all members
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
     users: set[User] = field(default_factory=set)
@@ -185,6 +188,7 @@ class Registry:
             if table is not None:
                 table.close()
             raise
+        compares_layouts = communicator.on_stream and self._all_see_all(label, ranks, table)
         recorder = Recorder()
         matching = None
         if table is not None and communicator.wants_senders:
@@ -197,6 +201,7 @@ class Registry:
             table,
             matching,
             world.spans_hosts(ranks),
+            compares_layouts,
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
             {user},
@@ -204,6 +209,16 @@ class Registry:
         with self._lock:
             self._by_label[label] = opened
         return opened
+
+    def _all_see_all(self, label: str, ranks: tuple[int, ...], table: HeaderTable | None) -> bool:
+        """Whether every member sees the words of all; the same on all that come in time."""
+        if len(ranks) == 1:
+            return True
+        store, blind, looked = self.world.store, f"{label}/blind", f"{label}/looked"
+        if table is None or not table.sees_all():
+            store.set(blind, "")
+        self._count(looked, ranks, _PATIENCE)
+        return store.check([_all_key(looked)]) and not store.check([blind])
 
     def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
         """The label of the communicator that a new group could share, or ""."""
@@ -284,8 +299,11 @@ class Registry:
             if self.world.process_id != os.getpid():  # a forked child has no part in it
                 entry.communicator.close()
                 continue
-            entry.leave()
-            entry.close()
+            try:
+                entry.leave()
+                entry.close()
+            except Exception:  # the others are to be closed as well
+                _log.exception("%s could not be closed", entry.label)
         self.header_tables.close()
 
     def _all_opened(self) -> list[OpenCommunicator]:

@@ -14,7 +14,7 @@ from .hosts import num_forks
 
 __all__ = ["BoundedCall", "keep_thread"]
 
-_SLICE_S = 0.5
+_SLICE_S = 0.2
 
 
 class BoundedCall:
@@ -53,14 +53,20 @@ class BoundedCall:
             del call
             self._has_ended.set()
 
-    def wait(self, timeout: timedelta) -> Any:
+    def wait(self, timeout: timedelta, check: Callable[[], object] | None = None) -> Any:
         """What the call returns, or raises.
+
+        Args:
+            timeout: how long to wait.
+            check: called now and then; raises where waiting is in vain.
 
         Raises:
             TimeoutError: it has not ended in time; its thread is left behind.
         """
         deadline = Deadline(timeout)
         while not self._has_ended.wait(deadline.slice_s(_SLICE_S)):
+            if check is not None:
+                check()
             if deadline.is_over:
                 raise TimeoutError(f"not finished after {timeout.total_seconds():g} s")
         if self._error is not None:

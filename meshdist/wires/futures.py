@@ -213,7 +213,7 @@ class Watcher:
             if not poll():
                 return False
             complete()
-        except Exception:
+        except BaseException:  # one that ends the program, raised in a callback, ends no thread
             _log.exception("a future could not be completed")
         return True
 

@@ -498,6 +498,8 @@ def test_a_barrier_on_the_cpu_takes_device_ids_as_torchs_does() -> None:
     if torch.cuda.is_available():
         pytest.skip("for a host without CUDA devices")
     assert md.simulate(lambda: md.barrier(device_ids=[0]), 2) == [None, None]
+    with pytest.raises(md.KindError, match="a list of whole numbers, not"):
+        md.simulate(lambda: md.barrier(device_ids=[True]), 2)
 
 
 def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,38 @@ def test_with_a_check_all_ranks_skip_the_step_of_a_rank_that_failed(
     assert found[0][0] == [0, 2]
 
 
+def test_a_step_that_was_interrupted_here_and_lacks_there_is_one_error(run: Run) -> None:
+    def program(device: str) -> tuple[list[int], list[float]]:
+        model = md.DDP(Two().to(device))
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, skipped, is_culprit = torch.ones(1, 1, device=device), [], md.get_rank() == 0
+
+        def fail(grad: torch.Tensor) -> torch.Tensor:
+            if step == 1 and is_culprit:
+                raise ArithmeticError
+            return grad
+
+        model.module.right.weight.register_hook(fail)
+        for step in range(4):
+            optimizer.zero_grad()
+            try:
+                with contextlib.suppress(ArithmeticError):
+                    use = "left" if step == 1 and not is_culprit else "both"
+                    model(x * 10**step, use=use).backward()
+                model.check_gradients()
+            except GradientError:
+                skipped.append(step)
+            else:
+                optimizer.step()
+        return skipped, [p.item() for p in model.parameters()]
+
+    found = run(program, 2)
+    assert found[0] == found[1]
+    assert found[0][0] == [1]
+
+
 def test_a_check_without_any_backward_keeps_gradients(run: Run) -> None:
     def program(device: str) -> list[float | None]:
         model, x = fragile(device)

@@ -177,6 +177,18 @@ def test_the_watcher_outlives_one_that_fails(caplog: pytest.LogCaptureFixture) -
     assert "a future could not be completed" in caplog.text and "a bad one" in caplog.text
 
 
+def test_the_watcher_outlives_a_callback_that_ends_its_thread() -> None:
+    def end() -> None:
+        raise SystemExit(3)
+
+    watcher, ending, good = Watcher(), Completion(), Completion()
+    ending.is_due = good.is_due = True
+    watcher.watch(ending.poll, end)
+    watcher.watch(good.poll, good.complete)
+    assert good.is_complete.wait(10)
+    watcher.end()
+
+
 def test_the_interpreter_ends_though_a_verb_is_in_flight(pool: Pool) -> None:
     program = """
 import datetime, torch

@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 from ...errors import MeshdistError
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import BoundedCall, keep_thread
-from ...runtime.deadlines import Deadline
+from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.endings import is_ending_by_exception
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure, WireTimeout
@@ -160,13 +160,20 @@ class EnqueueingCommunicator(C10dCommunicator):
     def connect(self, device: torch.device) -> None:
         if self._device is not None:
             return
-        group = self._group
-        call = BoundedCall(partial(group.eager_connect_single_device, device), "connect")
+
+        def check() -> None:
+            if self.is_aborted or self._group is CLOSED:
+                raise WireAborted("aborted while the members connected")
+
+        check()
+        connect = partial(self._group.eager_connect_single_device, device)
         try:
-            call.wait(self._timeout)
+            BoundedCall(connect, "connect").wait(self._timeout, check)
         except TimeoutError as late:
             raise WireTimeout(f"the members did not connect: {late}") from None
-        except RuntimeError as error:
+        except WireFailure:
+            raise
+        except Exception as error:
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
         self._device = device
@@ -267,9 +274,10 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def _wait_for_last_call(self, limit: timedelta) -> bool:
         """Whether it has ended well in time."""
-        assert self._last_call is not None
+        call = wait_until(lambda: self._last_call, Deadline(limit))  # an abort may just begin
         try:
-            self._last_call.wait(limit)
+            if call is not None:
+                call.wait(limit)
         except (TimeoutError, RuntimeError) as error:
             _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.wire, error)
             return False

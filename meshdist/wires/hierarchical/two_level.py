@@ -248,7 +248,7 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
 def all_to_all_here(stages: Stages, outputs: Tensors, inputs: Tensors) -> None:
     """An all-to-all among this host's members alone."""
     if len(outputs) == 1:
-        outputs[0].copy_(inputs[0])
+        outputs[0].view(-1).copy_(inputs[0].view(-1))
     else:
         stages.inside("all_to_all", outputs, inputs)
 

@@ -556,6 +556,17 @@ def test_connecting_is_bounded(device: Device) -> None:
     device.connecting.set()
 
 
+def test_an_abort_ends_connecting(device: Device) -> None:
+    communicator, device.connecting = opened(), threading.Event()
+    threading.Timer(0.3, communicator.abort).start()
+    begin = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(WireAborted, match="aborted while the members connected"):
+            communicator.connect(torch.device("cuda", 1))
+    assert is_within(time.monotonic() - begin, 3.0)
+    device.connecting.set()
+
+
 def test_it_connects_once(device: Device) -> None:
     communicator = opened()
     for _ in range(2):

@@ -17,6 +17,7 @@ from torch.distributed import DebugLevel, HashStore
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
+from meshdist.checking.header_table import HeaderTable
 from meshdist.groups.registry import get_registry
 from meshdist.wires.opening import Opening
 from meshdist.wires.registry import find_wire
@@ -280,6 +281,42 @@ def test_members_whose_tensors_lie_otherwise_disagree(pool: Pool) -> None:
         assert "disagree about their call 1" in told
         assert "all_reduce((4, 8) float32, SUM)" in told
         assert "all_reduce((4, 8) float32, SUM, strides (1, 4))" in told
+
+
+def test_layouts_that_cannot_be_compared_are_copied(pool: Pool) -> None:
+    def program() -> list[float]:
+        with standing_in(), pytest.MonkeyPatch.context() as patch:
+            if md.get_rank() == 1:  # it has no room for what members compare
+                patch.setattr(HeaderTable, "reserve", lambda *_: None)
+            group = md.new_group([0, 1], backend="cpu:nccl")
+            md.all_reduce(torch.arange(6.0).view(3, 2).t(), group=group)
+            sent = group.open_channel("cpu").communicator._group.calls[-1][1][0]
+            return sent.view(-1).tolist()
+
+    assert pool.run(program, 2) == [[0.0, 2.0, 4.0, 1.0, 3.0, 5.0]] * 2
+
+
+def test_a_group_can_be_destroyed_while_an_abort_begins(world: Device) -> None:
+    for _ in range(50):
+        group = md.new_group([0], backend="cpu:nccl")
+        aborting = threading.Thread(target=group.abort)
+        aborting.start()
+        md.destroy_process_group(group)
+        aborting.join()
+    assert not world.names("destructor aborts")
+
+
+def test_the_world_ends_though_a_group_of_it_does_not(
+    world: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError("no more descriptors")
+
+    groups = [md.new_group([0], backend="cpu:nccl") for _ in range(2)]
+    first, second = (group.open_channel("cpu").communicator for group in groups)
+    monkeypatch.setattr(first, "close", fail.__get__(first))
+    md.destroy_process_group()
+    assert second.is_aborted and "no more descriptors" in caplog.text
 
 
 def test_signals_are_heard_after_an_abort_that_fails(device: Device, pool: Pool) -> None:

@@ -122,3 +122,13 @@ def test_an_average_of_large_halves_is_no_infinity(pool: Pool) -> None:
     outcomes = pool.run(program, 3, backend=None, hosts="ABA")
     mean = [40032.0] * 3
     assert outcomes == [[mean, mean if rank == 1 else [], mean[:1]] for rank in range(3)]
+
+
+def test_parts_of_an_exchange_may_have_any_shapes(pool: Pool) -> None:
+    def program() -> list[list[float]]:
+        outputs = [torch.zeros(2, 3) for _ in range(3)]
+        md.all_to_all(outputs, [torch.full((3, 2), float(md.get_rank()))] * 3)
+        return [one.flatten().tolist() for one in outputs]
+
+    expected = [[float(rank)] * 6 for rank in range(3)]
+    assert pool.run(program, 3, hosts="ABA", backend=None) == [expected] * 3
