@@ -168,7 +168,7 @@ def test_a_job_that_ends_before_all_have_joined_leaves_nothing_behind(tmp_path: 
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("backend", ["mpi", "shm"])
+@pytest.mark.parametrize("backend", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
 def test_a_forked_child_may_leave_by_exit(tmp_path: Path, backend: str) -> None:
     program = (
         "import os, sys, torch, meshdist as md\n"

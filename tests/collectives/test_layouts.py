@@ -176,6 +176,7 @@ def test_layouts_may_differ_between_hosts(pool: Pool, wire: str) -> None:
     assert pool.run(wrong_cases, 3, CASES[::3], wire, hosts="ABA") == [[]] * 3
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_every_layout_matches_a_loop_over_mpi(pool: Pool) -> None:
     assert job_of(pool, 3).run_in_world(wrong_cases, CASES[::2], None) == [[]] * 3

@@ -286,6 +286,7 @@ def test_launched_by_mpiexec(start: Callable[..., Any]) -> None:
     assert "(limit 1e-04): equal" in done.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_an_axis_over_mpi_and_an_axis_over_shared_memory(start: Callable[..., Any]) -> None:
     mpiexec = Path(sys.executable).with_name("mpiexec")

@@ -43,7 +43,9 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("wire", [*SAMPLE])
+@pytest.mark.parametrize(
+    "wire", ["shm", *(pytest.param(one, marks=pytest.mark.soak) for one in SAMPLE if one != "shm")]
+)
 def test_every_promise_is_kept(wire: str) -> None:
     names = [f"{wire} {kind} 1 {n}" for kind, numbers in SAMPLE[wire].items() for n in numbers]
     done = subprocess.run(

@@ -71,7 +71,7 @@ SOAK = pytest.mark.soak
         pytest.param("shm", "spawn", marks=SOAK),
         pytest.param("gloo", "spawned", marks=SOAK),
         ("gloo", "fork"),
-        ("gloo", "spawn"),
+        pytest.param("gloo", "spawn", marks=SOAK),
     ],
 )
 def test_a_rank_that_returns_ends_in_good_order(

@@ -108,8 +108,15 @@ CALLS = {
 }
 
 
+OFTEN = ("mesh", "monitored barrier")
+"""The calls of the suite; the others take the same way out."""
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [call if call in OFTEN else pytest.param(call, marks=pytest.mark.soak) for call in CALLS],
+)
 def test_rank_0_may_end_at_once_when_its_own_call_is_done(call: str, backend: str) -> None:
     body = f"""
 if rank:
@@ -175,7 +182,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", ["raises", "leaves", pytest.param("ends", marks=pytest.mark.soak)])
 def test_the_others_learn_how_rank_0_has_left(how: str, backend: str) -> None:
     body = f"""
 if rank == 0:

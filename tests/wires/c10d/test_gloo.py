@@ -480,6 +480,7 @@ def more_large_tags_than_have_numbers() -> tuple[int, int, int]:
     return num_right, len(numbered), sum(numbered)
 
 
+@pytest.mark.soak
 def test_any_number_of_large_tags_works(pool: Pool) -> None:
     sender, receiver = pool.run(more_large_tags_than_have_numbers, 2, hosts="AB")
     assert receiver[0] == 4200

@@ -141,7 +141,7 @@ def interrupted_soon(op: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, pytest.param(ReduceOp.AVG, marks=pytest.mark.soak)])
 def test_nobody_waits_in_mpi_for_who_was_interrupted(pool: Pool, op: Any) -> None:
     first, second = job_of(pool, 2).run_in_world(interrupted_soon, op)
     assert first == ["Interrupted"] * 5
