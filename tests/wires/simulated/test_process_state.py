@@ -131,7 +131,6 @@ def test_default_dtype_belongs_to_the_rank() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_cuda_generators_belong_to_the_rank() -> None:
     torch.manual_seed(5)
     alone = [torch.rand(2, device="cuda").tolist() for _ in range(3)]
