@@ -320,11 +320,14 @@ class Reducer:
             bucket.flat.zero_()
             self._start(bucket, Ending.ABSENT)
         self._wait_for_buckets()
-        for bucket, before in zip(self.buckets, kept, strict=True):
-            bucket.flat.copy_(before)
         self._next = 0
         self._has_reduced = True
-        self._endings.flags_summed(self.buckets[-1].flags, Ending.ABSENT)
+        try:
+            self._endings.flags_summed(self.buckets[-1].flags, Ending.ABSENT)
+            self._endings.read_flags()
+        finally:
+            for bucket, before in zip(self.buckets, kept, strict=True):
+                bucket.flat.copy_(before)
 
     def _wait_for_buckets(self) -> None:
         try:

@@ -155,6 +155,10 @@ def every_work() -> dict[str, md.Work]:
 def behind_a_barrier() -> list[str]:
     works = every_work()
     md.barrier()
+    # Another thread, or MPI, may be about to note that one is done.
+    end = time.monotonic() + 5
+    while time.monotonic() < end and not all(work.is_completed() for work in works.values()):
+        time.sleep(0.001)
     return [verb for verb, work in works.items() if not work.is_completed()]
 
 
