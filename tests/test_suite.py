@@ -90,7 +90,7 @@ def tests(tmp_path: Path) -> Path:
     return tmp_path / "test_written_here.py"
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_suite_in_the_background_can_be_interrupted(workers: int) -> None:
     words = ("-n", workers, "--timeout", 60, "tests/worlds/test_simulation.py", "-k", "ctrl_c")
     done = run_tests(*words, ignored="INT HUP")

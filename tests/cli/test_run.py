@@ -438,6 +438,7 @@ def run_by_mpi(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_mpiexec_starts_the_ranks_more_than_cores_too(tmp_path: Path) -> None:
     done = run_by_mpi(tmp_path, "-n", 3, "--mpi-args=-x MARK=here", "SCRIPT", "--steps", "4")

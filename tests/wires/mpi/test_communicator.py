@@ -499,6 +499,7 @@ print("rank", md.get_rank(), md.get_backend(), flush=True)
 """
 
 
+@pytest.mark.soak
 def test_worlds_again_and_again_and_an_end_without_destroy(tmp_path: Path) -> None:
     done = run_job(AGAIN, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -549,6 +550,7 @@ md.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_a_forked_child_says_no_goodbye_for_its_parent(tmp_path: Path) -> None:
     done = run_job(FORKING, tmp_path, 2)
     assert done.stdout.count("sum 2.0") == 2, done.stdout + done.stderr

@@ -92,6 +92,7 @@ def test_a_rank_that_is_stopped_while_mpi_starts_is_named(tmp_path: Path) -> Non
     assert re.search(r"  found:    rank 1, process \d+ on \S+, is stopped\n", told)
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_stopped_while_a_group_opens_is_named(tmp_path: Path) -> None:
     told = run(tmp_path, STOPPED_IN_OPENING)
     assert (
