@@ -35,6 +35,7 @@ if child:
 """
 
 
+@pytest.mark.soak
 def test_benchmarks_find_what_they_import() -> None:
     command = [sys.executable, "-c", BOTH_WAYS.format(names=NAMES)]
     done = subprocess.run(

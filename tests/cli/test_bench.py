@@ -20,6 +20,7 @@ from meshdist.cli import bench
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.soak
 def test_two_sides_in_turn(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ["--verbs", "all_reduce,barrier", "--sizes", "8,64", "--rounds", "2"]

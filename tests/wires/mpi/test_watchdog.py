@@ -86,6 +86,7 @@ def run(folder: Path, text: str) -> str:
     return done.stderr
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_stopped_while_mpi_starts_is_named(tmp_path: Path) -> None:
     told = run(tmp_path, STOPPED_IN_START)
     assert "CollectiveTimeoutError: the world was not opened on wire 'mpi' within 6 s\n" in told
