@@ -89,7 +89,7 @@ class Channel:
         self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
-        self.demands_layouts = opened.compares_layouts
+        self.demands_layouts = opened.sees_all_calls
         """Whether members whose tensors lie otherwise in memory are found to disagree."""
         self.explain = Explainer(group, self.recorder, others).explain
         self.communicator.watch(self.explain)
@@ -133,7 +133,7 @@ class Channel:
         number = SUM_NUMBER if op is _SUM else None if op is None else op.value
         if not (sent or layouts) and self._enter(verb, tensor, op, number, root):
             if self.communicator.on_stream:
-                self._compare_before_enqueueing(recorder.sequence)
+                self._compare_before_data_move(verb, tensor)
             return
         sizes = (sent, taken) if sent else ()
         demanded = layouts if self.communicator.on_stream else ()
@@ -152,10 +152,8 @@ class Channel:
                 offer = laid_fingerprint(note, layouts)
             if header_table.enter(sequence, header, sent, taken, offer):
                 raise self.disagree(sequence)
-        if self.spans_hosts and (self._compares_first() or _is_packed(verb, tensor)):
-            self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
-        elif self.communicator.on_stream:
-            self._compare_before_enqueueing(sequence)
+        if self.spans_hosts or self.communicator.on_stream:
+            self._compare_before_data_move(verb, tensor, sent, taken)
 
     @property
     def compares_layouts(self) -> bool:
@@ -339,10 +337,27 @@ class Channel:
             self.communicator.on_stream and level != DebugLevel.OFF
         )
 
-    def _compare_before_enqueueing(self, sequence: int) -> None:
-        """Wait until all members have come to call ``sequence``, where calls are compared first."""
-        header_table = self.header_table
-        if header_table is None or len(self.group.ranks) == 1 or not self._compares_first():
+    def _compare_before_data_move(
+        self,
+        verb: str,
+        tensor: torch.Tensor | list[torch.Tensor] | None,
+        sent: Sequence[int] = (),
+        taken: Sequence[int] = (),
+    ) -> None:
+        """Compare the call that was noted last with all members', where that is done first."""
+        compares_first = self._compares_first()
+        if self.opened.sees_all_calls:
+            if compares_first:
+                self._wait_for_all()
+        elif compares_first or (self.spans_hosts and _is_packed(verb, tensor)):
+            note = self.recorder.find_note()
+            assert note is not None
+            self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
+
+    def _wait_for_all(self) -> None:
+        """Wait until all members have come to the call that was noted last; compare it."""
+        header_table, sequence = self.header_table, self.recorder.sequence
+        if header_table is None:  # there are no others
             return
         differing = header_table.wait_for_all(sequence, self.timeout, self.refuse_broken)
         if differing is None:

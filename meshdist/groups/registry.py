@@ -67,7 +67,7 @@ class OpenCommunicator:
     header_table: HeaderTable | None = None
     matching: Matching | None = None
     spans_hosts: bool = False
-    compares_layouts: bool = False  # whether a layout may be part of a call; equal on all members
+    sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
     users: set[User] = field(default_factory=set)
@@ -188,7 +188,7 @@ class Registry:
             if table is not None:
                 table.close()
             raise
-        compares_layouts = communicator.on_stream and self._all_see_all(label, ranks, table)
+        sees_all_calls = communicator.on_stream and self._all_see_all(label, ranks, table)
         recorder = Recorder()
         matching = None
         if table is not None and communicator.wants_senders:
@@ -201,7 +201,7 @@ class Registry:
             table,
             matching,
             world.spans_hosts(ranks),
-            compares_layouts,
+            sees_all_calls,
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
             {user},

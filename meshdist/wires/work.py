@@ -454,10 +454,15 @@ class _Joined(Operation):
                 raise work._error
 
     def poll(self) -> bool:
-        return all(work._poll() for work in self.works)
+        return all(work._operation.poll() for work in self.works)
 
     def has_ended(self) -> bool:
-        return all(work._has_ended() for work in self.works)
+        for work in self.works:
+            if not work._has_ended():
+                return False
+            if work._error is not None:
+                raise work._error
+        return True
 
     def bound(self, timeout: timedelta) -> None:
         for work in self.works:

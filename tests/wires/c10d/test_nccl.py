@@ -20,6 +20,7 @@ from meshdist.bootstrap.world import get_world
 from meshdist.checking.header_table import HeaderTable
 from meshdist.groups.registry import get_registry
 from meshdist.wires.opening import Opening
+from meshdist.wires.operations import DONE, Operation, Terms
 from meshdist.wires.registry import find_wire
 from tests.load import is_within
 from tests.pool import Pool
@@ -236,7 +237,14 @@ def test_a_barrier_of_both_kinds_of_wires_orders_the_device(device: Device, tmp_
         assert device.names("enqueue") == ["barrier"] and device.kernels[0].has_ended.is_set()
         device.holds = False
         md.barrier(async_op=True).wait()
-        assert device.names("enqueue") == ["barrier", "barrier"]
+        md.barrier(async_op=True).wait(timedelta(seconds=5))
+        assert md.barrier(async_op=True).get_future_result().wait() == 0
+        assert device.names("enqueue") == ["barrier"] * 4
+        device.holds = True
+        work = md.barrier(async_op=True)
+        result = work.get_future_result()
+        group.abort()
+        assert result.wait() == 2 and not work.is_success()
     finally:
         md.destroy_process_group()
 
@@ -294,6 +302,28 @@ def test_layouts_that_cannot_be_compared_are_copied(pool: Pool) -> None:
             return sent.view(-1).tolist()
 
     assert pool.run(program, 2) == [[0.0, 2.0, 4.0, 1.0, 3.0, 5.0]] * 2
+
+
+def test_where_members_do_not_see_each_others_calls_a_round_compares_them(pool: Pool) -> None:
+    def program() -> list[str]:
+        with standing_in() as device, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HeaderTable, "sees_all", lambda _: False)
+            group = md.new_group([0, 1], backend="cpu:nccl", timeout=timedelta(seconds=20))
+            communicator = group.open_channel("cpu").communicator
+
+            def gather(whole: torch.Tensor, mine: torch.Tensor, _: Terms) -> Operation:
+                whole.view(2, -1).copy_(mine)  # both members call alike
+                return DONE
+
+            patch.setattr(communicator, "all_gather", gather)
+            md.set_debug_level(DebugLevel.INFO)
+            try:
+                md.all_reduce(torch.ones(3), group=group)
+            finally:
+                md.set_debug_level(DebugLevel.OFF)
+            return device.names("enqueue")
+
+    assert pool.run(program, 2) == [["allreduce"]] * 2
 
 
 def test_a_group_can_be_destroyed_while_an_abort_begins(world: Device) -> None:
