@@ -32,7 +32,7 @@ class Work:
     """One verb in flight. Until ``wait`` returns, leave its tensors alone.
 
     On NCCL ``wait()`` lets the current stream wait for the verb, and the CPU goes on: the Work is
-    in flight until the device has done it. Whoever waits on another stream waits there, too.
+    in flight until the device has done it. A wait with another current stream orders that one, too.
 
     Args:
         operation: the verb, started.

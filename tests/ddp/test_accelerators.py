@@ -161,6 +161,25 @@ def test_ranks_that_went_on_raise_at_a_second_backward_without_a_forward(run: Ru
         assert grads == [2.0, 2.0]
 
 
+def checked_steps(
+    model: md.DDP, num_steps: int, backward: Callable[[int], object]
+) -> tuple[list[int], list[float]]:
+    """Train with a check in each step: the steps that were skipped, and the last parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    skipped = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        try:
+            with contextlib.suppress(ArithmeticError, TypeError):
+                backward(step)
+            model.check_gradients()
+        except GradientError:
+            skipped.append(step)
+        else:
+            optimizer.step()
+    return skipped, [p.item() for p in model.parameters()]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
 def test_with_a_check_all_ranks_skip_the_step_of_a_rank_that_failed(
@@ -168,23 +187,15 @@ def test_with_a_check_all_ranks_skip_the_step_of_a_rank_that_failed(
 ) -> None:
     def program(device: str) -> tuple[list[int], list[float]]:
         model, x = fragile(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        skipped = []
-        for step in range(5):
-            optimizer.zero_grad()
+
+        def step_backward(step: int) -> None:
             fails = step in (0, 2) and md.get_rank() == 0
-            try:
-                with contextlib.suppress(ArithmeticError, TypeError):
-                    out = model(*([x, x, x] if fails and where == "forward" else [x, fails]))
-                    if fails and where == "loss":
-                        raise ArithmeticError
-                    out.sum().backward()
-                model.check_gradients()
-            except GradientError:
-                skipped.append(step)
-            else:
-                optimizer.step()
-        return skipped, [p.item() for p in model.parameters()]
+            out = model(*([x, x, x] if fails and where == "forward" else [x, fails]))
+            if fails and where == "loss":
+                raise ArithmeticError
+            out.sum().backward()
+
+        return checked_steps(model, 5, step_backward)
 
     found = run(program, num_ranks)
     assert found == found[:1] * num_ranks
@@ -196,27 +207,20 @@ def test_a_step_that_was_interrupted_here_and_lacks_there_is_one_error(run: Run)
         model = md.DDP(Two().to(device))
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, skipped, is_culprit = torch.ones(1, 1, device=device), [], md.get_rank() == 0
+        x, is_culprit, now = torch.ones(1, 1, device=device), md.get_rank() == 0, [0]
 
         def fail(grad: torch.Tensor) -> torch.Tensor:
-            if step == 1 and is_culprit:
+            if now == [1] and is_culprit:
                 raise ArithmeticError
             return grad
 
+        def step_backward(step: int) -> None:
+            now[:] = [step]
+            use = "left" if step == 1 and not is_culprit else "both"
+            model(x * 10**step, use=use).backward()
+
         model.module.right.weight.register_hook(fail)
-        for step in range(4):
-            optimizer.zero_grad()
-            try:
-                with contextlib.suppress(ArithmeticError):
-                    use = "left" if step == 1 and not is_culprit else "both"
-                    model(x * 10**step, use=use).backward()
-                model.check_gradients()
-            except GradientError:
-                skipped.append(step)
-            else:
-                optimizer.step()
-        return skipped, [p.item() for p in model.parameters()]
+        return checked_steps(model, 4, step_backward)
 
     found = run(program, 2)
     assert found[0] == found[1]

@@ -42,7 +42,7 @@ from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
 from .watchdog import watch
 
-__all__ = ["ENDS_LATER", "EnqueuedWork", "EnqueueingCommunicator"]
+__all__ = ["ENDS_LATER", "EnqueueingCommunicator"]
 
 _log = logging.getLogger("meshdist.nccl")
 
@@ -150,7 +150,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._device: torch.device | None = None
         self._explain: Explain | None = None
         self._outcomes: set[Outcome] = set()
-        # Held while the error of a failure is made: whoever waits for the work takes that one.
+        # Held while the error of a failure is made, so that a wait for the work raises that one.
         self._failing = threading.Lock()
         self._unraised: MeshdistError | None = None
         self._last_call: BoundedCall | None = None
