@@ -8,7 +8,9 @@ which is ready while most of the backward is still to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+import sys
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -17,61 +19,98 @@ from ..errors import ArgumentError, KindError
 
 __all__ = [
     "Item",
+    "LaidBucket",
     "assign_buckets",
     "bucket_caps",
     "dense_stride",
     "items_of",
+    "lay_out",
 ]
 
 _MIB = 1024 * 1024
 
 
 Item: TypeAlias = tuple[int, Hashable]
-"""Of one parameter: the bytes of its gradient; its dtype and device, which its bucket shares."""
+"""Of one parameter: the bytes of its gradient, and what all gradients of its bucket share."""
 
 
-def items_of(parameters: Sequence[torch.Tensor]) -> list[Item]:
-    """Return one item per parameter, in the same order."""
-    return [(p.nbytes, (p.dtype, p.device)) for p in parameters]
+def items_of(
+    parameters: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+    sparse: Collection[int] = (),
+) -> list[Item]:
+    """Return one item per parameter, in the same order.
+
+    Args:
+        parameters: whose gradients are sent.
+        dtype: in which they are sent; None for each one's own.
+        sparse: indices of those whose gradients are sparse, which travel alone.
+    """
+    return [
+        (
+            p.numel() * (dtype or p.dtype).itemsize,
+            ((dtype or p.dtype, p.device), index if index in sparse else None),
+        )
+        for index, p in enumerate(parameters)
+    ]
 
 
-def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:
-    """Return the caps of the first bucket and of all others, in bytes.
+def bucket_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Return the caps in bytes: of the first bucket, of the second, ...; the last one repeats.
 
-    None stands for 1 MiB and 25 MiB; a given cap holds for the first bucket too.
+    Without either argument they are 1 MiB and 25 MiB. A single cap holds for the first bucket too.
+    A list overrides it, unless it is empty.
 
     Raises:
-        KindError: the cap is no number.
-        ArgumentError: it is not above zero, or not finite.
+        KindError: a cap is no number, or the list none.
+        ArgumentError: a cap is not above zero, or not finite.
     """
+    if bucket_cap_mb_list is not None and (
+        isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
+    ):
+        raise KindError(
+            f"bucket_cap_mb_list is of type {type(bucket_cap_mb_list).__name__}",
+            expected="a list of numbers of MiB, or None",
+            fix="pass for example bucket_cap_mb_list=[1, 25]",
+        )
+    if bucket_cap_mb_list:
+        return tuple(
+            _cap_bytes(f"bucket_cap_mb_list[{place}]", cap)
+            for place, cap in enumerate(bucket_cap_mb_list)
+        )
     if bucket_cap_mb is None:
         return _MIB, 25 * _MIB
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+    return (_cap_bytes("bucket_cap_mb", bucket_cap_mb),)
+
+
+def _cap_bytes(what: str, cap_mb: float) -> int:
+    if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)):
         raise KindError(
-            f"bucket_cap_mb is of type {type(bucket_cap_mb).__name__}",
+            f"{what} is of type {type(cap_mb).__name__}",
             expected="a number of MiB, or None",
             fix="pass for example bucket_cap_mb=25",
         )
-    if not bucket_cap_mb > 0 or not math.isfinite(bucket_cap_mb):
+    if not cap_mb > 0 or not math.isfinite(cap_mb):
         raise ArgumentError(
-            f"bucket_cap_mb is {bucket_cap_mb}",
+            f"{what} is {cap_mb}",
             expected="a number of MiB above zero, or None for 25 with a first bucket of 1",
             fix="pass a small number such as 0.001 for one parameter a bucket",
         )
-    cap = max(1, int(bucket_cap_mb * _MIB))
-    return cap, cap
+    return max(1, int(cap_mb * _MIB))
 
 
 def assign_buckets(
-    items: Sequence[Item], order: Sequence[int], caps: tuple[int, int]
+    items: Sequence[Item], order: Sequence[int], caps: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the buckets as tuples of indices into ``items``.
 
     Args:
         items: one per parameter.
-        order: every index once, in the order in which gradients are expected.
-        caps: of the first bucket of each kind and of every later one, in bytes. A single larger
-            item has a bucket of its own.
+        order: indices, each once, in the order in which gradients are expected.
+        caps: of the first bucket of each kind, of the second, ..., in bytes; the last repeats. A
+            single larger item has a bucket of its own.
 
     Returns:
         The buckets in the order in which they are expected to be complete. Within one kind the
@@ -84,17 +123,68 @@ def assign_buckets(
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
+    counts: dict[Hashable, int] = {}
     for index in order:
         num_bytes, kind = items[index]
-        bucket, room = filling.get(kind, ([], caps[0]))
-        if bucket and num_bytes > room:
-            bucket, room = [], caps[1]
-        if not bucket:
+        bucket, room = filling.get(kind, ([], 0))
+        if not bucket or num_bytes > room:
+            nth = counts.get(kind, 0)
+            bucket, room = [], caps[min(nth, len(caps) - 1)]
+            counts[kind] = nth + 1
             buckets.append(bucket)
         bucket.append(index)
         filling[kind] = bucket, room - num_bytes
     places = {index: place for place, index in enumerate(order)}
     return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
+
+
+@dataclass(frozen=True)
+class LaidBucket:
+    """Which gradients one bucket holds, and when it is sent.
+
+    Args:
+        indices: of its parameters, in the order in which they are expected.
+        is_trailing: whether it waits for the end of the backward, since some rank may lack a
+            gradient of it.
+    """
+
+    indices: tuple[int, ...]
+    is_trailing: bool = False
+
+
+def lay_out(
+    items: Sequence[Item],
+    order: Sequence[int],
+    caps: Sequence[int],
+    *,
+    trailing: Collection[int] = (),
+    delayed: Collection[int] = (),
+    delayed_behind: int | None = None,
+) -> tuple[LaidBucket, ...]:
+    """Return all buckets in the order in which they are sent, equal on every rank.
+
+    Args:
+        items, order, caps: as in ``assign_buckets``; every index is in ``order``.
+        trailing: indices that some rank may lack: in buckets of their own, sent last.
+        delayed: indices whose gradients are sent together, as soon as
+        delayed_behind: this one's has come, so behind its bucket.
+
+    Example:
+        >>> items = [(4, "f32")] * 4
+        >>> lay_out(items, [3, 2, 1, 0], (8,), trailing={3}, delayed={0}, delayed_behind=2)
+        ... # doctest: +NORMALIZE_WHITESPACE
+        (LaidBucket(indices=(2, 1), is_trailing=False),
+         LaidBucket(indices=(0,), is_trailing=False), LaidBucket(indices=(3,), is_trailing=True))
+    """
+    apart = {*trailing, *delayed}
+    early = list(assign_buckets(items, [i for i in order if i not in apart], caps))
+    if delayed:
+        together = assign_buckets(items, [i for i in order if i in delayed], (sys.maxsize,))
+        places = [place for place, bucket in enumerate(early) if delayed_behind in bucket]
+        place = places[0] + 1 if places else len(early)
+        early[place:place] = together
+    last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
+    return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

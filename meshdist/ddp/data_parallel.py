@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import optree
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..collectives.instruments import leave_untraced
 from ..errors import ArgumentError, GradientError, KindError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
-from .reducer import Reducer, is_reduced
-from .replicas import broadcast_from_first, check_equal_lines, tensor_line
+from .buffers import Buffers
+from .in_backward import InBackward, marked_optimizers
+from .options import ReductionOptions
+from .precision import CastParameters, MixedPrecisionConfig, check_precision
+from .reducer import Reducer
+from .replicas import broadcast_from, check_equal_lines, tensor_line
+from .torch_methods import TorchMethods
+from .wrapping import (
+    check_module,
+    delayed_indices,
+    find_devices,
+    ignored_names,
+    module_state,
+    sparse_parameters,
+    trainable_parameters,
+)
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
 _PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchMethods, nn.Module):
     """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
 
     Making it, each forward that synchronises buffers, and each backward are collective over the
@@ -53,7 +68,7 @@ class DistributedDataParallel(nn.Module):
         device_ids: the one device of a CUDA module, to which inputs are moved; None for CPU modules
             and modules on several devices.
         output_device: where outputs are moved; by default the device of ``device_ids``.
-        dim: torch's; without effect where a module has one device.
+        dim: torch's; without effect.
         broadcast_buffers: False leaves buffers alone, also on construction.
         init_sync: False skips comparing and broadcasting on construction.
         process_group: over which ranks gradients are averaged; or
@@ -85,28 +100,54 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: list[int | torch.device] | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
-        *,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
         device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
-        self._caps = bucket_caps(bucket_cap_mb)
+        if not isinstance(module, nn.Module):
+            raise KindError(
+                f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
+            )
+        self.parameters_to_ignore = ignored_names(module)
+        check_module(module, self.parameters_to_ignore)
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        trainable = list(trainable_parameters(module, self.parameters_to_ignore).values())
+        self._delayed = delayed_indices(
+            trainable, delay_all_reduce_named_params, param_to_hook_all_reduce
+        )
+        if mixed_precision is not None:
+            check_precision(mixed_precision)
+        self.mixed_precision = mixed_precision
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ArgumentError(
                 "broadcast_buffers and forward_sync_buffers were both given",
                 expected="one of them",
                 fix="drop broadcast_buffers, the older name",
             )
-        self.device_ids, self.output_device = _find_devices(module, device_ids, output_device)
+        self.device_ids, self.output_device = find_devices(module, device_ids, output_device)
+        if check_reduction:
+            warnings.warn(
+                "check_reduction has no effect: whether gradients are missing is always checked",
+                FutureWarning,
+                stacklevel=2,
+            )
         self.dim = dim
         if process_group is not None and device_mesh is not None:
             raise MeshError(
@@ -115,15 +156,24 @@ class DistributedDataParallel(nn.Module):
                 fix="pass device_mesh=mesh['dp'] alone",
             )
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
+        self.device_mesh = device_mesh
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if given is None else bool(given)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
         # Here rather than in the first backward; in the model's order, which all ranks share.
-        for device in dict.fromkeys(tensor.device for tensor in _state(module).values()):
+        for device in dict.fromkeys(tensor.device for tensor in module_state(module).values()):
             self.process_group.connect(device)
         self._adopt(module)
         if init_sync:
-            state = _state(module, with_buffers=broadcast_buffers is not False)
+            state = module_state(
+                module, self.parameters_to_ignore, with_buffers=broadcast_buffers is not False
+            )
             check_equal_lines(
                 [tensor_line(name, tensor) for name, tensor in state.items()],
                 self.process_group,
@@ -132,27 +182,49 @@ class DistributedDataParallel(nn.Module):
                 f"{type(module).__name__} modules",
                 fix="build the same model on every rank of the axis, with equal arguments",
             )
-            broadcast_from_first([one.detach() for one in state.values()], self.process_group)
+            broadcast_from(0, [one.detach() for one in state.values()], self.process_group)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
         self.module = module
-        trainable = _trainable(module)
-        self.device = next(iter(trainable.values())).device
-        self._buffer_places = [
-            (owner, name)
-            for owner in module.modules()
-            for name, _ in owner.named_buffers(recurse=False)
+        trainable = trainable_parameters(module, self.parameters_to_ignore)
+        parameters = list(trainable.values())
+        self.device = parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
+        self._left_frozen = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if name not in trainable and name not in self.parameters_to_ignore
         ]
-        self._reducer = Reducer(
-            list(trainable.values()),
+        self._buffers_of_model = Buffers(module, self.parameters_to_ignore)
+        self._cast: CastParameters | None = None
+        reduce_dtype = None
+        if self.mixed_precision is not None:
+            self._cast = CastParameters(module, self.mixed_precision, self.parameters_to_ignore)
+            reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
+        sparse = {id(parameter) for parameter in sparse_parameters(module)}
+        delayed, delayed_behind = self._delayed
+        self.reducer = Reducer(
+            parameters,
             list(trainable),
             self.process_group,
-            caps=self._caps,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            ReductionOptions(
+                caps=self._caps,
+                as_views=self.gradient_as_bucket_view,
+                finds_unused=self.find_unused_parameters,
+                is_static=self.static_graph,
+                skips_unused=self.skip_all_reduce_unused_params,
+                delayed=delayed,
+                delayed_behind=delayed_behind,
+                sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
+                dtype=reduce_dtype,
+            ),
         )
+        self._has_begun = False
+        self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
-        weakref.finalize(self, self._reducer.close).atexit = False
+        weakref.finalize(self, _let_go, self.reducer, self._cast).atexit = False
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -170,10 +242,45 @@ class DistributedDataParallel(nn.Module):
         self._begin_forward()
         if self.device_ids is not None:
             inputs, kwargs = _moved((inputs, kwargs), self.device)
+        if self._cast is not None:
+            inputs, kwargs = self._cast.cast_inputs((inputs, kwargs))
         outputs = self.module(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
             outputs = _moved(outputs, self.output_device)
         return self._end_forward(outputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let the forwards inside have backwards that are not averaged: gradients add up here.
+
+        The next forward outside has a backward that averages all that has added up. What counts is
+        where the *forward* runs.
+
+        Raises:
+            GradientError: an optimizer steps inside the backward.
+
+        Example:
+            >>> import meshdist as md, torch
+            >>> def program():
+            ...     layer = torch.nn.Linear(1, 1, bias=False)
+            ...     model = md.DDP(layer)
+            ...     x = torch.full((1, 1), 1.0 + md.get_rank())
+            ...     with model.no_sync():
+            ...         model(x).sum().backward()
+            ...     alone = layer.weight.grad.item()
+            ...     model(x).sum().backward()
+            ...     return alone, layer.weight.grad.item()
+            >>> md.simulate(program, 2)
+            [(1.0, 3.0), (2.0, 3.0)]
+        """
+        if self._optimizers is not None:
+            self._optimizers.refuse_local_sums()
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def check_gradients(self) -> None:
         """Raise now, on every rank, what the next forward would raise of the last backward.
@@ -207,19 +314,46 @@ class DistributedDataParallel(nn.Module):
             >>> md.simulate(program, 2)[0]
             'rank 1: an exception was raised inside backward()'
         """
-        self._reducer.check()
+        self.reducer.check()
 
     @leave_untraced
     def _begin_forward(self) -> None:
-        self._reducer.before_forward()
-        if self.forward_sync_buffers and self._buffer_places:
-            buffers = [getattr(owner, name) for owner, name in self._buffer_places]
-            broadcast_from_first([b for b in buffers if b is not None], self.process_group)
+        if not self._has_begun:
+            self._begin()
+        for name, parameter in self._left_frozen:
+            if parameter.requires_grad:
+                raise GradientError(
+                    f"{name} requires a gradient, and did not when the model was wrapped",
+                    where=f"rank {self.process_group.world.rank}",
+                    expected="parameters that are trained to be so when the model is wrapped",
+                    fix="del ddp, and wrap the model again; or wrap first, and freeze then",
+                )
+        self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
+        self._synchronise_buffers(is_before=True)
+
+    def _begin(self) -> None:
+        """The first forward: look for optimizers that are noted on parameters."""
+        self._has_begun = True
+        marked = marked_optimizers(self.reducer.parameters)
+        if marked:
+            self._step_in_backward(InBackward(marked, keeps_gradients=False))
+
+    def _synchronise_buffers(self, *, is_before: bool) -> None:
+        buffers = self._buffers_of_model
+        if (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and buffers.is_synchronised_now(is_before=is_before)
+        ):
+            self.reducer.awaited += buffers.synchronise(self.process_group)
 
     @leave_untraced
     def _end_forward(self, outputs: Any) -> Any:
+        self._synchronise_buffers(is_before=False)
         if torch.is_grad_enabled():
-            self._reducer.after_forward(outputs, self)
+            self.require_forward_param_sync = self.require_backward_grad_sync
+            if self.require_backward_grad_sync:
+                self.reducer.after_forward(outputs, self)
         return outputs
 
     # -- state ------------------------------------------------------------------------------------
@@ -266,7 +400,14 @@ class DistributedDataParallel(nn.Module):
     # -- copies -----------------------------------------------------------------------------------
 
     def _portable_state(self) -> dict[str, Any]:
-        bound = ("process_group", "_reducer", "_buffer_places")
+        bound = (
+            "process_group",
+            "device_mesh",
+            "reducer",
+            "_buffers_of_model",
+            "_cast",
+            "_optimizers",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -274,7 +415,9 @@ class DistributedDataParallel(nn.Module):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         state = copy.deepcopy(self._portable_state(), memo)
-        clone.__setstate__({**state, "process_group": self.process_group})
+        clone.__setstate__(
+            {**state, "process_group": self.process_group, "device_mesh": self.device_mesh}
+        )
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,101 +433,17 @@ class DistributedDataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "process_group" not in state:
-            self.process_group = resolve_group(None)
+            self.process_group, self.device_mesh = resolve_group(None), None
         self._adopt(self.module)
 
 
 DDP = DistributedDataParallel
 
 
-def _state(module: nn.Module, *, with_buffers: bool = True) -> dict[str, torch.Tensor]:
-    """Every parameter, and buffer, once, by name."""
-    state: dict[str, torch.Tensor] = dict(module.named_parameters())
-    if with_buffers:
-        state.update(module.named_buffers())
-    return state
-
-
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _check_module(module: object) -> None:
-    """Refuse what cannot be trained so, before anything is sent."""
-    if not isinstance(module, nn.Module):
-        raise KindError(
-            f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
-        )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise GradientError(
-                f"{name} has no shape yet",
-                expected="parameters that are initialized",
-                fix="run one forward on the module before it is wrapped",
-            )
-        if is_reduced(parameter):
-            raise GradientError(
-                f"{name} belongs to another DistributedDataParallel",
-                expected="a parameter whose gradient one wrapper averages",
-                fix="wrap the module once; before it is wrapped again, let go of the first "
-                "wrapper and of its outputs: del ddp",
-            )
-        if is_traceable_wrapper_subclass(parameter):
-            raise KindError(
-                f"{name} is a {type(parameter).__name__}",
-                expected="plain parameters: each rank's own shard as an ordinary tensor",
-                fix="wrap a module whose parameters are local shards",
-            )
-    if not _trainable(module):
-        raise GradientError(
-            f"{type(module).__name__} has no parameter that requires a gradient",
-            expected="a module to train",
-            fix="use the module itself: there is nothing to average",
-        )
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise GradientError(
-                f"{name or type(child).__name__} makes sparse gradients",
-                expected="dense gradients",
-                fix="make the embedding with sparse=False",
-            )
-
-
-def _find_devices(
-    module: nn.Module,
-    device_ids: list[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[torch.device] | None, torch.device | None]:
-    """Check ``device_ids`` against the module's devices; both come back as devices."""
-    if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
-        raise KindError(
-            "the second argument of DistributedDataParallel is device_ids",
-            found=f"{device_ids!r}",
-            fix="name the axis: DistributedDataParallel(module, device_mesh=mesh['dp'])",
-        )
-    devices = sorted({str(p.device) for p in module.parameters()})
-    if not device_ids:
-        if output_device not in (None, 0):  # torch takes 0 for none, too
-            raise ArgumentError(
-                "output_device was given without device_ids",
-                expected="output_device only with the one device of a CUDA module in device_ids",
-                fix="drop output_device, or pass device_ids too",
-            )
-        return None, None
-    given = [_as_device(entry) for entry in device_ids]
-    if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
-        raise ArgumentError(
-            f"device_ids={device_ids} does not fit the module",
-            expected="one entry, the device of a CUDA module; None for CPU modules and for "
-            "modules on several devices",
-            found=f"parameters on {', '.join(devices)}",
-            fix="drop device_ids, or move the module: module.to(device)",
-        )
-    return given, given[0] if output_device is None else _as_device(output_device)
-
-
-def _as_device(entry: int | torch.device) -> torch.device:
-    return torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+def _let_go(reducer: Reducer, cast: CastParameters | None) -> None:
+    reducer.close()
+    if cast is not None:
+        cast.close()
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

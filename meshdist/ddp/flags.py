@@ -1,7 +1,7 @@
-"""How the sums of the flags behind the last bucket are read on the host.
+"""How the numbers behind the last bucket are read on the host.
 
-On the CPU they are there when the bucket's all-reduce has ended. On an accelerator it has only been
-enqueued then: the sums are copied to the host behind it, and read where the program comes next to a
+On the CPU they are there when the bucket's reduction has ended. On an accelerator it has only been
+enqueued then: they are copied to the host behind it, and read where the program comes next to a
 place at which every rank looks, by which time the copy has mostly been made.
 """
 
@@ -18,18 +18,21 @@ __all__ = ["DeferredReader", "FlagReader", "ImmediateReader", "reader_for"]
 
 
 class FlagReader(ABC):
-    """Reads the sums of one backward at a time."""
+    """Reads the numbers of one backward at a time."""
 
     is_deferred: ClassVar[bool]
     """Whether reading right after ``note`` would make the CPU wait for the device."""
 
     @abstractmethod
-    def note(self, sums: torch.Tensor) -> bool:
-        """The sums have been reduced; whether ``take`` will give them."""
+    def note(self, reduced: torch.Tensor) -> bool:
+        """The numbers have been reduced; whether ``take`` will give them."""
 
     @abstractmethod
-    def take(self) -> list[float] | None:
-        """Return the sums noted last, once; None if there are none, or this is no time to wait."""
+    def take(self) -> torch.Tensor | None:
+        """Return what was noted last, once, as real numbers on the host.
+
+        None if there is nothing, or this is no time to wait.
+        """
 
 
 class ImmediateReader(FlagReader):
@@ -38,17 +41,17 @@ class ImmediateReader(FlagReader):
     is_deferred = False
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
 
-    def note(self, sums: torch.Tensor) -> bool:
-        """Keep the sums."""
-        self._sums = sums
+    def note(self, reduced: torch.Tensor) -> bool:
+        """Keep them."""
+        self._reduced = reduced
         return True
 
-    def take(self) -> list[float] | None:
-        """Read what was kept."""
-        sums, self._sums = self._sums, None
-        return None if sums is None else _real(sums).tolist()
+    def take(self) -> torch.Tensor | None:
+        """Return what was kept."""
+        reduced, self._reduced = self._reduced, None
+        return None if reduced is None else _real(reduced)
 
 
 class DeferredReader(FlagReader):
@@ -57,7 +60,7 @@ class DeferredReader(FlagReader):
     While a CUDA graph is captured nothing is copied and nothing awaited.
 
     Args:
-        device: where the sums lie.
+        device: where the numbers lie.
         accelerator: torch's module for its type, such as ``torch.cuda``.
         copied: pinned memory for them.
     """
@@ -71,31 +74,31 @@ class DeferredReader(FlagReader):
         self._event = accelerator.Event()
         self._is_noted = False
 
-    def note(self, sums: torch.Tensor) -> bool:
+    def note(self, reduced: torch.Tensor) -> bool:
         """Enqueue a copy, unless a graph is captured."""
         if is_capturing(self._device):
             return False
-        self._copied.copy_(_real(sums), non_blocking=True)
+        self._copied.copy_(_real(reduced), non_blocking=True)
         self._event.record(self._accelerator.current_stream(self._device))
         self._is_noted = True
         return True
 
-    def take(self) -> list[float] | None:
+    def take(self) -> torch.Tensor | None:
         """Wait for the copy, unless a graph is captured."""
         if not self._is_noted or is_capturing(self._device):
             return None
         self._event.synchronize()
         self._is_noted = False
-        return self._copied.tolist()
+        return self._copied
 
 
-def reader_for(device: torch.device, num_flags: int) -> FlagReader:
-    """Return the reader for sums that lie on ``device``."""
+def reader_for(device: torch.device, count: int) -> FlagReader:
+    """Return the reader for ``count`` numbers that lie on ``device``."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(accelerator, "current_stream"):  # it has one, which reading waits for
         return ImmediateReader()
-    return DeferredReader(device, accelerator, torch.empty(num_flags, pin_memory=True))
+    return DeferredReader(device, accelerator, torch.empty(count, pin_memory=True))
 
 
-def _real(sums: torch.Tensor) -> torch.Tensor:
-    return sums.real if sums.is_complex() else sums
+def _real(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.real if numbers.is_complex() else numbers

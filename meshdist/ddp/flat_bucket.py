@@ -2,142 +2,301 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
 
-from ..wires.work import Work
 from .buckets import dense_stride
 from .reports import Reports
 from .streams import streams_for
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "Pending"]
 
-# A gradient of this size or more is copied and scaled at once, in one pass, while it is in the
-# cache, and its memory is free again; smaller ones wait for the bucket and go by one call together.
+# A gradient of this size or more is copied at once, while it is in the cache, and its memory is
+# free again; smaller ones wait for the bucket and go by one call together.
 _AT_ONCE_BYTES = 64 * 1024
+
+_grad_of = attrgetter("grad")
+
+
+class Pending(Protocol):
+    """A reduction in flight."""
+
+    def wait(self) -> object:
+        """Return when the bucket holds its result."""
 
 
 class Bucket:
     """Gradients that travel together.
 
+    A hook on every parameter costs more than to copy a small gradient. So the small ones of a
+    bucket but the last have none: whether they have come is seen by their ``.grad``, which is
+    another tensor than when the backward began, or has another version.
+
     Args:
-        indices: which parameters, in the order in which their gradients are to lie.
+        indices: which parameters, in the order in which their gradients are expected.
         parameters: all of them.
-        num_flags: how many numbers follow the gradients.
-        allocate: memory like a parameter's in dtype and device, for so many numbers.
-        scale: by what a gradient is multiplied on its way into the bucket.
+        is_trailing: whether it is sent at the end of the backward, whatever has come before.
+        num_behind: how many numbers follow the gradients.
+        allocate: memory for so many numbers, of a dtype, on a device.
+        dtype: in which gradients are sent; None for the parameters' own.
         as_views: whether ``.grad`` becomes the view, or stays apart from the bucket.
+        hooked: the indices that need a hook whatever their size; None where all do.
         reports: makes the error for a gradient that cannot lie here.
 
     Attributes:
-        indices: which parameters, in the order in which they lie in the bucket.
+        indices: which parameters, large ones first, in the order in which they lie in the bucket.
         members: the parameters themselves.
-        views: the gradient of each, a view into ``flat``.
+        views: the gradient of each, a view into ``flat``, with a version counter of its own.
         flat: all gradients, one after the other.
-        sent: what is sent: ``flat``, and in the last bucket the flags behind it.
-        flags: the numbers behind the gradients; empty but in the last bucket.
-        num_pending: how many gradients have not come yet in this backward.
-        work: the all-reduce in flight, or None.
-        at_once: for each gradient, whether it moves in as soon as it comes.
-        later: parameter and view of the others.
+        behind: the numbers behind the gradients.
+        sent: both.
+        at_once: for each gradient, whether it moves in as soon as it has come.
+        is_hooked: for each gradient, whether a hook tells that it has come.
+        num_pending: how many of those with a hook have not come yet in this backward.
+        must_wait: whether the bucket waits for the end of this backward.
+        work: the reduction in flight, or None.
         streams: notes on which streams gradients come; None on the CPU.
     """
 
     def __init__(
         self,
-        indices: tuple[int, ...],
+        indices: Sequence[int],
         parameters: Sequence[torch.nn.Parameter],
         *,
-        num_flags: int,
-        allocate: Callable[[torch.Tensor, int], torch.Tensor],
-        scale: float,
+        is_trailing: bool,
+        num_behind: int,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        dtype: torch.dtype | None,
         as_views: bool,
+        hooked: Collection[int] | None,
         reports: Reports,
     ) -> None:
-        self.indices = indices
-        self.members = [parameters[index] for index in indices]
+        first = parameters[indices[0]]
+        dtype = dtype or first.dtype
+        sizes = {index: parameters[index].numel() * dtype.itemsize for index in indices}
+        large = [index for index in indices if sizes[index] >= _AT_ONCE_BYTES]
+        small = [index for index in indices if sizes[index] < _AT_ONCE_BYTES]
+        self.indices = (*large, *small)
+        self.members = [parameters[index] for index in self.indices]
+        self.is_trailing = is_trailing
         counts = [member.numel() for member in self.members]
-        size = sum(counts)
-        self.sent = allocate(self.members[0], size + num_flags).zero_()
-        self.flat, self.flags = self.sent.split([size, num_flags])
+        self.device = first.device
+        self.sent = allocate(sum(counts) + num_behind, dtype, first.device).zero_()
+        self.flat, self.behind = self.sent.split([sum(counts), num_behind])
+        # A view taken through ``.data`` has a version counter of its own.
         self.views: list[torch.Tensor] = [
-            part.as_strided(member.shape, dense_stride(member.shape, member.stride()))
+            part.as_strided(member.shape, dense_stride(member.shape, member.stride())).data
             for part, member in zip(self.flat.split(counts), self.members, strict=True)
         ]
-        self.at_once = [view.nbytes >= _AT_ONCE_BYTES for view in self.views]
-        places = zip(self.members, self.views, self.at_once, strict=True)
-        self.later = [(member, view) for member, view, is_at_once in places if not is_at_once]
+        self.at_once = [True] * len(large) + [False] * len(small)
         self.streams = streams_for(self.sent.device)
-        self.num_pending = len(indices)
-        self.work: Work | None = None
-        self._scale = scale
-        self._as_views = as_views
+        self.as_views = as_views and dtype == first.dtype
+        self.work: Pending | None = None
         self._reports = reports
+        self._small = self.members[len(large) :]
+        self._small_views = self.views[len(large) :]
+        self._small_flat = self.flat[sum(counts[: len(large)]) :]
+        self._is_row_major = dtype == first.dtype and all(
+            view.is_contiguous() for view in self._small_views
+        )
+        self._is_1d = all(view.dim() == 1 for view in self._small_views)
+        every = hooked is None or self.streams is not None
+        wanted = {*self.indices} if every else {*large, *(hooked or ())}
+        if small:
+            wanted.add(small[-1])  # when it comes, the others are looked for
+        self._hook(wanted)
+        self._kept: list[tuple[torch.Tensor | None, int]] | None = None
+        self._knows_begin = False
+        self._moved_versions: list[int] | None = None
+        self.reset()
+
+    def hook_all(self) -> None:
+        """Expect a hook on every parameter; call it between backwards."""
+        self._hook({*self.indices})
+        self.reset()
+
+    def _hook(self, wanted: Collection[int]) -> None:
+        self.is_hooked = [index in wanted for index in self.indices]
+        self._seen = [
+            slot - len(self.indices)
+            for slot, is_hooked in enumerate(self.is_hooked)
+            if not is_hooked
+        ]
+
+    def reset(self) -> None:
+        """Be ready for the next backward."""
+        self.work = None
+        self.num_pending = sum(self.is_hooked)
+        self.must_wait = self.is_trailing
+        self._kept = None
+        self._knows_begin = False
+        self._moved_versions = None
+
+    # -- which have come --------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Remember the gradients that are there already."""
+        self._knows_begin = True
+        self._kept = None
+        if not self._seen:
+            return
+        grads = [self._small[place].grad for place in self._seen]
+        if {*map(type, grads)} != {type(None)}:
+            self._kept = [(grad, -1 if grad is None else grad._version) for grad in grads]
+
+    def find_missing(self) -> list[int]:
+        """Return the slots without a hook whose gradient has not come in this backward.
+
+        Where it is not known what was there when the backward began, what has a gradient counts.
+        """
+        if not self._seen:
+            return []
+        offset = len(self.indices)
+        grads = [self._small[place].grad for place in self._seen]
+        if self._kept is None:
+            if type(None) not in {*map(type, grads)}:
+                return []
+            return [
+                offset + place
+                for place, grad in zip(self._seen, grads, strict=True)
+                if grad is None
+            ]
+        return [
+            offset + place
+            for place, grad, (kept, version) in zip(self._seen, grads, self._kept, strict=True)
+            if grad is None or (grad is kept and grad._version == version)
+        ]
+
+    def find_late(self) -> list[int]:
+        """Return the slots without a hook to which was added after they had moved in."""
+        if self._moved_versions is None:
+            return []
+        versions = self._versions()
+        if versions == self._moved_versions:
+            return []
+        offset = len(self.indices)
+        pairs = zip(self._seen, self._moved_versions, versions, strict=True)
+        return [offset + place for place, before, now in pairs if before != now]
+
+    def _versions(self) -> list[int]:
+        return [
+            -1 if (grad := self._small[place].grad) is None else grad._version
+            for place in self._seen
+        ]
+
+    # -- moving in --------------------------------------------------------------------------------
 
     def await_streams(self) -> None:
         """Let the current stream wait for the others on which gradients came."""
         if self.streams is not None:
-            apart = [grad for member, view in self.later if (grad := member.grad) is not view]
+            pairs = zip(self._small, self._small_views, strict=True)
+            apart = [grad for member, view in pairs if (grad := member.grad) is not view]
             self.streams.await_others([grad for grad in apart if grad is not None])
 
+    def move_in_early(self) -> bool:
+        """Copy the small gradients into their views if all have come; return whether they have."""
+        if not self._knows_begin or self.find_missing():
+            return False
+        self.move_in_small()
+        if self._seen:
+            self._moved_versions = self._versions()
+        return True
+
     def move_in(self, slot: int) -> None:
-        """Copy one gradient into its view, scaled; zeros where there is none."""
+        """Copy one gradient into its view; zeros where there is none."""
         member, view = self.members[slot], self.views[slot]
         grad = member.grad
         if grad is view:
-            view.mul_(self._scale)
-        elif grad is None:
+            return
+        if grad is None:
             view.zero_()
         else:
             self._refuse_sparse(member, grad)
-            torch.mul(grad, self._scale, out=view)
-            if self._as_views:
+            view.copy_(grad)
+            if self.as_views:
                 member.grad = view
 
-    def move_in_later_ones(self) -> None:
-        """Copy the small gradients into their views, scaled, by few calls."""
-        apart = [(one, view, grad) for one, view in self.later if (grad := one.grad) is not view]
-        found = [(one, view, grad) for one, view, grad in apart if grad is not None]
-        if len(found) < len(apart):
-            torch._foreach_zero_([view for _, view, grad in apart if grad is None])
-        if found:
-            try:
-                torch._foreach_copy_([view for _, view, _ in found], [grad for *_, grad in found])
-            except RuntimeError:  # checked only now, since checking costs as much as copying
-                for member, _, grad in found:
-                    self._refuse_sparse(member, grad)
-                raise
-            if self._as_views:
-                for member, view, _ in found:
-                    member.grad = view
-        if self._scale == 1.0:
-            return
-        if len(self.later) == len(self.views):
-            self.flat.mul_(self._scale)
-        elif self.later:
-            torch._foreach_mul_([view for _, view in self.later], self._scale)
+    def move_in_small(self) -> None:
+        """Copy the small gradients into their views by few calls; zeros where there is none."""
+        members, views = self._small, self._small_views
+        grads = list(map(_grad_of, members))
+        try:
+            if (
+                self._is_row_major
+                and grads
+                and type(None) not in {*map(type, grads)}
+                and not any(map(is_, grads, views))
+            ):
+                parts = grads if self._is_1d else [grad.reshape(-1) for grad in grads]
+                torch.cat(parts, out=self._small_flat)
+            else:
+                members, views, grads = self._apart(members, views, grads)
+                if grads:
+                    torch._foreach_copy_(views, grads)
+        except RuntimeError:  # checked only now, since checking costs as much as copying
+            for member, grad in zip(members, grads, strict=True):
+                self._refuse_sparse(member, grad)
+            raise
+        if self.as_views:
+            for member, view in zip(members, views, strict=True):
+                member.grad = view
 
-    def hand_out(self, *, is_complete: bool) -> None:
-        """Let ``.grad`` hold the averages, and be ready for the next backward.
+    def move_in_rest(self) -> None:
+        """Copy all gradients that lie elsewhere; zeros where there is none."""
+        for slot, is_large in enumerate(self.at_once):
+            if is_large:
+                self.move_in(slot)
+        self.move_in_small()
+
+    def clear(self) -> None:
+        """Send zeros."""
+        self.flat.zero_()
+
+    def _apart(
+        self,
+        members: Sequence[torch.nn.Parameter],
+        views: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+    ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], list[torch.Tensor]]:
+        """Those whose gradient lies elsewhere; zeros into the views of those that have none."""
+        lacking = [view for view, grad in zip(views, grads, strict=True) if grad is None]
+        if lacking:
+            torch._foreach_zero_(lacking)
+        found = [
+            (member, view, grad)
+            for member, view, grad in zip(members, views, grads, strict=True)
+            if grad is not None and grad is not view
+        ]
+        return [one for one, _, _ in found], [one for _, one, _ in found], [g for *_, g in found]
+
+    # -- handing out ------------------------------------------------------------------------------
+
+    def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
+        """Let ``.grad`` hold the averages.
 
         Args:
-            is_complete: whether every parameter has a gradient here. One that has none gets what
-                other ranks had. If they had none either, it stays None on the CPU; elsewhere, where
-                looking would make the CPU wait for the device, it gets zeros.
+            is_used: for every parameter, whether some rank had a gradient: one that has none here
+                gets the average then, and else is left alone. None where that is not known, as on
+                accelerators, where looking would make the CPU wait: then it gets what was reduced.
+            is_complete: whether every parameter has a gradient here.
         """
         if not is_complete:
-            is_elsewhere = self.streams is not None  # work is enqueued
-            for member, view in zip(self.members, self.views, strict=True):
-                if member.grad is None and (is_elsewhere or bool(view.any())):
-                    member.grad = view if self._as_views else torch.empty_like(view)
-        if not self._as_views:
-            places = zip(self.members, self.views, strict=True)
-            pairs = [(grad, view) for one, view in places if (grad := one.grad) is not None]
+            for index, member, view in zip(self.indices, self.members, self.views, strict=True):
+                if member.grad is None and (is_used is None or is_used[index]):
+                    member.grad = (
+                        view if self.as_views else torch.empty_like(view, dtype=member.dtype)
+                    )
+        if not self.as_views:
+            pairs = [
+                (grad, view)
+                for index, member, view in zip(self.indices, self.members, self.views, strict=True)
+                if (grad := member.grad) is not None and (is_used is None or is_used[index])
+            ]
             if pairs:
                 torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
-        self.work = None
-        self.num_pending = len(self.indices)
 
     def _refuse_sparse(self, member: torch.Tensor, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:

@@ -1,19 +1,23 @@
 """Averages gradients over a group while the backward goes on.
 
-Each bucket is one flat tensor; the gradients are views into it. A hook on every parameter counts
-the gradients that have come; when all of a bucket are in, its all-reduce starts, strictly in bucket
-order on every rank. A callback of the autograd engine waits for them at the end of the backward, so
-that ``.grad`` holds averages when ``backward()`` returns.
+Each bucket is one flat tensor; the gradients are views into it. The first synchronised backward is
+watched and sent at its end; then the buckets are laid in the order in which gradients came. From
+then on a bucket goes as soon as it has as many arrivals as in the backward before, strictly in
+bucket order on every rank; the last one, and those of parameters that some rank lacked, go at the
+end of the backward. A callback of the autograd engine waits for them there, so that ``.grad`` holds
+averages when ``backward()`` returns.
 
 What the reducer guarantees:
 
 * Every backward through the model averages, also the second one on a retained graph: averaging what
   is averaged already changes nothing, so sums of several backwards are right too.
-* No rank waits for a gradient that another rank does not have: zeros stand in for it, and the next
-  forward raises. A backward that raised midway is completed in the same way. The last bucket
-  carries flags that say so, see ``endings``.
+* No rank waits for a gradient that another rank does not have: zeros stand in for it. A backward
+  that raised midway is completed in the same way. What is missing, where, and what that means
+  travels behind the last bucket, see ``settling``.
+* No gradient that comes after its bucket has gone is lost in silence: every rank raises.
 * No backward makes the CPU wait for an accelerator, but a second one without a forward between
-  them, which first reads how the one before it ended.
+  them, which first reads how the one before it ended, and one that lacks gradients where that may
+  be.
 
 Where no backward reaches the model on a rank, since its forward or its loss raised, the rank stands
 in for one when the program checks the gradients; else it is out of step from then on.
@@ -24,28 +28,34 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..collectives.shared_buffers import shared_empty
 from ..collectives.verbs import all_reduce, broadcast
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .buckets import assign_buckets, items_of
-from .endings import Ending, Endings
-from .flat_bucket import Bucket
+from .arrivals import Arrivals
+from .bucket_list import AnyBucket, BucketList
+from .flat_bucket import Pending
+from .options import ReductionOptions
 from .reports import Reports
+from .settling import Ending, Settling
+from .sparse_bucket import SparseBucket
 from .streams import is_capturing
 
 __all__ = ["Reducer", "is_reduced", "tensors_in"]
 
 
+_reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be pickled with it
+
+
 def is_reduced(parameter: torch.Tensor) -> bool:
     """Whether a Reducer averages the gradient of ``parameter``."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(hook, "is_reducing", False) for hook in hooks.values())
+    return parameter in _reduced_parameters
 
 
 class Reducer:
@@ -55,8 +65,14 @@ class Reducer:
         parameters: those that require gradients, in the same order on every rank.
         names: one per parameter, for messages.
         group: over whose members gradients are averaged; open for the parameters' devices.
-        caps: of the first bucket and of every other one, in bytes.
-        gradient_as_bucket_view: whether ``.grad`` is a view into the bucket, or a copy.
+        options: how.
+
+    Attributes:
+        parameters: as given.
+        buckets: in the order in which they are sent.
+        arrivals: what is expected of the next backward.
+        awaited: futures that the end of the next backward waits for.
+        when_averaged: is called with the parameters of each bucket whose gradients are averages.
     """
 
     def __init__(
@@ -64,53 +80,64 @@ class Reducer:
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         group: ProcessGroup,
-        *,
-        caps: tuple[int, int],
-        gradient_as_bucket_view: bool = True,
+        options: ReductionOptions,
     ) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._reports = Reports(names, group)
         self._group = group
-        self._caps = caps
-        self._as_views = gradient_as_bucket_view
+        self._options = options
         self._lock = threading.RLock()  # a module on several devices has a thread on each
         self._handles: list[RemovableHandle] = []
-        self.buckets: list[Bucket] = []
-        self._next = 0  # the bucket whose all-reduce starts next
+        self.buckets: list[AnyBucket] = []
+        self.arrivals = Arrivals(len(self.parameters))
+        self._settling = Settling(self.parameters, self.arrivals, options, self._reports, group)
+        self._next = 0  # the bucket whose reduction starts next
+        self._is_synchronised = True  # as the last forward said
+        self._has_local_sums = False  # a forward was not synchronised since gradients were averaged
         self._is_open = False  # a gradient has come, and the backward has not ended
         self._task: int | None = None  # the backward that will call _finish
-        self._came = bytearray(len(self._parameters))  # 1 for each gradient of this backward
-        self._has_reduced = False  # equal on every rank
-        self._has_begun = False  # a forward, since the last check
+        self._has_graph = False  # gradients of that backward could be differentiated again
+        self._late: list[int] = []  # what came after its bucket had gone
+        self._has_begun = False  # a synchronised forward, since the last check
         self._has_ended = False  # a backward, since the last check
         self._failure: Exception | None = None
-        self.arrivals: list[int] | None = []  # of the first backward; None once rebuilt
-        self._build(range(len(self._parameters) - 1, -1, -1), torch.Tensor.new_empty)
-        device = self.buckets[-1].sent.device
-        self._endings = Endings(self._parameters, self._reports, group, device)
+        self._behind_work: Pending | None = None  # where those numbers do not ride with a bucket
+        self.hook: Any = None
+        self.awaited: list[Any] = []
+        self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+        self._list = BucketList(self.parameters, self._settling.size, self._reports)
+        self._lay()
 
     # -- before and after the module's forward ----------------------------------------------------
 
-    def before_forward(self) -> None:
-        """Finish what the last backward left open, and once rebuild the buckets.
+    def before_forward(self, *, is_synchronised: bool = True) -> None:
+        """Finish what the last backward left open, and lay the buckets anew where that is due.
+
+        Args:
+            is_synchronised: whether the backwards that follow are averaged; if not, gradients add
+                up on each rank.
 
         Raises:
             GradientError: parameters got no gradient since the last forward, the last backward was
-                interrupted on some ranks, an all-reduce failed, or a CUDA graph is captured before
-                the buckets are rebuilt.
+                interrupted on some ranks or brought what was not expected, a reduction failed, or a
+                CUDA graph is captured before the buckets are laid as gradients come.
         """
         if torch._C._current_graph_task_id() != -1:  # a forward computed again by a checkpoint
             return
         self._end_backward()
         if not torch.is_grad_enabled():
             return
-        self._endings.forward_begins()
+        self._settling.forward_begins(is_synchronised=is_synchronised)
+        self._is_synchronised = is_synchronised
+        if not is_synchronised:
+            self._has_local_sums = True
+            return
         self._has_begun = True
-        if self.arrivals is not None:
-            if is_capturing(self.buckets[-1].sent.device):  # the graph would keep buckets that go
-                raise self._reports.captured_early()
-            if self._has_reduced:
-                self._rebuild(self.arrivals)
+        is_settled = self.arrivals.is_learned and not self._settling.must_rebuild
+        if not is_settled and is_capturing(self._list.behind.device):
+            raise self._reports.captured_early()  # the graph would keep buckets that go
+        if self._settling.must_rebuild:
+            self._rebuild()
 
     def check(self) -> None:
         """Raise what the next forward would raise of the last backward, on every rank.
@@ -123,10 +150,10 @@ class Reducer:
         self._complete_open()
         is_absent = self._has_begun and not self._has_ended
         self._has_begun = self._has_ended = False
-        if is_absent and not is_capturing(self.buckets[-1].sent.device):
+        if is_absent and not is_capturing(self._list.behind.device):
             self._stand_in()
-        self._endings.read_flags()
-        self._endings.check_complete()
+        self._settling.read()
+        self._settling.check_complete()
 
     def after_forward(self, outputs: object, owner: object) -> None:
         """Put hooks on the module's outputs, which run when a backward begins.
@@ -136,156 +163,254 @@ class Reducer:
         """
 
         def backward_begins(_: torch.Tensor, owner: object = owner) -> None:
-            self._enter()
+            if self._is_synchronised:
+                self._enter(is_beginning=True)
 
+        can_tell = False
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(backward_begins)
+                can_tell = True
+        if not can_tell:
+            self._hook_all()
+
+    def check_finished(self) -> None:
+        """Raise if a backward has begun and not ended.
+
+        Raises:
+            GradientError: it was interrupted, and no forward has come since.
+        """
+        if self._is_open or self._task is not None:
+            raise self._reports.unfinished()
+
+    def change_options(self, **changes: Any) -> None:
+        """Change options before the first backward.
+
+        Raises:
+            GradientError: a backward has been run.
+        """
+        if self._has_ended or self.arrivals.is_learned:
+            raise self._reports.too_late(next(iter(changes)))
+        self._options = self._settling.options = dataclasses.replace(self._options, **changes)
+
+    def change_group(self, group: ProcessGroup) -> None:
+        """Average over ``group`` from now on, and learn arrivals anew."""
+        self._complete_open()
+        self._group = group
+        self._reports = self._reports.of(group)
+        self.arrivals.forget()
+        self._settling = Settling(
+            self.parameters, self.arrivals, self._options, self._reports, group
+        )
+        self._has_begun = self._has_ended = False
+        self._lay()
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for parameter in self.parameters:
+            _reduced_parameters.pop(parameter, None)
 
-    # -- buckets ----------------------------------------------------------------------------------
+    # -- buckets and hooks -------------------------------------------------------------------------
 
-    def _build(
-        self, order: Sequence[int], allocate: Callable[[torch.Tensor, int], torch.Tensor]
-    ) -> None:
-        """Make the buckets for gradients that come in ``order``; gradients keep their values."""
-        old_views = {
-            index: view
-            for bucket in self.buckets
-            for index, view in zip(bucket.indices, bucket.views, strict=True)
-            if self._parameters[index].grad is view
-        }
+    def _lay(self) -> None:
+        """Make the buckets anew, and put hooks on their parameters."""
         self.close()
-        self.buckets = []
-        assignment = assign_buckets(items_of(self._parameters), order, self._caps)
-        for place, indices in enumerate(assignment):
-            bucket = Bucket(
-                indices,
-                self._parameters,
-                num_flags=len(Ending) if place == len(assignment) - 1 else 0,
-                allocate=allocate,
-                scale=1.0 / self._group.size(),
-                as_views=self._as_views,
-                reports=self._reports,
-            )
-            self.buckets.append(bucket)
-            for slot, index in enumerate(indices):
-                old_view = old_views.pop(index, None)
-                if old_view is not None:
-                    bucket.members[slot].grad = bucket.views[slot].copy_(old_view)
-                hook = self._make_hook(index, bucket, slot)
-                handle = bucket.members[slot].register_post_accumulate_grad_hook(hook)
-                self._handles.append(handle)
-
-    def _rebuild(self, arrivals: list[int]) -> None:
-        """Rebuild the buckets once, in the order in which gradients came on group rank 0."""
-        expected = [index for bucket in self.buckets for index in bucket.indices]
-        order = list(dict.fromkeys(arrivals + expected))
-        device = self.buckets[-1].sent.device
-        agreed = torch.tensor(order, dtype=torch.int64, device=device)
-        broadcast(agreed, group=self._group, group_src=0)
-        self.arrivals = None
         with torch.no_grad():
-            self._build(agreed.tolist(), self._shared_memory)
-        self._endings.place_flags(self.buckets[-1].sent.device)
+            self._list.lay(self.arrivals, self._options, self._group)
+        self.buckets = self._list.all
+        self._settling.place(self._list.behind)
+        for parameter in self.parameters:
+            _reduced_parameters[parameter] = True
+        for bucket in self.buckets:
+            for slot in range(len(bucket.members)):
+                if bucket.is_hooked[slot]:
+                    self._put_hook(bucket, slot)
 
-    def _shared_memory(self, like: torch.Tensor, count: int) -> torch.Tensor:
-        """Memory that the group reduces where it lies, if its wire shares any; collective."""
-        if like.is_cpu:
-            return shared_empty(count, like.dtype, self._group)
-        return like.new_empty(count)
+    def _rebuild(self) -> None:
+        """Lay the buckets anew: the first time as gradients came on group rank 0.
 
-    def _make_hook(self, index: int, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
+        What changes later is known to all ranks already, so nothing is sent for it.
+        """
+        self._settling.must_rebuild = False
+        if self.arrivals.is_learned and self.arrivals.order:
+            order = self.arrivals.laid_order(self._list.order)
+            agreed = torch.tensor(order, dtype=torch.int64, device=self._list.behind.device)
+            broadcast(agreed, group=self._group, group_src=0)
+            self.arrivals.order.clear()
+            self._list.order = tuple(agreed.tolist())
+        self._lay()
+
+    def _hook_all(self) -> None:
+        """Put hooks on all parameters: nothing else shows when a backward begins."""
+        for bucket in self.buckets:
+            bare = [slot for slot, is_hooked in enumerate(bucket.is_hooked) if not is_hooked]
+            if bare:
+                bucket.hook_all()
+            for slot in bare:
+                self._put_hook(bucket, slot)
+
+    def _put_hook(self, bucket: AnyBucket, slot: int) -> None:
+        hook = self._make_hook(bucket.indices[slot], bucket, slot)
+        self._handles.append(bucket.members[slot].register_post_accumulate_grad_hook(hook))
+
+    def _make_hook(
+        self, index: int, bucket: AnyBucket, slot: int
+    ) -> Callable[[torch.Tensor], None]:
         """Return what autograd calls when the gradient of one parameter is in ``.grad``.
 
         This runs once per parameter and backward, so it does as little as it can.
         """
-        came = self._came
         arrivals = self.arrivals
-        goes_at_once = bucket.at_once[slot]
+        counts = arrivals.counts
         streams = bucket.streams
 
-        def gradient_came(_: torch.Tensor) -> None:
-            if came[index]:
-                name = self._reports.describe(index)
-                raise self._reports.overlapping(f"{name} got its gradient twice")
+        def gradient_is_watched(parameter: torch.Tensor) -> None:
+            if not self._is_synchronised:
+                return
+            if self._task is None or parameter.grad is None:
+                arrivals.by_count.add(index)
             if not self._is_open:
                 self._open()
-            came[index] = 1
-            if arrivals is not None:
-                arrivals.append(index)
             if streams is not None:
                 streams.note()
+            arrivals.note_first(index)
+
+        if not arrivals.is_learned:
+            return gradient_is_watched
+        goes_at_once = bucket.at_once[slot]
+
+        def gradient_came(_: torch.Tensor) -> None:
+            if not self._is_synchronised:
+                return
+            if not self._is_open:
+                self._open()
+            counts[index] += 1
+            if streams is not None:
+                streams.note()
+            more = counts[index] - arrivals.expected[index]
+            if more < 0:
+                return
+            if bucket.work is not None:
+                self._late.append(index)
+                return
             if goes_at_once:
                 bucket.move_in(slot)
-            bucket.num_pending -= 1
-            if not bucket.num_pending:
-                self._start_full_buckets()
+            if more == 0:
+                bucket.num_pending -= 1
+                if not bucket.num_pending:
+                    self._start_full_buckets()
 
-        gradient_came.is_reducing = True  # type: ignore[attr-defined]
         return gradient_came
 
     # -- one backward -----------------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        """A gradient reached an output of the module: a backward has begun."""
+    def _enter(self, *, is_beginning: bool) -> None:
+        """A backward has begun; ``is_beginning`` if no gradient can have come before."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         if self._is_open:
-            raise self._reports.overlapping("a backward began before another had ended")
-        self._endings.read_flags()  # where no forward came since the last backward
+            raise self._reports.overlapping()
+        self._settling.read()  # where no forward came since the last backward
         self._task = task
+        self._has_graph = torch.is_grad_enabled()
+        self.arrivals.backward_begins()
+        self._late.clear()
+        if is_beginning:
+            for bucket in self.buckets:
+                bucket.backward_begins()
         Variable._execution_engine.queue_callback(self._finish)
 
     def _open(self) -> None:
         """The first gradient of a backward has come."""
-        if torch.is_grad_enabled():
-            raise self._reports.with_graph()
         if self._task is None:
-            self._enter()
+            self._enter(is_beginning=False)
+        if self._has_graph:
+            raise self._reports.with_graph()
         self._is_open = True
 
     def _start_full_buckets(self) -> None:
-        """Start the all-reduce of every full bucket that has no unfull one before it."""
+        """Start the reduction of every full bucket that has no unfull one before it."""
         with self._lock, torch.no_grad():
-            while self._next < len(self.buckets) and not self.buckets[self._next].num_pending:
-                bucket = self.buckets[self._next]
+            for bucket in self.buckets[self._next :]:
+                if bucket.must_wait or bucket.num_pending:
+                    return
                 bucket.await_streams()
-                bucket.move_in_later_ones()
-                self._start(bucket, Ending.WHOLE)
+                if not bucket.move_in_early():
+                    bucket.must_wait = True
+                    return
+                self._start(bucket)
 
-    def _start(self, bucket: Bucket, ending: Ending) -> None:
-        if bucket is self.buckets[-1]:
-            self._endings.set_flag(bucket.flags, ending)
-        bucket.work = all_reduce(bucket.sent, ReduceOp.SUM, self._group, async_op=True)
+    def _start(self, bucket: AnyBucket) -> None:
+        if isinstance(bucket, SparseBucket):
+            bucket.work = bucket.reduction()
+        else:
+            bucket.work = self._average(bucket.sent)
         self._next += 1
+
+    def _average(self, sent: torch.Tensor) -> Pending:
+        work = all_reduce(sent, ReduceOp.AVG, self._group, async_op=True)
+        assert work is not None
+        return work
 
     @torch.no_grad()
     def _finish(self) -> None:
         """The backward has ended: fill in what did not come, and wait for every bucket."""
+        came = self._list.find_came(self.arrivals.counts, self.arrivals.by_count)
+        if not self._is_open and True in came:
+            self._open()
         self._task = None
         if not self._is_open:  # no parameter took part, for example in autograd.grad of inputs
             return
-        ending = self._endings.backward_ends(self._came)
+        unexpected = self._find_unexpected(came)
+        ending = self._settling.backward_ends(came, unexpected)
+        self.arrivals.backward_ends(came)
         for bucket in self.buckets[self._next :]:
             bucket.await_streams()
-            for slot, index in enumerate(bucket.indices):
-                if bucket.at_once[slot] and not self._came[index]:
-                    bucket.move_in(slot)
-            bucket.move_in_later_ones()
-            self._start(bucket, ending)
-        self._wait(ending)
+            bucket.move_in_rest()
+        has_gradient = None
+        if ending is not Ending.WHOLE:
+            has_gradient = self._list.find_gradients(came, has_local_sums=self._has_local_sums)
+        self._send_rest(ending, has_gradient)
+        self._wait(ending, is_complete=ending is Ending.WHOLE)
+
+    def _find_unexpected(self, came: Sequence[bool]) -> list[str]:
+        """What came though it was expected, or promised, not to."""
+        late = [*self._late]
+        for bucket in self.buckets[: self._next]:
+            late += [bucket.indices[slot] for slot in bucket.find_late()]
+        lines = [self._reports.came_late(index) for index in dict.fromkeys(late)]
+        arrivals = self.arrivals
+        if arrivals.is_learned and self._options.is_static:
+            lines += [
+                self._reports.changed(
+                    index, max(arrivals.counts[index], int(came[index])), arrivals.learned[index]
+                )
+                for index in arrivals.changes(came)
+            ]
+        elif arrivals.is_learned and self._options.skips_unused:
+            lines += [
+                self._reports.was_skipped(index) for index in self._list.unsent if came[index]
+            ]
+        return lines
+
+    def _send_rest(self, ending: Ending, has_gradient: Sequence[bool] | None = None) -> None:
+        """Start the reductions of all buckets that have not gone."""
+        rest = self.buckets[self._next :]
+        if rest:
+            self._settling.write(self._list.behind, ending, has_gradient)
+        for bucket in rest:
+            self._start(bucket)
+        if rest and not self._list.rides:
+            self._behind_work = self._average(self._list.behind)
 
     def _end_backward(self) -> None:
         """Finish what the last backward left open, and learn how it ended on the other ranks."""
         self._complete_open()
-        self._endings.read_flags()
+        self._settling.read()
 
     def _complete_open(self) -> None:
         if self._failure is not None:
@@ -301,13 +426,13 @@ class Reducer:
 
         Zeros stand in for what this rank did not send.
         """
-        is_cut = self._next < len(self.buckets)
-        ending = Ending.INTERRUPTED if is_cut else Ending.WHOLE
         for bucket in self.buckets[self._next :]:
             bucket.await_streams()
-            bucket.flat.zero_()
-            self._start(bucket, ending)
-        self._wait(ending)
+            bucket.clear()
+        is_cut = self._next < len(self.buckets)
+        ending = Ending.INTERRUPTED if is_cut else Ending.WHOLE
+        self._send_rest(ending)
+        self._wait(ending, is_complete=False)
 
     @torch.no_grad()
     def _stand_in(self) -> None:
@@ -315,40 +440,53 @@ class Reducer:
 
         Where no rank has had one, all is as before.
         """
-        kept = [bucket.flat.clone() for bucket in self.buckets]
+        dense = self._list.dense()
+        kept = [bucket.flat.clone() for bucket in dense]
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            self._start(bucket, Ending.ABSENT)
+            bucket.clear()
+        self._send_rest(Ending.ABSENT)
         self._wait_for_buckets()
         self._next = 0
-        self._has_reduced = True
         try:
-            self._endings.flags_summed(self.buckets[-1].flags, Ending.ABSENT)
-            self._endings.read_flags()
+            self._settling.note(self._list.behind, Ending.ABSENT)
+            self._settling.read()
         finally:
-            for bucket, before in zip(self.buckets, kept, strict=True):
+            for bucket, before in zip(dense, kept, strict=True):
                 bucket.flat.copy_(before)
+            for bucket in self.buckets:
+                bucket.reset()
 
     def _wait_for_buckets(self) -> None:
         try:
             for bucket in self.buckets:
                 assert bucket.work is not None
                 bucket.work.wait()
+            if self._behind_work is not None:
+                self._behind_work.wait()
+                self._behind_work = None
         except Exception as failure:
             self._failure = failure
             raise
 
-    def _wait(self, ending: Ending) -> None:
+    def _wait(self, ending: Ending, *, is_complete: bool) -> None:
         """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
         self._wait_for_buckets()
-        is_complete = 0 not in self._came
+        self._settling.note(self._list.behind, ending)
+        is_used = self._settling.find_used(is_complete=is_complete)
         for bucket in self.buckets:
-            bucket.hand_out(is_complete=is_complete)
-        self._came[:] = bytes(len(self._came))
+            bucket.hand_out(is_used, is_complete=is_complete)
+            bucket.reset()
         self._next = 0
-        self._is_open = False
-        self._has_reduced = self._has_ended = True
-        self._endings.flags_summed(self.buckets[-1].flags, ending)
+        self._is_open = self._has_local_sums = False
+        self._has_ended = True
+        for future in self.awaited:
+            future.wait()
+        self.awaited.clear()
+        if not self._settling.is_deferred:
+            self._settling.read()
+        if self.when_averaged is not None:
+            for bucket in self.buckets:
+                self.when_averaged(bucket.members)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

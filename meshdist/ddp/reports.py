@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -25,6 +26,8 @@ class Reports:
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
         self._names = list(names)
+        self.of = partial(Reports, self._names)
+        """Makes the same for another group."""
         self._where = f"rank {group.world.rank}, in {group.group_name}"
 
     def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
@@ -41,8 +44,9 @@ class Reports:
             where=self._where,
             expected="every parameter that requires a gradient takes part in every rank's loss",
             found=grouped_text(found),
-            fix="let the loss depend on all of the module's outputs, or call "
-            "requires_grad_(False) on unused parameters before the model is wrapped",
+            fix="let the loss depend on all of the module's outputs, or pass "
+            "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
+            "before the model is wrapped",
         )
 
     def interrupted(self, cut: Sequence[int], absent: Sequence[int]) -> GradientError:
@@ -60,15 +64,64 @@ class Reports:
             fix="look at the exception there; after zero_grad() a new step may begin",
         )
 
-    def overlapping(self, summary: str) -> GradientError:
+    def unexpected(self, held: Mapping[int, Sequence[str]]) -> GradientError:
+        """Gradients came otherwise than was promised, or learned: what is wrong, by rank."""
+        found = []
+        for rank, lines in held.items():
+            text = "; ".join(lines[:_SHOWN_PARAMETERS])
+            if len(lines) > _SHOWN_PARAMETERS:
+                text += f" and {len(lines) - _SHOWN_PARAMETERS} more"
+            if lines:
+                found.append((rank, text))
+        return GradientError(
+            "gradients came that were not expected: those of this step are dropped",
+            where=self._where,
+            expected="the gradients that the backwards before had, each as often",
+            found=grouped_text(found),
+            fix="pass find_unused_parameters=True where steps differ in the parameters they use, "
+            "and neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints "
+            "be use_reentrant=False",
+        )
+
+    def came_late(self, index: int) -> str:
+        """A gradient grew after its bucket had been sent."""
+        return f"{self.describe(index)} got more after its bucket had been sent"
+
+    def changed(self, index: int, count: int, learned: int) -> str:
+        """A static graph has brought another number of gradients."""
+        return f"{self.describe(index)} came {_times(count)}, in the first step {_times(learned)}"
+
+    def was_skipped(self, index: int) -> str:
+        """A gradient came that is never sent."""
+        return f"{self.describe(index)} got a gradient, and is not sent: it was unused at first"
+
+    def overlapping(self) -> GradientError:
         """One backward began before another had ended."""
         return GradientError(
-            summary,
+            "a backward began before another had ended",
             where=self._where,
-            expected="one gradient for each parameter in each backward, and one backward at a time",
+            expected="one backward at a time",
             found="an earlier backward that was interrupted, with no forward since; or a reentrant "
-            "checkpoint that reaches a parameter, or the model, twice",
+            "checkpoint around the model",
             fix="run the forward again, or use checkpoint(..., use_reentrant=False)",
+        )
+
+    def unfinished(self) -> GradientError:
+        """A backward has begun and not ended."""
+        return GradientError(
+            "the last backward has not ended",
+            where=self._where,
+            found="it raised, or is running",
+            fix="run the forward again, which completes it on all ranks",
+        )
+
+    def too_late(self, what: str) -> GradientError:
+        """Something was set after a backward."""
+        return GradientError(
+            f"{what} was set after a backward",
+            where=self._where,
+            expected="it set before the first backward, on every rank",
+            fix="set it right after the model is wrapped",
         )
 
     def running(self) -> GradientError:
@@ -120,3 +173,7 @@ class Reports:
     def describe(self, index: int) -> str:
         """A parameter, for messages."""
         return f"{self._names[index]} (index {index})"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp import endings, flat_bucket, reducer
+from meshdist.ddp import flat_bucket, reducer, settling
 from meshdist.ddp.flags import DeferredReader, FlagReader
 from meshdist.ddp.streams import GradientStreams
 
@@ -57,18 +57,18 @@ class Event:
 class PinnedMemory:
     def __init__(self, accelerator: Accelerator, count: int) -> None:
         self.accelerator = accelerator
-        self.values = [7.0] * count
+        self.values = torch.full((count,), 7.0)
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
         self.accelerator.told.append(f"copy, {non_blocking=}")
 
         def copy() -> None:
-            self.values = source.tolist()
+            self.values = source.clone()
 
         self.accelerator.enqueued.append(copy)
 
-    def tolist(self) -> list[float]:
-        return self.values
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        return self.values[part]
 
 
 class EnqueuedWork:
@@ -95,8 +95,8 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     def enqueue(*args: Any, **kwargs: Any) -> EnqueuedWork:
         return EnqueuedWork(here(), all_reduce(*args, **kwargs))
 
-    def reader_for(device: torch.device, num_flags: int) -> FlagReader:
-        return DeferredReader(device, here(), here().pinned(num_flags))
+    def reader_for(device: torch.device, count: int) -> FlagReader:
+        return DeferredReader(device, here(), here().pinned(count))
 
     def streams_for(device: torch.device) -> GradientStreams:
         return GradientStreams(device, here())
@@ -104,5 +104,5 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reducer, "all_reduce", enqueue)
         patch.setattr(flat_bucket, "streams_for", streams_for)
-        patch.setattr(endings, "reader_for", reader_for)
+        patch.setattr(settling, "reader_for", reader_for)
         yield here

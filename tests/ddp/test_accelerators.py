@@ -36,8 +36,9 @@ LACKING = (
     "  where:    rank {rank}, in the world\n"
     "  expected: every parameter that requires a gradient takes part in every rank's loss\n"
     "  found:    rank {culprit}: right.weight (index 1)\n"
-    "  fix:      let the loss depend on all of the module's outputs, or call "
-    "requires_grad_(False) on unused parameters before the model is wrapped"
+    "  fix:      let the loss depend on all of the module's outputs, or pass "
+    "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
+    "before the model is wrapped"
 )
 
 

@@ -394,8 +394,9 @@ def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raise
             f"  where:    rank {rank}, in the world\n"
             "  expected: every parameter that requires a gradient takes part in every rank's loss\n"
             "  found:    rank 1: right.weight (index 1)\n"
-            "  fix:      let the loss depend on all of the module's outputs, or call "
-            "requires_grad_(False) on unused parameters before the model is wrapped"
+            "  fix:      let the loss depend on all of the module's outputs, or pass "
+            "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
+            "before the model is wrapped"
         )
 
 
@@ -558,16 +559,12 @@ def test_a_second_backward_after_an_interrupted_one_needs_a_forward() -> None:
             with pytest.raises(GradientError) as error:
                 out.backward(retain_graph=True)
             texts.append(str(error.value))
-            with pytest.raises(GradientError) as error:
-                model.module(x).sum().backward()
-            texts.append(str(error.value))
         return texts
 
-    began, twice, *_ = md.simulate(program, 2)[0]
-    assert began.startswith("a backward began before another had ended\n  where:    rank 0")
-    assert twice.startswith("second.weight (index 1) got its gradient twice\n")
-    assert "found:    an earlier backward that was interrupted, with no forward since" in twice
-    assert "fix:      run the forward again" in twice
+    for text in md.simulate(program, 2)[0]:
+        assert text.startswith("a backward began before another had ended\n  where:    rank 0")
+        assert "found:    an earlier backward that was interrupted, with no forward since" in text
+        assert "fix:      run the forward again" in text
 
 
 def test_a_module_is_wrapped_once_at_a_time() -> None:

@@ -10,7 +10,7 @@ import torch
 import meshdist as md
 from meshdist.ddp import replicas
 from meshdist.ddp.replicas import (
-    broadcast_from_first,
+    broadcast_from,
     check_equal_lines,
     tensor_line,
 )
@@ -48,7 +48,7 @@ def test_every_tensor_becomes_the_first_ranks(
 
     def program() -> list[torch.Tensor]:
         tensors = filled(1 + 7 * md.get_rank())
-        broadcast_from_first(tensors, md.group.WORLD)
+        broadcast_from(0, tensors, md.group.WORLD)
         return tensors
 
     expected = filled(1)
@@ -72,14 +72,14 @@ def test_few_broadcasts_carry_many_tensors(monkeypatch: pytest.MonkeyPatch) -> N
 
     def program() -> None:
         tensors = [torch.zeros(n, dtype=torch.float64) for n in (1, 2, 3, 20, 1, 0)]
-        broadcast_from_first(tensors, md.group.WORLD)
+        broadcast_from(0, tensors, md.group.WORLD)
 
     md.simulate(program, 1)
     assert sizes == [16 + 16 + 32, 160, 16]
 
 
 def test_nothing_is_sent_for_no_tensors() -> None:
-    assert md.simulate(lambda: broadcast_from_first([], md.group.WORLD), 2) == [None, None]
+    assert md.simulate(lambda: broadcast_from(0, [], md.group.WORLD), 2) == [None, None]
 
 
 def test_equal_lines_pass_and_different_ones_are_shown_by_rank() -> None:

@@ -1,0 +1,83 @@
+"""Optimizers that step inside the backward, as soon as gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import GradientError, KindError
+
+__all__ = ["InBackward", "marked_optimizers"]
+
+_MARK = "_in_backward_optimizers"
+"""Where ``torch.distributed.optim._apply_optimizer_in_backward`` notes them on a parameter."""
+
+
+def marked_optimizers(
+    parameters: Sequence[torch.nn.Parameter],
+) -> dict[torch.nn.Parameter, list[torch.optim.Optimizer]]:
+    """The optimizers that torch has noted on parameters."""
+    found = {parameter: list(getattr(parameter, _MARK, ())) for parameter in parameters}
+    return {parameter: optimizers for parameter, optimizers in found.items() if optimizers}
+
+
+class InBackward:
+    """Steps the optimizers of parameters whose gradients are averaged.
+
+    Args:
+        optimizers: of each parameter that has some.
+        keeps_gradients: whether gradients stay behind; else they are None after the step.
+    """
+
+    def __init__(
+        self,
+        optimizers: dict[torch.nn.Parameter, list[torch.optim.Optimizer]],
+        *,
+        keeps_gradients: bool,
+    ) -> None:
+        self._optimizers = optimizers
+        self._keeps_gradients = keeps_gradients
+
+    @classmethod
+    def fused(
+        cls,
+        optimizer: type[torch.optim.Optimizer],
+        parameters: Iterable[torch.nn.Parameter],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> InBackward:
+        """One optimizer of this class for each parameter.
+
+        Raises:
+            KindError: it is no class of optimizers.
+        """
+        if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+            raise KindError(
+                f"{optimizer!r} is no class of optimizers",
+                expected="a subclass of torch.optim.Optimizer",
+                fix="pass for example torch.optim.SGD, and its arguments behind it",
+            )
+        made = {one: [optimizer([one], *args, **kwargs)] for one in parameters}
+        return cls(made, keeps_gradients=True)
+
+    def step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Step for those of ``parameters`` that have an optimizer and a gradient."""
+        for parameter in parameters:
+            optimizers = self._optimizers.get(parameter)
+            if optimizers and parameter.grad is not None:
+                with torch.enable_grad():  # as outside of a backward
+                    for optimizer in optimizers:
+                        optimizer.step()
+                if not self._keeps_gradients:
+                    parameter.grad = None
+
+    @staticmethod
+    def refuse_local_sums() -> None:
+        """Raise for a backward that would not be averaged."""
+        raise GradientError(
+            "no_sync() cannot be used with an optimizer in the backward",
+            expected="every backward averaged, since each one steps",
+            fix="step outside of the backward where gradients add up over several",
+        )

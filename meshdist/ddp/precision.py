@@ -1,0 +1,158 @@
+"""Forward and backward in low precision, with parameters and gradients in full precision.
+
+Wherever a module runs it sees casts of its parameters. The casts are part of the graph, so that the
+gradients of the parameters come in full precision; a checkpoint that runs a module again casts
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import nn
+
+from ..errors import KindError
+
+__all__ = ["CastParameters", "MixedPrecision", "MixedPrecisionConfig", "check_precision"]
+
+
+class MixedPrecisionConfig(Protocol):
+    """What is read of ``mixed_precision``: torch's ``_MixedPrecision``, or ours."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+
+
+@dataclass
+class MixedPrecision:
+    """In which dtypes a wrapped model computes and communicates; None leaves a dtype as it is.
+
+    Only floating-point tensors are cast. Between steps parameters and gradients are in full
+    precision.
+
+    Args:
+        param_dtype: of parameters and of floating-point inputs, in forward and backward.
+        reduce_dtype: in which gradients are sent; by default ``param_dtype``.
+        buffer_dtype: of buffers, from the construction of the wrapper on.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+def check_precision(config: object) -> None:
+    """Refuse what is no configuration of dtypes.
+
+    Raises:
+        KindError: a field lacks, or is no floating-point dtype.
+    """
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(config, name, config)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise KindError(
+                f"mixed_precision is {config!r}",
+                expected=f"a floating-point dtype, or None, as its {name}",
+                fix="pass for example md.MixedPrecision(param_dtype=torch.bfloat16)",
+            )
+
+
+class CastParameters:
+    """Lets the modules below ``module`` run on casts of their parameters.
+
+    Args:
+        module: the model.
+        config: the dtypes.
+        ignored: names of parameters and buffers that are left alone.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: MixedPrecisionConfig, ignored: frozenset[str]
+    ) -> None:
+        self._module = module
+        self._dtype = config.param_dtype
+        left_out = {
+            id(tensor)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if name in ignored
+        }
+        if config.buffer_dtype is not None:
+            for buffer in module.buffers():
+                if buffer.is_floating_point() and id(buffer) not in left_out:
+                    buffer.data = buffer.to(config.buffer_dtype)
+        self._is_cast = False  # all parameters are, since the whole model runs
+        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._restored: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
+        self._handles: list[Any] = []
+        if self._dtype is None:
+            return
+        for owner in module.modules():
+            places = [
+                (one, name)
+                for one in owner.modules()
+                for name, parameter in one._parameters.items()
+                if parameter is not None
+                and parameter.is_floating_point()
+                and id(parameter) not in left_out
+            ]
+            if places:
+                self._places[owner] = places
+                self._handles += [
+                    owner.register_forward_pre_hook(self._cast),
+                    owner.register_forward_hook(self._restore, always_call=True),
+                ]
+
+    def close(self) -> None:
+        """Let the modules run on their parameters again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return ``inputs``, any tree, with its floating-point tensors cast."""
+        if self._dtype is None:
+            return inputs
+        return optree.tree_map(
+            lambda leaf: (
+                leaf.to(self._dtype)
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                else leaf
+            ),
+            inputs,
+            none_is_leaf=True,
+        )
+
+    def _cast(self, owner: nn.Module, _: Any) -> None:
+        cast: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._restored.append(cast)
+        if self._is_cast:
+            return
+        self._is_cast = owner is self._module
+        known: dict[int, torch.Tensor] = {}
+        for one, name in self._places[owner]:
+            parameter = one._parameters[name]
+            if isinstance(parameter, nn.Parameter) and parameter.dtype is not self._dtype:
+                low = known.get(id(parameter))
+                if low is None:
+                    low = known[id(parameter)] = parameter.to(self._dtype)
+                one._parameters[name] = low  # type: ignore[assignment]
+                cast.append((one, name, parameter))
+        _renew_flat_weights(cast)
+
+    def _restore(self, owner: nn.Module, *_: Any) -> None:
+        cast = self._restored.pop()
+        for one, name, parameter in cast:
+            one._parameters[name] = parameter
+        _renew_flat_weights(cast)
+        if owner is self._module:
+            self._is_cast = False
+
+
+def _renew_flat_weights(changed: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Recurrent modules keep a list of their parameters beside them."""
+    for owner in {one for one, _, _ in changed if isinstance(one, nn.RNNBase)}:
+        names = owner._flat_weights_names
+        owner._flat_weights = [getattr(owner, name, None) for name in names]

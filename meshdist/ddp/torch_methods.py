@@ -1,0 +1,145 @@
+"""The methods of torch's wrapper whose names begin with an underscore, which trainers call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import GradientError
+from ..groups.process_group import resolve_group
+from .in_backward import InBackward
+from .wrapping import ignored_names
+
+__all__ = ["TorchMethods"]
+
+
+class TorchMethods:
+    """Mixed into ``DistributedDataParallel``."""
+
+    process_group: Any
+    module: Any
+    reducer: Any
+    static_graph: bool
+    find_unused_parameters: bool
+    _buffers_of_model: Any
+    _has_begun: bool
+    _optimizers: InBackward | None
+
+    def _set_static_graph(self) -> None:
+        """Promise that all backwards bring the gradients that the first one brought.
+
+        Call it before the first backward, on every rank.
+
+        Raises:
+            GradientError: a backward has been run.
+        """
+        if self.static_graph:
+            warnings.warn("static_graph is True already", stacklevel=2)
+            return
+        if self.find_unused_parameters:
+            warnings.warn(
+                "find_unused_parameters has no effect beside a static graph", stacklevel=2
+            )
+        self.static_graph = True
+        self.reducer.change_options(is_static=True)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[..., Any],
+        comm_hook_location: Any = None,
+    ) -> None:
+        """Let ``hook(state, named_buffers)`` make buffers equal, in place of the broadcast.
+
+        Futures that it returns are awaited at the end of the backward.
+
+        Args:
+            state: passed to the hook.
+            hook: a function of the state and of a dict of buffers by name.
+            comm_hook_location: torch's ``_BufferCommHookLocation``: before or, by default, after
+                the forward.
+        """
+        is_before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
+        self._buffers_of_model.set_hook(state, hook, is_before=is_before)
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Iterable[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Step an optimizer of this class for each parameter inside the backward.
+
+        Args:
+            optim: a class of optimizers.
+            args, kwargs: its arguments behind the parameters.
+            optim_params: the parameters to step; all that are averaged by default.
+
+        Raises:
+            GradientError: an optimizer, or a communication hook, is registered already.
+        """
+        if self._optimizers is not None or self.reducer.hook is not None:
+            raise GradientError(
+                "an optimizer in the backward was registered behind "
+                + ("another one" if self._optimizers is not None else "a communication hook"),
+                expected="one optimizer in the backward, or a communication hook",
+                fix="make another DistributedDataParallel",
+            )
+        wanted = None if optim_params is None else {id(one) for one in optim_params}
+        parameters = [one for one in self.reducer.parameters if wanted is None or id(one) in wanted]
+        self._step_in_backward(InBackward.fused(optim, parameters, args, kwargs))
+
+    def _step_in_backward(self, optimizers: InBackward) -> None:
+        self._optimizers = optimizers
+        self.reducer.when_averaged = optimizers.step
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Let wrappers of ``module`` leave these parameters and buffers alone; call it before.
+
+        Args:
+            module: the model that will be wrapped.
+            params_and_buffers_to_ignore: names as ``named_parameters()`` gives them.
+
+        Raises:
+            ArgumentError: the module has no parameter or buffer of such a name.
+        """
+        ignored = ignored_names(module, params_and_buffers_to_ignore)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in ignored:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters of ``module`` that wrappers take care of, with names if asked."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from the next forward on; buckets are learned anew.
+
+        Every member of the new group calls it, between a backward and a forward.
+        """
+        self.process_group = resolve_group(new_process_group)
+        for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
+            self.process_group.connect(device)
+        self.reducer.change_group(self.process_group)
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise where the last backward has not ended, as one that was interrupted."""
+        self.reducer.check_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the hooks off the parameters; gradients stay local from then on."""
+        self.reducer.close()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Outputs are the module's own, never copies: whatever ``val``, nothing changes."""

@@ -1,0 +1,185 @@
+"""What a model must be to be wrapped, and what of it the wrapper takes care of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ArgumentError, GradientError, KindError
+from ..groups.process_group import ProcessGroup
+from ..mesh.device_mesh import DeviceMesh
+from .reducer import is_reduced
+
+__all__ = [
+    "check_module",
+    "delayed_indices",
+    "find_devices",
+    "ignored_names",
+    "module_state",
+    "sparse_parameters",
+    "trainable_parameters",
+]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Where torch's wrapper looks for the names, and ours."""
+
+
+def module_state(
+    module: nn.Module, ignored: Iterable[str] = (), *, with_buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """Every parameter, and buffer, once, by name."""
+    state: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if with_buffers:
+        state.update(module.named_buffers())
+    left_out = set(ignored)
+    return {name: tensor for name, tensor in state.items() if name not in left_out}
+
+
+def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients are averaged, by name."""
+    left_out = set(ignored)
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in left_out
+    }
+
+
+def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[str]:
+    """Return the names that the wrapper leaves alone, with ``names`` noted first if given.
+
+    Raises:
+        ArgumentError: the module has no parameter or buffer of such a name.
+    """
+    if names is not None:
+        names = list(names)
+        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ArgumentError(
+                f"{type(module).__name__} has no parameter or buffer named {unknown[0]!r}",
+                expected="names as named_parameters() and named_buffers() give them",
+                found=f"{len(unknown)} of {len(names)} names unknown",
+                fix=f"pass {unknown[0].lstrip('.')!r}"
+                if unknown[0].lstrip(".") in known
+                else "take the names from dict(module.named_parameters())",
+            )
+        setattr(module, _IGNORED, names)
+    return frozenset(getattr(module, _IGNORED, ()))
+
+
+def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of embeddings that make sparse gradients."""
+    return [
+        child.weight
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    ]
+
+
+def check_module(module: object, ignored: Iterable[str]) -> None:
+    """Refuse what cannot be trained so, before anything is sent."""
+    assert isinstance(module, nn.Module)
+    left_out = set(ignored)
+    for name, parameter in module.named_parameters():
+        if name in left_out:
+            continue
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise GradientError(
+                f"{name} has no shape yet",
+                expected="parameters that are initialized",
+                fix="run one forward on the module before it is wrapped",
+            )
+        if is_reduced(parameter):
+            raise GradientError(
+                f"{name} belongs to another DistributedDataParallel",
+                expected="a parameter whose gradient one wrapper averages",
+                fix="wrap the module once; before it is wrapped again, let go of the first "
+                "wrapper and of its outputs: del ddp",
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            raise KindError(
+                f"{name} is a {type(parameter).__name__}",
+                expected="plain parameters: each rank's own shard as an ordinary tensor",
+                fix="wrap a module whose parameters are local shards",
+            )
+    if not trainable_parameters(module, ignored):
+        raise GradientError(
+            f"{type(module).__name__} has no parameter that requires a gradient",
+            expected="a module to train",
+            fix="use the module itself: there is nothing to average",
+        )
+
+
+def delayed_indices(
+    parameters: Sequence[nn.Parameter],
+    delayed: Sequence[tuple[str, nn.Parameter]] | None,
+    behind: nn.Parameter | None,
+) -> tuple[frozenset[int], int | None]:
+    """Return which of ``parameters`` are delayed, and which one their reduction waits for.
+
+    Raises:
+        ArgumentError: one of both was given without the other, or is not among the parameters.
+    """
+    if delayed is None and behind is None:
+        return frozenset(), None
+    if delayed is None or behind is None:
+        given, lacking = ["delay_all_reduce_named_params", "param_to_hook_all_reduce"][
+            :: 1 if behind is None else -1
+        ]
+        raise ArgumentError(
+            f"{given} was given without {lacking}",
+            expected="both, or neither",
+            fix=f"pass {lacking} too",
+        )
+    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    for name, parameter in [*delayed, ("param_to_hook_all_reduce", behind)]:
+        if id(parameter) not in places:
+            raise ArgumentError(
+                f"{name} is no parameter of the module that requires a gradient",
+                expected="delayed parameters, and the one that they wait for, in the module",
+                fix="take them from module.named_parameters()",
+            )
+    return frozenset(places[id(one)] for _, one in delayed), places[id(behind)]
+
+
+def find_devices(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[torch.device] | None, torch.device | None]:
+    """Check ``device_ids`` against the module's devices; both come back as devices."""
+    if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
+        raise KindError(
+            "the second argument of DistributedDataParallel is device_ids",
+            found=f"{device_ids!r}",
+            fix="name the axis: DistributedDataParallel(module, device_mesh=mesh['dp'])",
+        )
+    devices = sorted({str(p.device) for p in module.parameters()})
+    if not device_ids:
+        if output_device not in (None, 0):  # torch takes 0 for none, too
+            raise ArgumentError(
+                "output_device was given without device_ids",
+                expected="output_device only with the one device of a CUDA module in device_ids",
+                fix="drop output_device, or pass device_ids too",
+            )
+        return None, None
+    given = [_as_device(entry) for entry in device_ids]
+    if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
+        raise ArgumentError(
+            f"device_ids={device_ids} does not fit the module",
+            expected="one entry, the device of a CUDA module; None for CPU modules and for "
+            "modules on several devices",
+            found=f"parameters on {', '.join(devices)}",
+            fix="drop device_ids, or move the module: module.to(device)",
+        )
+    return given, given[0] if output_device is None else _as_device(output_device)
+
+
+def _as_device(entry: Any) -> torch.device:
+    return torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
