@@ -12,13 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import meshdist as md
 from meshdist.bench.reporting import machine
 
+T = TypeVar("T")
 REPORTS = Path(__file__).resolve().parent / "reports"
 
 
@@ -54,13 +55,15 @@ def start_ranks(measure: Callable[..., None], num_ranks: int, *arguments: Any) -
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """Return each side's samples; every round asks all of them in turn."""
-    samples: dict[str, list[float]] = {side: [] for side in sides}
+    sides: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1
+) -> dict[str, list[T]]:
+    """Return each side's samples; every round asks all of them in turn, each time another first."""
+    samples: dict[str, list[T]] = {side: [] for side in sides}
+    names = list(sides)
     for number in range(-warm_up, rounds):
-        for side, sample in sides.items():
-            taken = sample()
+        first = number % len(names)
+        for side in names[first:] + names[:first]:
+            taken = sides[side]()
             if number >= 0:
                 samples[side].append(taken)
     return samples
@@ -87,16 +90,37 @@ def spread(samples: Sequence[float], unit: str) -> dict[str, float]:
 
 
 def write_report(
-    name: str, rows: list[dict[str, Any]], notes: str, path: Path | None = None
+    name: str,
+    rows: list[dict[str, Any]],
+    notes: str,
+    path: Path | None = None,
+    *,
+    targets: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Print the rows as a table and write them, with the machine, as JSON.
 
-    The report goes to ``path``, or else to ``reports/NAME.json``.
+    The report goes to ``path``, or else to ``reports/NAME.json``. What was found of ``targets``, if
+    there are any, is a second table, and a list of its own.
     """
+    _print_table(name, rows)
+    if targets:
+        _print_table(f"{name}: targets", targets)
+    path = path or REPORTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    about = {**machine(), "gpu": gpu}
+    report: dict[str, Any] = {"benchmark": name, "notes": notes, "machine": about, "rows": rows}
+    if targets:
+        report["targets"] = list(targets)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written: {path}")
+
+
+def _print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=name)
+    table = Table(title=title)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
         table.add_column(column, justify="right")
@@ -104,10 +128,3 @@ def write_report(
         cells = [row.get(column, "") for column in columns]
         table.add_row(*(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
     Console(width=140).print(table)
-    path = path or REPORTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    about = {**machine(), "gpu": gpu}
-    report = {"benchmark": name, "notes": notes, "machine": about, "rows": rows}
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written: {path}")

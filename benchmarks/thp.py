@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
+from benchmarks._models import MODELS, step_of
 from benchmarks._report import ms_per_step, parser_of, write_report
-from benchmarks.ddp_step import MODELS, step_of
 from meshdist.cli.checkup import find_huge_pages
 
 NUM_RANKS = 2
@@ -52,8 +52,8 @@ def round_trip_of(library: Any, x: torch.Tensor) -> Callable[[], None]:
 
 
 def under_ddp(library: Any) -> nn.Module:
-    """Return the MLP of ``ddp_step`` under the library's own DDP."""
-    model = MODELS["mlp"][0]()
+    """Return the MLP under the library's own DDP."""
+    model = MODELS["mlp"].make()
     if library is not md:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     return md.DDP(model, device_mesh=md.init_device_mesh("cpu", (NUM_RANKS,)))
@@ -74,7 +74,7 @@ def findings_on(library: Any) -> Sample:
         x = torch.ones(size * MIB // 4)
         steps[f"all_reduce {size} MiB, ms"] = calls, lambda x=x: library.all_reduce(x)
         steps[f"round trip {size} MiB, ms"] = calls, round_trip_of(library, x)
-    step = step_of(under_ddp(library), MODELS["mlp"][1]())
+    step = step_of(under_ddp(library), MODELS["mlp"].make_input())
     steps["DDP step, MLP, ms"] = 5, step
     taken = {}
     for what, (calls, call) in steps.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist.torch_backends  # noqa: F401 (offers "shm" to torch)
-from benchmarks._report import parser_of, some_of, spread, start_ranks, write_report
-from benchmarks.ddp_step import MODELS, sample_sides
+from benchmarks._models import MODELS, step_of
+from benchmarks._report import (
+    interleaved,
+    ms_per_step,
+    parser_of,
+    some_of,
+    spread,
+    start_ranks,
+    write_report,
+)
 
 BACKENDS = ("gloo", "shm")
 
@@ -35,13 +44,18 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     rows = []
     for name in options.models:
-        make, make_input, num_steps = MODELS[name]
-        models: dict[str, nn.Module] = {"local": make()}
+        training = MODELS[name]
+        models: dict[str, nn.Module] = {"local": training.make()}
         for backend, group in groups.items():
             models[backend] = DistributedDataParallel(
-                make(), process_group=group, gradient_as_bucket_view=True
+                training.make(), process_group=group, gradient_as_bucket_view=True
             )
-        samples = sample_sides(models, make_input(), num_steps, options.rounds, dist)
+        x = training.make_input()
+        samplers = {
+            side: partial(ms_per_step, step_of(model, x), training.num_steps, dist)
+            for side, model in models.items()
+        }
+        samples = interleaved(samplers, options.rounds)
         medians = {side: statistics.median(taken) for side, taken in samples.items()}
         rows += [
             {
