@@ -191,6 +191,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "ddp": (
             "buckets",
             "replicas",
+            "flat_memory",
             "reports",
             "streams",
             "flags",
