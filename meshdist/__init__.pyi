@@ -64,6 +64,7 @@ from .collectives.verbs import (
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
+from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .debug.pausing import breakpoint as breakpoint
 from .errors import (

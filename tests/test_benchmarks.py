@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import ddp
+from benchmarks._report import interleaved
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
 from benchmarks.busy import busy_processes, row
 from meshdist.bench.measuring import Cell
@@ -122,3 +124,69 @@ def test_every_start_measures_imports_in_turn() -> None:
     checkouts: Any = {BEFORE: Quick(1.0), AFTER: Quick(2.0)}
     cells = run(["import"], checkouts, [], 3, 2, lambda line: None)
     assert [cell.samples for cell in cells.values()] == [{BEFORE: [1.0] * 6, AFTER: [2.0] * 6}] * 2
+
+
+def test_each_round_begins_with_another_side() -> None:
+    asked: list[str] = []
+    samples = interleaved({side: lambda side=side: asked.append(side) for side in "abc"}, 2)
+    assert "".join(asked) == "cab" + "abc" + "bca"
+    assert [len(taken) for taken in samples.values()] == [2, 2, 2]
+
+
+def samples_of(**times: list[float]) -> dict[str, list[ddp.Sample]]:
+    """Both clocks show the same."""
+    names = {"shm": "meshdist/shm", "gloo": "meshdist/gloo", "views": "torch/views"}
+    return {
+        names.get(side, side): [ddp.Sample(one, one) for one in taken]
+        for side, taken in times.items()
+    }
+
+
+def test_sides_of_ddp_are_compared_within_each_round() -> None:
+    # The machine is ten times slower in the second round.
+    samples = samples_of(
+        local=[1.0, 10.0, 1.0], torch=[3.0, 30.0, 3.0], views=[2.0, 20.0, 4.0], shm=[1.5, 12.0, 1.4]
+    )
+    rows = {row["what"]: row for row in ddp.comparison_rows("mlp", samples)}
+    assert list(rows) == [
+        "exposed: meshdist/shm / torch",
+        "exposed: meshdist/shm / torch, best",
+    ]
+    against_default, against_best = rows.values()
+    assert against_default["CPU"] == against_default["wall"] == pytest.approx(0.2)
+    assert against_default["verdict"] == "met (at most 0.3)"
+    assert (against_best["best"], against_best["verdict"]) == ("torch", "")
+
+
+def test_a_target_of_ddp_is_missed_where_one_clock_misses_it() -> None:
+    samples = samples_of(torch=[2.0], views=[1.0], gloo=[1.5])
+    (row,) = ddp.comparison_rows("many", samples)
+    assert (row["what"], row["best"]) == ("step: meshdist/gloo / torch, best", "torch/views")
+    assert (row["CPU"], row["verdict"]) == (1.5, "MISSED (at most 1)")
+    assert ddp.verdict(0.3, [0.2, 0.4]) == "MISSED (at most 0.3)"
+
+
+def test_a_round_whose_divisor_says_nothing_counts_as_infinite() -> None:
+    samples = samples_of(local=[2.0, 2.0, 2.0], torch=[1.0, 2.0, 4.0], shm=[1.0, 1.0, 1.0])
+    assert ddp.comparison_rows("mlp", samples)[0]["CPU"] == float("inf")
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_ddp_runs(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "benchmarks/ddp.py", str(report), "--quick", "--models", "many,mlp"]
+    sides = ["local", "torch", "meshdist/gloo", "meshdist/shm"]
+    command += ["--sides", ",".join(sides)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text())
+    assert [(row["model"], row["side"]) for row in told["rows"]] == [
+        (model, side) for model in ("many", "mlp") for side in sides
+    ]
+    assert all(row["CPU ms"] > 0 and row["wall ms"] > 0 for row in told["rows"])
+    memory = [row["bytes"] for row in told["targets"] if row["what"].startswith("memory")]
+    assert len(memory) == 4 and all(0.99 < one < 1.05 for one in memory)
+    assert "models 10 times smaller" in told["notes"]
+    assert "exposed: meshdist/shm / torch" in done.stdout

@@ -192,6 +192,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "buckets",
             "replicas",
             "flat_memory",
+            "paths",
+            "gradient_buckets",
             "reports",
             "streams",
             "flags",

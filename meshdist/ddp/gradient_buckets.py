@@ -1,0 +1,205 @@
+"""Gradients of programs without modules: arrays in buckets, averaged as they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from ..arrays import as_tensor, describe, like
+from ..collectives.verbs import all_reduce
+from ..error_text import ranks_text
+from ..errors import ArgumentError, DtypeError, GradientError
+from ..groups.process_group import resolve_group
+from ..reduce_ops import ReduceOp, find_refusal
+from ..wires.work import Work
+from .buckets import assign_buckets, bucket_caps, dense_stride, items_of
+from .flat_memory import flat_memory
+from .paths import LeafPaths
+from .replicas import check_equal_lines, tensor_line
+
+__all__ = ["GradientBuckets"]
+
+
+class GradientBuckets:
+    """Every rank writes its gradients into ``views``; ``wait`` returns their averages in place.
+
+    For gradients that no ``torch.nn.Module`` holds: of NumPy, of CuPy, or of torch's tensors.
+    Making it is collective over the group: its ranks compare the paths, shapes and dtypes.
+
+    ``ready(path)`` says that a gradient is written. The all-reduce of a bucket starts, while the
+    program computes the next gradients, as soon as all in it and in the buckets before it are
+    ready: buckets go in one order on every rank, whatever the order of the calls. ``wait()`` starts
+    what is left, so a program need not call ``ready`` at all, and waits. Every rank calls ``wait``
+    equally often. One thread at a time may call either.
+
+    Between ``ready`` and the end of ``wait`` do not write into a view: it is undefined what would
+    be sent. A rank that has no gradient for a view writes zeros, since the view still holds the
+    average of the round before.
+
+    Args:
+        tree: arrays like the gradients, as the parameters are, in any nesting of dicts, lists,
+            tuples and other nodes that optree knows; floating or complex. Only their shapes,
+            strides and dtypes are read. Their libraries may differ between ranks.
+        group: whose ranks average: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken
+            as one; a ProcessGroup; or None for the world.
+        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
+
+    Attributes:
+        views: a tree like ``tree`` of arrays inside the buckets, of the same libraries, zeros at
+            first. They stay the same arrays for good.
+
+    Gradient: none.
+
+    Cost: one all-reduce of all views a round, in buckets. Over shared memory the buckets lie in it,
+        and nothing is copied.
+
+    Raises:
+        AgreementError: the ranks' trees differ; on every rank, showing both.
+        DtypeError: a leaf is of integers or bools, which have no averages.
+        KindError: a leaf is no array. ArgumentError: the tree has no leaves, or a wrong cap.
+
+    Example:
+        >>> import meshdist as md, numpy as np
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     weights = {"first": np.ones(3), "last": np.ones(2)}
+        ...     gradients = md.GradientBuckets(weights, mesh["dp"])
+        ...     gradients.views["last"][:] = 1.0 + md.get_rank()
+        ...     gradients.ready("last")
+        ...     gradients.views["first"][:] = 10.0 * md.get_rank()
+        ...     averages = gradients.wait()
+        ...     return averages["first"].tolist(), averages["last"].tolist()
+        >>> md.simulate(program, 2)[0]
+        ([5.0, 5.0, 5.0], [1.5, 1.5])
+    """
+
+    def __init__(self, tree: Any, group: Any = None, *, bucket_cap_mb: float | None = None) -> None:
+        caps = bucket_caps(bucket_cap_mb)
+        self._group = resolve_group(group)
+        accessors, leaves, structure = optree.tree_flatten_with_accessor(tree)
+        self._names = [accessor.codify("tree") for accessor in accessors]
+        originals = [np.asarray(one) if isinstance(one, np.generic) else one for one in leaves]
+        likes = [
+            as_tensor(one, argument=name, verb="GradientBuckets", writable=False).detach()
+            for one, name in zip(originals, self._names, strict=True)
+        ]
+        self._check(likes)
+        check_equal_lines(
+            [_line(name, one) for name, one in zip(self._names, likes, strict=True)],
+            self._group,
+            device=likes[0].device,
+            summary="GradientBuckets: the ranks hold different trees",
+            fix="pass arrays of equal shapes and dtypes under equal paths on every rank",
+        )
+        for device in dict.fromkeys(one.device for one in likes):  # equally many on every rank
+            self._group.connect(device)
+        # Backward passes come to the last layers first.
+        assignment = assign_buckets(items_of(likes), range(len(likes) - 1, -1, -1), caps)
+        views: list[Any] = [None] * len(likes)
+        self._flats: list[Any] = []
+        self._bucket_of = [0] * len(likes)
+        for place, members in enumerate(assignment):
+            first = likes[members[0]]
+            counts = [likes[leaf].numel() for leaf in members]
+            flat = flat_memory(sum(counts), first.dtype, first.device, self._group).zero_()
+            for leaf, part in zip(members, flat.split(counts), strict=True):
+                shape, stride = likes[leaf].shape, likes[leaf].stride()
+                view = part.as_strided(shape, dense_stride(shape, stride))
+                views[leaf] = like(view, originals[leaf])
+                self._bucket_of[leaf] = place
+            # CuPy has a stream of its own, which verbs regard where they are given its arrays.
+            foreign = [originals[leaf] for leaf in members]
+            foreign = [one for one in foreign if not isinstance(one, (torch.Tensor, np.ndarray))]
+            self._flats.append(like(flat, foreign[0]) if foreign else flat)
+        self._sizes = [len(members) for members in assignment]
+        self._paths = LeafPaths(accessors, "GradientBuckets.ready")
+        self._works: list[Work] = []
+        self._begin_round()
+        self.views: Any = structure.unflatten(views)
+
+    def _check(self, likes: list[torch.Tensor]) -> None:
+        """Refuse what has no average, before anything is sent."""
+        if not likes:
+            raise ArgumentError(
+                "GradientBuckets: the tree has no leaves",
+                expected="at least one array, like the gradients",
+                fix="pass the parameters, for example dict(model.named_parameters())",
+            )
+        for name, one in zip(self._names, likes, strict=True):
+            if find_refusal(ReduceOp.AVG, one.dtype) is not None:
+                raise DtypeError(
+                    f"GradientBuckets cannot average {name}",
+                    expected="floating or complex dtypes",
+                    found=describe(one),
+                    fix="leave it out of the tree: integers and bools have no gradients",
+                )
+
+    def __repr__(self) -> str:
+        arrays, buckets = len(self._names), len(self._flats)
+        return f"<GradientBuckets: {arrays} arrays in {buckets} buckets on {self._group.name}>"
+
+    def ready(self, path: Any) -> None:
+        """Say that gradients are written: that at ``path``, or all below it.
+
+        Args:
+            path: the tuple of keys that lead to a leaf of the tree, or to a part of it, such as
+                ``("layers", 0, "weight")`` or ``("layers", 0)``; where one key leads there, that
+                key, such as ``"weight"``. As optree has it: of a dict the key, of a list or tuple
+                the index, of a dataclass the field, of a namedtuple either; its accessors will do.
+
+        Raises:
+            ArgumentError: there is no such leaf or part.
+            GradientError: a gradient there is ready already.
+        """
+        leaves = self._paths.find(path)
+        if twice := [self._names[leaf] for leaf in leaves if self._is_ready[leaf]]:
+            raise GradientError(
+                f"the gradient {twice[0]} is ready already",
+                where=f"{ranks_text([self._group.world.rank])}, GradientBuckets on "
+                f"{self._group.name}",
+                expected="ready() once for each gradient between two calls of wait()",
+                fix="add up in the view what comes in parts, then call ready()",
+            )
+        for leaf in leaves:
+            self._is_ready[leaf] = 1
+            self._num_pending[self._bucket_of[leaf]] -= 1
+        while len(self._works) < len(self._flats) and not self._num_pending[len(self._works)]:
+            self._start()
+
+    def wait(self) -> Any:
+        """Return ``views`` when they hold the averages; collective over the group.
+
+        What was not said to be ready is sent as it lies in its view. The next round begins.
+
+        Raises:
+            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as ``all_reduce``.
+        """
+        try:
+            while len(self._works) < len(self._flats):
+                self._start()
+            for work in self._works:
+                work.wait()
+        finally:
+            self._begin_round()
+        return self.views
+
+    def _start(self) -> None:
+        """Start the next bucket's all-reduce."""
+        flat = self._flats[len(self._works)]
+        work = all_reduce(flat, ReduceOp.AVG, self._group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def _begin_round(self) -> None:
+        self._works = []
+        self._num_pending = list(self._sizes)
+        self._is_ready = bytearray(len(self._names))
+
+
+def _line(name: str, array: torch.Tensor) -> str:
+    """All of a leaf that must be equal on every rank."""
+    line = tensor_line(name, array)
+    return line if array.is_cpu else f"{line} on {array.device.type}"
