@@ -47,7 +47,13 @@ class BucketList:
         self.all: list[AnyBucket] = []
         self.unsent: frozenset[int] = frozenset()
 
-    def lay(self, arrivals: Arrivals, options: ReductionOptions, group: ProcessGroup) -> None:
+    def lay(
+        self,
+        arrivals: Arrivals,
+        options: ReductionOptions,
+        group: ProcessGroup,
+        scale: float | None,
+    ) -> None:
         """Make the buckets anew; gradients keep their values.
 
         Collective once arrivals are learned: then the buckets lie in memory that the group shares,
@@ -92,6 +98,7 @@ class BucketList:
                     num_behind=self._num_behind if is_last else 0,
                     allocate=allocate,
                     dtype=options.dtype,
+                    scale=scale,
                     as_views=options.as_views,
                     hooked=arrivals.by_count if is_learned else None,
                     reports=self._reports,

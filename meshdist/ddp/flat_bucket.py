@@ -42,6 +42,7 @@ class Bucket:
         num_behind: how many numbers follow the gradients.
         allocate: memory for so many numbers, of a dtype, on a device.
         dtype: in which gradients are sent; None for the parameters' own.
+        scale: by what gradients are multiplied on their way into the bucket, or None.
         as_views: whether ``.grad`` becomes the view, or stays apart from the bucket.
         hooked: the indices that need a hook whatever their size; None where all do.
         reports: makes the error for a gradient that cannot lie here.
@@ -58,6 +59,7 @@ class Bucket:
         num_pending: how many of those with a hook have not come yet in this backward.
         must_wait: whether the bucket waits for the end of this backward.
         work: the reduction in flight, or None.
+        taken: the slots that have moved in and been scaled, so that nothing may be added to them.
         streams: notes on which streams gradients come; None on the CPU.
     """
 
@@ -70,6 +72,7 @@ class Bucket:
         num_behind: int,
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
         dtype: torch.dtype | None,
+        scale: float | None,
         as_views: bool,
         hooked: Collection[int] | None,
         reports: Reports,
@@ -95,6 +98,8 @@ class Bucket:
         self.streams = streams_for(self.sent.device)
         self.as_views = as_views and dtype == first.dtype
         self.work: Pending | None = None
+        self._scale = scale
+        self.taken: set[int] = set()
         self._reports = reports
         self._small = self.members[len(large) :]
         self._small_views = self.views[len(large) :]
@@ -129,6 +134,7 @@ class Bucket:
     def reset(self) -> None:
         """Be ready for the next backward."""
         self.work = None
+        self.taken.clear()
         self.num_pending = sum(self.is_hooked)
         self.must_wait = self.is_trailing
         self._kept = None
@@ -207,17 +213,23 @@ class Bucket:
 
     def move_in(self, slot: int) -> None:
         """Copy one gradient into its view; zeros where there is none."""
-        member, view = self.members[slot], self.views[slot]
+        member, view, scale = self.members[slot], self.views[slot], self._scale
         grad = member.grad
-        if grad is view:
-            return
         if grad is None:
             view.zero_()
+        elif grad is view:
+            if scale is not None:
+                view.mul_(scale)
         else:
             self._refuse_sparse(member, grad)
-            view.copy_(grad)
+            if scale is None:
+                view.copy_(grad)
+            else:
+                torch.mul(grad, scale, out=view)  # one pass
             if self.as_views:
                 member.grad = view
+        if scale is not None:
+            self.taken.add(slot)
 
     def move_in_small(self) -> None:
         """Copy the small gradients into their views by few calls; zeros where there is none."""
@@ -240,6 +252,8 @@ class Bucket:
             for member, grad in zip(members, grads, strict=True):
                 self._refuse_sparse(member, grad)
             raise
+        if self._scale is not None:
+            self._small_flat.mul_(self._scale)
         if self.as_views:
             for member, view in zip(members, views, strict=True):
                 member.grad = view
@@ -247,7 +261,7 @@ class Bucket:
     def move_in_rest(self) -> None:
         """Copy all gradients that lie elsewhere; zeros where there is none."""
         for slot, is_large in enumerate(self.at_once):
-            if is_large:
+            if is_large and slot not in self.taken:
                 self.move_in(slot)
         self.move_in_small()
 

@@ -219,9 +219,14 @@ class Reducer:
         """Make the buckets anew, and put hooks on their parameters."""
         self.close()
         with torch.no_grad():
-            self._list.lay(self.arrivals, self._options, self._group)
+            # Where the wire divides afterwards, gradients are scaled as they are copied.
+            channel = self._group.open_channel(self.parameters[0].device.type)
+            averages = channel.communicator.averages_at_once
+            scale = None if averages else 1.0 / self._group.size()
+            self._op = ReduceOp.AVG if averages else ReduceOp.SUM
+            self._list.lay(self.arrivals, self._options, self._group, scale)
         self.buckets = self._list.all
-        self._settling.place(self._list.behind)
+        self._settling.place(self._list.behind, 1.0 if scale is None else scale)
         for parameter in self.parameters:
             _reduced_parameters[parameter] = True
         for bucket in self.buckets:
@@ -293,7 +298,7 @@ class Reducer:
             more = counts[index] - arrivals.expected[index]
             if more < 0:
                 return
-            if bucket.work is not None:
+            if bucket.work is not None or slot in bucket.taken:
                 self._late.append(index)
                 return
             if goes_at_once:
@@ -352,7 +357,7 @@ class Reducer:
         self._next += 1
 
     def _average(self, sent: torch.Tensor) -> Pending:
-        work = all_reduce(sent, ReduceOp.AVG, self._group, async_op=True)
+        work = all_reduce(sent, self._op, self._group, async_op=True)
         assert work is not None
         return work
 

@@ -81,12 +81,19 @@ class Settling:
         self.stays = False
         """Whether buckets stay as they are once laid: a communication hook's state knows them."""
 
-    def place(self, behind: torch.Tensor) -> None:
-        """Expect the numbers in memory like ``behind`` from now on."""
+    def place(self, behind: torch.Tensor, unit: float) -> None:
+        """Expect the numbers in memory like ``behind`` from now on.
+
+        Args:
+            behind: what is sent.
+            unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
+        """
         self._device = behind.device
+        self._unit = unit
         # Averages of flags are compared with 0 alone: sums of ones are inexact in half precision.
-        self._flags_of = torch.eye(len(Ending), dtype=behind.dtype, device=behind.device).unbind()
-        self._whole = torch.ones_like(behind)
+        eye = torch.eye(len(Ending), dtype=behind.dtype, device=behind.device)
+        self._flags_of = eye.mul_(unit).unbind()
+        self._whole = torch.full_like(behind, unit)
         self._whole[: len(Ending)] = self._flags_of[Ending.WHOLE]
         self._reader = reader_for(behind.device, self.size)
 
@@ -143,7 +150,7 @@ class Settling:
         if has_gradient is None:
             used.zero_()
         else:
-            used.copy_(torch.tensor(has_gradient, dtype=torch.uint8))
+            used.copy_(torch.tensor(has_gradient).mul(self._unit))
 
     # -- what all ranks learn ---------------------------------------------------------------------
 

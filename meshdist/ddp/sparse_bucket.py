@@ -35,6 +35,7 @@ class SparseBucket:
     is_hooked = (True,)
     as_views = False
     streams = None
+    taken = frozenset[int]()
     views = (None,)
 
     def __init__(

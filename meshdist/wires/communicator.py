@@ -66,6 +66,9 @@ class Communicator(ABC):
     holds_callers: ClassVar[bool] = False
     """Whether a caller that waits for a collective is on the host until all have come to it."""
 
+    averages_at_once: ClassVar[bool] = False
+    """Whether an average costs no more than a sum; else a division over all of the result."""
+
     def __init__(self, wire: str, rank: int, size: int) -> None:
         self.wire = wire
         self.rank = rank

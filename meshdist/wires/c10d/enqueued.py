@@ -132,6 +132,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     arithmetic = NCCL
     gathers_uneven = True
     on_stream = True
+    averages_at_once = True
 
     def __init__(
         self,

@@ -101,6 +101,8 @@ class ShmCommunicator(Communicator):
         core: the native communicator.
     """
 
+    averages_at_once = True
+
     def __init__(self, opening: Opening, core: Any) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
         self._opening = opening

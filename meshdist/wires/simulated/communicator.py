@@ -46,6 +46,8 @@ class SimulatedCommunicator(Communicator):
     by one member aborts all of them.
     """
 
+    averages_at_once = True
+
     def __init__(self, meeting: Meeting, opening: Opening, rank: Rank) -> None:
         super().__init__("simulated", opening.rank, len(opening.ranks))
         self._meeting = meeting
