@@ -63,9 +63,15 @@ from .collectives.verbs import (
     reduce_scatter_single as reduce_scatter_single,
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
+from .ddp.averaging import (
+    HierarchicalModelAverager as HierarchicalModelAverager,
+    PeriodicModelAverager as PeriodicModelAverager,
+)
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
+from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .ddp.sampler import DistributedSampler as DistributedSampler
+from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from .debug.pausing import breakpoint as breakpoint
 from .errors import (
     AbortedError as AbortedError,

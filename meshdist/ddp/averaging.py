@@ -1,0 +1,317 @@
+"""Averages of the replicas' parameters every few steps, in place of their gradients' at each."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..collectives.verbs import all_reduce
+from ..dtypes import dtype_name
+from ..errors import ArgumentError, KindError, MeshError
+from ..groups.group_calls import new_subgroups
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.current_mesh import find_current_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..reduce_ops import ReduceOp
+from .replicas import check_equal_lines
+
+__all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
+
+Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class ModelAverager(ABC):
+    """What both averagers share: steps are counted, and some of them average.
+
+    Args:
+        process_group: over which ranks parameters are averaged.
+        warmup_steps: how many steps come before the first that may average.
+    """
+
+    def __init__(self, process_group: ProcessGroup, warmup_steps: int) -> None:
+        if warmup_steps < 0:
+            raise ArgumentError(
+                f"warmup_steps={warmup_steps} is negative", expected="0, or a number of steps"
+            )
+        self.process_group = process_group
+        self.warmup_steps = warmup_steps
+        self.step = 0
+
+    def average_parameters(self, params: Parameters) -> None:
+        """Count one step, and average where it is one that does; then collective over the group.
+
+        Call it once a step on every rank, after the optimizer's step. Parameters without a gradient
+        are left alone.
+
+        Args:
+            params: parameters, or an optimizer's groups of them.
+
+        Cost: at a step that averages, one all-reduce of all parameters of one dtype and device.
+
+        Raises:
+            AgreementError: the ranks would average different parameters, since some have a gradient
+                on some ranks alone, say; on every rank, showing both.
+            KindError: neither parameters nor groups of them.
+        """
+        group = self._find_process_group() if self.step >= self.warmup_steps else None
+        if group is not None:
+            _average(_flat_list(params), group)
+        self.step += 1
+
+    @abstractmethod
+    def _find_process_group(self) -> ProcessGroup | None:
+        """The group over which this step averages, if it does."""
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Every rank's parameters become the mean of all ranks', every ``period`` steps.
+
+    The first step after the warm-up averages, then each ``period``-th from there. Parameters change
+    in place: those that are views, into a bucket say, stay views.
+
+    Args:
+        period: the number of steps from one average to the next.
+        warmup_steps: how many steps come before the first that averages.
+        process_group: an axis, ``mesh["dp"]``; several, ``mesh["host", "dp"]``, taken as one; a
+            ProcessGroup; or None for the world.
+
+    Raises:
+        ArgumentError: the period is below 1, or the warm-up below 0.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     averager = md.PeriodicModelAverager(period=2)
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     seen = []
+        ...     for _ in range(4):
+        ...         weight.grad = torch.ones(1)
+        ...         weight.data += 1.0 + md.get_rank()  # stands for a step of an optimizer
+        ...         averager.average_parameters([weight])
+        ...         seen.append(weight.item())
+        ...     return seen
+        >>> md.simulate(program, 2)
+        [[1.5, 2.5, 4.5, 5.5], [1.5, 3.5, 4.5, 6.5]]
+
+    Source: Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (2018).
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        _check_period(period)
+        _warn_of_one(period)
+        super().__init__(resolve_group(process_group), warmup_steps)
+        self.period = period
+
+    def _find_process_group(self) -> ProcessGroup | None:
+        due = (self.step - self.warmup_steps) % self.period == 0
+        return self.process_group if due else None
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Parameters are averaged over few ranks often, and over more ranks less often; collective.
+
+    A step averages over the largest group whose period divides its number, counted from 0, with the
+    warm-up; that includes what smaller groups would have averaged.
+
+    Args:
+        period_group_size_dict: with axes, the period of each: ``{"dp": 2, "host": 8}`` averages
+            over dp every 2 steps, over host and dp together every 8. An axis's average runs over
+            the axes before it in the mapping too; over axes that are not named nothing is averaged.
+            Or as torch's: the size of the group for each period, the last that of the whole group,
+            which is cut in its order. Periods grow from entry to entry.
+        warmup_steps: how many steps come before the first that may average.
+        process_group: as for ``PeriodicModelAverager``. With axes, the mesh that has them; None is
+            then the current mesh.
+
+    Raises:
+        ArgumentError: there is no entry, periods or sizes do not grow, or the last size is not the
+            group's.
+        AxisError: the mesh has no such axis.
+        MeshError: axes are named, and there is no mesh.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "dp"))
+        ...     averager = md.HierarchicalModelAverager({"dp": 2, "host": 8}, process_group=mesh)
+        ...     return [group.ranks for group in averager.period_process_group_dict.values()]
+        >>> md.simulate(program, (2, 2))[3]
+        [(2, 3), (0, 1, 2, 3)]
+
+    Source: Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (2018),
+        section 5.
+    """
+
+    period_process_group_dict: OrderedDict[int, ProcessGroup]
+    """Over which group a period averages, from the shortest on."""
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | Mapping[str, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        if not period_group_size_dict:
+            raise ArgumentError(
+                "HierarchicalModelAverager has no periods",
+                expected="a period for each axis, or a group size for each period",
+                fix="pass {'dp': 2, 'host': 8} and process_group=mesh, or {2: 4, 8: 16}",
+            )
+        by_axis = all(isinstance(key, str) for key in period_group_size_dict)
+        keys: list[Any] = list(period_group_size_dict)
+        values: list[Any] = list(period_group_size_dict.values())
+        periods = values if by_axis else keys
+        for period in periods:
+            _check_period(period)
+        _check_growing(periods, "periods", allows_equal=False)
+        if by_axis:
+            mesh = _mesh_of_axes(keys, process_group)
+            overall = resolve_group(_through(mesh, keys))
+        else:
+            overall = resolve_group(process_group)
+            _check_sizes(values, overall)
+        super().__init__(overall, warmup_steps)
+        _warn_of_one(periods[-1])
+        if by_axis:
+            inner = (keys[: count + 1] for count in range(len(keys) - 1))
+            groups = [resolve_group(_through(mesh, axes)) for axes in inner] + [overall]
+        else:
+            groups = [_subgroup(overall, size) for size in values]
+        self.period_process_group_dict = OrderedDict(zip(periods, groups, strict=True))
+
+    def _find_process_group(self) -> ProcessGroup | None:
+        for period in reversed(self.period_process_group_dict):
+            if self.step % period == 0:
+                return self.period_process_group_dict[period]
+        return None
+
+
+# -- what is averaged -----------------------------------------------------------------------------
+
+
+def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
+    """The parameters, out of their groups."""
+    found: list[torch.nn.Parameter] = []
+    for entry in params:
+        if isinstance(entry, torch.nn.Parameter):
+            found.append(entry)
+        elif isinstance(entry, dict):
+            found += entry["params"]
+        else:
+            raise KindError(
+                f"params holds something of type {type(entry).__name__}",
+                expected="torch.nn.Parameters, or dicts with a list of them as 'params'",
+                fix="pass model.parameters(), or optimizer.param_groups",
+            )
+    return found
+
+
+@torch.no_grad()
+def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup) -> None:
+    """Average those that have a gradient, in place; collective over ``group``."""
+    chosen = {place: one for place, one in enumerate(parameters) if one.grad is not None}
+    check_equal_lines(
+        [
+            f"parameter {place} {tuple(one.shape)} {dtype_name(one.dtype)}"
+            for place, one in chosen.items()
+        ],
+        group,
+        device=parameters[0].device if parameters else torch.device("cpu"),
+        summary="the ranks would average different parameters",
+        fix="let the same parameters get gradients on every rank, or clear those of the others",
+    )
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for one in chosen.values():
+        alike.setdefault((one.dtype, one.device), []).append(one)
+    for together in alike.values():
+        flat = torch.cat([one.reshape(-1) for one in together])  # by index, whatever the strides
+        all_reduce(flat, ReduceOp.AVG, group)
+        parts = flat.split([one.numel() for one in together])
+        pieces = [part.view(one.shape) for part, one in zip(parts, together, strict=True)]
+        torch._foreach_copy_([one.detach() for one in together], pieces)
+
+
+# -- periods and groups ---------------------------------------------------------------------------
+
+
+def _check_period(period: object) -> None:
+    if isinstance(period, bool) or not isinstance(period, int):
+        raise KindError(
+            f"a period is of type {type(period).__name__}", expected="a whole number of steps"
+        )
+    if period < 1:
+        raise ArgumentError(
+            f"a period of {period} steps", expected="at least 1, and mostly more than 1"
+        )
+
+
+def _warn_of_one(longest: int) -> None:
+    if longest == 1:
+        warnings.warn(
+            "averaging parameters at every step sends as much as averaging gradients, which "
+            "DistributedDataParallel does while the backward runs",
+            stacklevel=3,
+        )
+
+
+def _check_growing(numbers: list[int], what: str, *, allows_equal: bool) -> None:
+    if any(
+        later < earlier or (later == earlier and not allows_equal)
+        for earlier, later in pairwise(numbers)
+    ):
+        raise ArgumentError(
+            f"the {what} {numbers} do not grow",
+            expected="the smallest group and the shortest period first",
+            fix="order the entries by period",
+        )
+
+
+def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
+    """Refuse sizes of groups that do not cut ``overall``."""
+    _check_growing(sizes, "group sizes", allows_equal=True)
+    if sizes[-1] != overall.size():
+        raise ArgumentError(
+            f"the last group of HierarchicalModelAverager has {sizes[-1]} ranks, not all",
+            expected=f"{overall.size()}, the size of {overall.group_name}",
+            fix="let the longest period average over the whole group",
+        )
+    for size in sizes:
+        if size < 1 or overall.size() % size:
+            raise ArgumentError(
+                f"groups of {size} do not divide {overall.size()} ranks",
+                expected=f"a divisor of {overall.size()}",
+            )
+
+
+def _subgroup(overall: ProcessGroup, size: int) -> ProcessGroup:
+    """This rank's part of ``overall``, cut into parts of ``size`` ranks."""
+    return overall if size == overall.size() else resolve_group(new_subgroups(size, overall)[0])
+
+
+def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
+    """The mesh whose axes the periods name."""
+    mesh = find_current_mesh() if given is None else given
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"periods are given for the axes {', '.join(map(repr, axes))}, and there is no mesh",
+            expected="the mesh that has these axes",
+            found=f"process_group={given!r}",
+            fix="pass process_group=mesh, or make the averager inside `with mesh:`",
+        )
+    return mesh
+
+
+def _through(mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
+    """The part of ``mesh`` with these axes, in the mesh's order."""
+    return mesh[tuple(sorted(axes, key=mesh.layout.axis_index))]

@@ -1,0 +1,367 @@
+"""Batch norm whose mean and variance are those of the batches of all replicas.
+
+Each rank computes its mean, and its sum of squared distances from it, locally. The sums over the
+ranks are in float64, and in one all-reduce: squares of means lose nothing there that the data had
+in float32. A rank that adds zeros there changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..bootstrap.world import find_world
+from ..collectives.instruments import leave_untraced
+from ..collectives.verbs import all_reduce
+from ..errors import ArgumentError, GradientError, ShapeError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from .flags import reader_for
+
+__all__ = ["SyncBatchNorm"]
+
+_NUM_FLAGS = 2  # how many ranks need a gradient of their input; how many will have no backward
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the batches of all ranks of an axis together.
+
+    While it trains, each forward, and the backward of each, is collective over the axis: every one
+    of its ranks must come to them, in the same order. In eval mode, in a group of one, and where
+    there is no world, it is ``torch.nn.BatchNorm1d`` (2d, 3d) and nothing is sent.
+
+    Batches may differ in size, and be empty: a rank without data passes a batch of size 0. If all
+    are empty, the running estimates stay as they are. All ranks compute the same mean and variance,
+    to the bit. Statistics and gradients are computed in float32 of float16 and bfloat16.
+
+    Gradients of ``weight`` and ``bias`` are this rank's own, for DDP to average, as in torch.
+
+    Args:
+        num_features: channels, the size of dim 1 of the input.
+        eps: added to the variance.
+        momentum: the share of the new batch in the running estimates; None averages all batches.
+        affine: whether there are ``weight`` and ``bias``.
+        track_running_stats: whether there are running estimates.
+        process_group: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken as one; a
+            ProcessGroup; or None for the world at the time of the forward.
+        device, dtype: of parameters and buffers.
+        bias: False leaves ``bias`` out.
+
+    Returns:
+        The input normalized, of its shape and dtype.
+
+    Gradient: the exact one, through mean and variance, of the sum of all ranks' losses. Every rank
+        must run its backward if any rank needs a gradient of its input; a rank whose own input
+        needs none takes part then. There is no second derivative.
+
+    Cost: one all-reduce of 3 C + 3 float64 in the forward and, if any rank's input needs a
+        gradient, one of 2 C in the backward, for C channels.
+
+    Raises:
+        ShapeError: the input has fewer than 2 dims, or another number of channels.
+        GradientError: in the backward: another rank ran the forward so that it has no backward,
+            under ``no_grad`` say, while this rank needs its part.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     norm = md.SyncBatchNorm(1, affine=False)
+        ...     return norm(torch.tensor([[0.0], [0.0]]) + 2 * md.get_rank()).flatten().round()
+        >>> md.simulate(program, 2)
+        [tensor([-1., -1.]), tensor([1., 1.])]
+
+    Source: Ioffe and Szegedy, "Batch Normalization" (2015); Chan, Golub and LeVeque, "Updating
+        Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        if process_group is not None and not isinstance(process_group, DeviceMesh):
+            resolve_group(process_group)  # refuses what is no group
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device=device,
+            dtype=dtype,
+            bias=bias,
+        )
+        self.process_group = process_group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize ``input``, of shape (N, C, ...); collective while the module trains."""
+        self._check_input_dim(input)
+        momentum = self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / self.num_batches_tracked.item()
+        tracks = self.track_running_stats or not self.training
+        mean = self.running_mean if tracks else None
+        var = self.running_var if tracks else None
+        group = self._find_group() if self.training else None
+        if group is None:
+            is_by_batch = self.training or (mean is None and var is None)
+            return F.batch_norm(
+                input, mean, var, self.weight, self.bias, is_by_batch, momentum or 0.0, self.eps
+            )
+        return _normalize(
+            input, self.weight, self.bias, mean, var, self.eps, momentum or 0.0, group
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """Replace each batch norm inside ``module`` by one over ``process_group``.
+
+        Args:
+            module: of any type; changed in place. ``BatchNorm1d``, 2d and 3d, torch's own
+                SyncBatchNorm and ours are replaced; new ones have their parameters, buffers, mode
+                and ``qconfig``.
+            process_group: as for ``SyncBatchNorm``.
+
+        Returns:
+            ``module``; a new one where it is a batch norm itself.
+
+        Raises:
+            ArgumentError: a lazy module has no shape yet.
+
+        Example:
+            >>> import meshdist as md
+            >>> net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+            >>> [type(one).__name__ for one in md.SyncBatchNorm.convert_sync_batchnorm(net)]
+            ['Linear', 'SyncBatchNorm']
+        """
+        converted = module
+        if isinstance(module, _BatchNorm):
+            converted = cls._made_of(module, process_group)
+        for name, child in module.named_children():
+            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        return converted
+
+    @classmethod
+    def _made_of(cls, module: _BatchNorm, process_group: Any) -> SyncBatchNorm:
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            raise ArgumentError(
+                f"{type(module).__name__} has no shape yet",
+                expected="batch norms that are initialized",
+                fix="run one forward on the module before it is converted",
+            )
+        made = cls(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            process_group,
+            bias=module.bias is not None,
+        )
+        if module.affine:
+            made.weight = module.weight
+            made.bias = module.bias
+        made.running_mean = module.running_mean
+        made.running_var = module.running_var
+        made.num_batches_tracked = module.num_batches_tracked
+        made.training = module.training
+        if hasattr(module, "qconfig"):
+            made.qconfig = module.qconfig
+        return made
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features or self.num_features == 0:
+            raise ShapeError(
+                f"SyncBatchNorm of {self.num_features} channels cannot take an input of shape "
+                f"{tuple(input.shape)}",
+                expected=f"at least 2 dims, {self.num_features or 'some'} channels in dim 1",
+                fix="pass (0, C, ...) on a rank that has no data" if input.dim() < 2 else None,
+            )
+
+    @leave_untraced
+    def _find_group(self) -> ProcessGroup | None:
+        """The group over which there is something to synchronise."""
+        if self.process_group is None and find_world() is None:
+            return None
+        group = resolve_group(self.process_group)
+        return group if group.size() > 1 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy over the same group."""
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        memo[id(self.process_group)] = self.process_group
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+
+@leave_untraced
+def _normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    eps: float,
+    momentum: float,
+    group: ProcessGroup,
+) -> torch.Tensor:
+    """Normalize by the group's statistics, and move the running estimates towards them."""
+    has_backward = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in (x, weight, bias)
+    )
+    y, count, mean, squares = _Normalization.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, eps, has_backward, group
+    )
+    with torch.no_grad():
+        # What has no value keeps its estimate: no mean of none, no unbiased variance of one.
+        for running, new, least in (
+            (running_mean, mean, 1),
+            (running_var, squares / (count - 1).clamp(min=1), 2),
+        ):
+            if running is not None:
+                old = running.to(new.dtype)
+                running.copy_(torch.where(count >= least, old.lerp(new, momentum), old))
+    return y  # type: ignore[no-any-return]
+
+
+class _Normalization(torch.autograd.Function):
+    """The forward and backward of one call, each with one all-reduce."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        has_backward: bool,
+        group: ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the result; the count of values in a channel; means; squared distances."""
+        wide = x.to(_accumulated(x.dtype))
+        near = wide.mean(_others(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
+        centred = wide - _by_channel(near, wide)
+        own_mean, own_squares = _local_statistics(centred, near)
+        own_count = wide.numel() // wide.shape[1]
+        needs_x = has_backward and ctx.needs_input_grad[0]
+        heads = [own_mean.new_full((1,), value) for value in (needs_x, not has_backward, own_count)]
+        sums = torch.cat([*heads, own_count * own_mean, own_count * own_mean.square(), own_squares])
+        all_reduce(sums, group=group)
+        count, mean, squares = _combined(sums)
+        inverse = (squares / count.clamp(min=1) + eps).rsqrt()
+        # The distances from the mean, made of small ones: input times scale could be large.
+        scale = inverse if weight is None else inverse * weight
+        offset = (near - mean) * scale
+        if bias is not None:
+            offset = offset + bias
+        y = torch.addcmul(_by_channel(offset, wide), centred, _by_channel(scale, wide)).to(x.dtype)
+        if has_backward:
+            ctx.save_for_backward(x, weight, bias, mean, inverse, count)
+            ctx.group = group
+            ctx.flags = None
+            ctx.reader = reader_for(x.device, _NUM_FLAGS)
+            ctx.reader.note(sums[:_NUM_FLAGS].float())
+        ctx.mark_non_differentiable(count, mean, squares)
+        return y, count, mean, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, mean, inverse, count = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = x.to(_accumulated(x.dtype))
+        grad = grad.to(wide.dtype)
+        near = mean.to(wide.dtype)
+        centred = wide - _by_channel(near, wide)
+        dims = _others(wide)
+        summed = grad.sum(dims, dtype=wide.dtype).to(mean.dtype)
+        # Sums of grad times the distance from the mean, of which ``near`` is a rounding.
+        moment = (grad * centred).sum(dims).to(mean.dtype) + (near - mean) * summed
+        grad_x = grad_weight = grad_bias = None
+        if needs_weight:
+            grad_weight = (moment * inverse).to(weight.dtype)
+        if needs_bias:
+            grad_bias = summed.to(bias.dtype)
+        ctx.flags = ctx.reader.take() or ctx.flags  # kept for a second backward of one forward
+        if _is_exchanged(ctx.flags, ctx.group):
+            sums = torch.cat([summed, moment])
+            all_reduce(sums, group=ctx.group)
+            if needs_x:
+                summed, moment = (sums / count.clamp(min=1)).chunk(2)
+                slope = moment * inverse.square()
+                scale = inverse if weight is None else inverse * weight
+                less = _by_channel(summed + (near - mean) * slope, wide)
+                inner = torch.addcmul(less, centred, _by_channel(slope, wide))
+                grad_x = ((grad - inner) * _by_channel(scale, wide)).to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
+    """Whether the ranks add up their parts of this backward; equal on all that have one.
+
+    The flags are unknown while a graph is captured, on every rank.
+    """
+    if flags is None:
+        return True
+    num_needing, num_without = flags
+    if num_needing and num_without:
+        raise GradientError(
+            f"SyncBatchNorm: {num_without:.0f} of {group.size()} ranks have no backward of this "
+            "forward",
+            where=f"rank {group.world.rank}, {group.group_name}",
+            expected="every rank's part of the gradients of mean and variance",
+            fix="run the forward on every rank with gradients on, or on every rank under "
+            "torch.no_grad(); without weights, let each rank's input require a gradient",
+        )
+    return num_needing > 0
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _others(x: torch.Tensor) -> list[int]:
+    """The dims over which a channel extends."""
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``values``, one for each channel, so that they meet the channels of ``x``, in its dtype."""
+    return values.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))
+
+
+def _local_statistics(
+    centred: torch.Tensor, near: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean, and the squared distances from it, in float64, from distances to a value nearby."""
+    count = max(centred.numel() // centred.shape[1], 1)
+    rest = centred.sum(_others(centred)).double()  # what the rounding of ``near`` cut off
+    squares = centred.square().sum(_others(centred)).double()
+    return near.double() + rest / count, (squares - rest.square() / count).clamp(min=0)
+
+
+def _combined(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count, means and squared distances of all batches together, from the sums over all ranks."""
+    count = sums[_NUM_FLAGS]
+    first, second, squares = sums[_NUM_FLAGS + 1 :].chunk(3)
+    mean = first / count.clamp(min=1)
+    between = (second - first * mean).clamp(min=0)  # of the ranks' means
+    return count, mean, squares + between
