@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
+from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import meshdist as md
+
+with warnings.catch_warnings():  # torch's own module calls what torch calls deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import PostLocalSGDOptimizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "differences.md"
 
@@ -105,6 +115,10 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "DistributedDataParallel": (md.DistributedDataParallel, DistributedDataParallel),
     "P2POp": (md.P2POp, dist.P2POp),
     "DistributedSampler": (md.DistributedSampler, DistributedSampler),
+    "HierarchicalModelAverager": (md.HierarchicalModelAverager, HierarchicalModelAverager),
+    "PeriodicModelAverager": (md.PeriodicModelAverager, PeriodicModelAverager),
+    "PostLocalSGDOptimizer": (md.PostLocalSGDOptimizer, PostLocalSGDOptimizer),
+    "SyncBatchNorm": (md.SyncBatchNorm, SyncBatchNorm),
 }
 METHODS = (
     "Backend.register_backend",
@@ -122,7 +136,20 @@ METHODS = (
     "DistributedDataParallel.forward",
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
+    "HierarchicalModelAverager.__init__",
+    "HierarchicalModelAverager.average_parameters",
     "P2POp.__init__",
+    "PeriodicModelAverager.__init__",
+    "PeriodicModelAverager.average_parameters",
+    "PostLocalSGDOptimizer.__init__",
+    "PostLocalSGDOptimizer.add_param_group",
+    "PostLocalSGDOptimizer.load_state_dict",
+    "PostLocalSGDOptimizer.state_dict",
+    "PostLocalSGDOptimizer.step",
+    "PostLocalSGDOptimizer.zero_grad",
+    "SyncBatchNorm.__init__",
+    "SyncBatchNorm.convert_sync_batchnorm",
+    "SyncBatchNorm.forward",
 )
 # What torch writes in C++, which has no signature; and names without a call.
 WITHOUT_SIGNATURES = (

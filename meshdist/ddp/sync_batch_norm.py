@@ -112,7 +112,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize ``input``, of shape (N, C, ...); collective while the module trains."""
         self._check_input_dim(input)
         momentum = self.momentum
-        if self.training and self.num_batches_tracked is not None:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = 1.0 / self.num_batches_tracked.item()

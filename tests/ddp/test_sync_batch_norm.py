@@ -530,6 +530,37 @@ def test_under_ddp_training_equals_one_device(run: Run) -> None:
         torch.testing.assert_close(after, state(whole))
 
 
+def test_what_follows_may_write_into_the_result() -> None:
+    def program(inplace: bool) -> torch.Tensor:
+        x = (torch.arange(6.0).view(3, 2) * (1 + md.get_rank())).requires_grad_()
+        net = nn.Sequential(md.SyncBatchNorm(2), nn.ReLU(inplace=inplace), nn.Linear(2, 2))
+        nn.init.ones_(net[2].weight)
+        (net(x) * torch.arange(6.0).view(3, 2)).sum().backward()
+        return x.grad
+
+    for mine, other in zip(
+        *(md.simulate(program, 2, (how,)) for how in (True, False)), strict=True
+    ):
+        assert mine.any()
+        assert torch.equal(mine, other)
+
+
+def test_under_autocast_statistics_are_those_of_float32() -> None:
+    x = torch.randn(8, 3)
+
+    def program(is_on: bool) -> torch.Tensor:
+        module = md.SyncBatchNorm(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            mine = x[md.get_rank() :: 2].clone().requires_grad_()
+            y = module(mine)
+            assert y.dtype is torch.float32
+            y.square().sum().backward()
+        return torch.cat([mine.grad.flatten(), module.running_var])
+
+    on, off = (md.simulate(program, 2, (is_on,)) for is_on in (True, False))
+    torch.testing.assert_close(on, off)
+
+
 def test_a_compiled_model_gives_the_same() -> None:
     x = torch.randn(4, 3)
 
