@@ -221,7 +221,7 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Average those that have a gradient, in place; collective over ``group``."""
     chosen = {place: one for place, one in enumerate(parameters) if one.grad is not None}
-    check_equal_lines(
+    num_ranks = check_equal_lines(
         [
             f"parameter {place} {tuple(one.shape)} {dtype_name(one.dtype)}"
             for place, one in chosen.items()
@@ -231,15 +231,19 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup) -> None:
         summary="the ranks would average different parameters",
         fix="let the same parameters get gradients on every rank, or clear those of the others",
     )
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for one in chosen.values():
         alike.setdefault((one.dtype, one.device), []).append(one)
     for together in alike.values():
         flat = torch.cat([one.reshape(-1) for one in together])  # by index, whatever the strides
-        all_reduce(flat, ReduceOp.AVG, group)
+        if num_ranks == group.size():
+            all_reduce(flat, ReduceOp.AVG, group)
+        else:  # zeros come from ranks that have left the loop
+            all_reduce(flat, ReduceOp.SUM, group)
+            flat /= num_ranks
         parts = flat.split([one.numel() for one in together])
         pieces = [part.view(one.shape) for part, one in zip(parts, together, strict=True)]
-        torch._foreach_copy_([one.detach() for one in together], pieces)
+        torch._foreach_copy_(together, pieces)
 
 
 # -- periods and groups ---------------------------------------------------------------------------

@@ -40,10 +40,11 @@ def tensor_line(name: str, tensor: torch.Tensor) -> str:
 
 def check_equal_lines(
     lines: Sequence[str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
-) -> None:
-    """Return when all members hold equal ``lines``; collective over ``group``.
+) -> int:
+    """Return how many members take part, once these hold equal ``lines``; collective.
 
-    Only digests travel where all agree.
+    Only digests travel where all agree. A member whose digest is of zeros has left the loop, and
+    others answer in its place.
 
     Raises:
         AgreementError: they differ; every member raises, and the text shows the lines that differ.
@@ -52,8 +53,9 @@ def check_equal_lines(
     mine = torch.tensor(digest, dtype=torch.uint8, device=device)
     gathered = mine.new_empty((group.size(), len(digest)))
     all_gather_into_tensor(gathered, mine, group)
-    if bool((gathered == mine).all()):
-        return
+    takes_part = (gathered != 0).any(dim=1)
+    if bool((gathered == mine)[takes_part].all()):
+        return int(takes_part.sum())
     lists: list[Sequence[str]] = [()] * group.size()
     with torch.cuda.device_of(mine):
         all_gather_object(lists, lines, group)
@@ -61,7 +63,7 @@ def check_equal_lines(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences(lists, group),
+        found=_differences([one or () for one in lists], group),
         fix=fix,
     )
 

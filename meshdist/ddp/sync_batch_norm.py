@@ -272,7 +272,7 @@ class _Normalization(torch.autograd.Function):
         offset = (near - mean) * scale
         if bias is not None:
             offset = offset + bias
-        y = torch.addcmul(_by_channel(offset, wide), centred, _by_channel(scale, wide)).to(x.dtype)
+        y = centred.mul_(_by_channel(scale, wide)).add_(_by_channel(offset, wide)).to(x.dtype)
         if has_backward:
             ctx.save_for_backward(x, weight, bias, mean, inverse, count)
             ctx.group = group
@@ -309,8 +309,9 @@ class _Normalization(torch.autograd.Function):
                 slope = moment * inverse.square()
                 scale = inverse if weight is None else inverse * weight
                 less = _by_channel(summed + (near - mean) * slope, wide)
-                inner = torch.addcmul(less, centred, _by_channel(slope, wide))
-                grad_x = ((grad - inner) * _by_channel(scale, wide)).to(x.dtype)
+                inner = centred.mul_(_by_channel(slope, wide)).add_(less)
+                grad_x = torch.sub(grad, inner, out=inner).mul_(_by_channel(scale, wide))
+                grad_x = grad_x.to(x.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 

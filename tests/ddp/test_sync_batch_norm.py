@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import sync_batch_norm
+from meshdist.ddp import flags, sync_batch_norm
+from meshdist.ddp.flags import DeferredReader
 from meshdist.errors import ArgumentError, GradientError, KindError, ShapeError
+from tests.ddp.stand_in_accelerator import CPU, Accelerator
 from tests.pool import Pool
 
 Run = Callable[..., list[Any]]
@@ -291,6 +293,61 @@ def test_a_rank_without_a_backward_is_an_error_on_the_others() -> None:
     first, _, third = md.simulate(program, 3)
     assert "SyncBatchNorm: 1 of 3 ranks have no backward of this forward" in first
     assert "fix:      run the forward on every rank with gradients on" in third
+
+
+def test_on_an_accelerator_the_flags_are_read_in_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless a graph is captured: then the ranks exchange their parts in any case."""
+
+    def program(captures: bool) -> Any:
+        accelerator = Accelerator()
+        reader = DeferredReader(CPU, accelerator, accelerator.pinned(2))
+        module = md.SyncBatchNorm(2)
+        module_readers[md.get_rank()] = reader
+        loss = module(torch.eye(2) * (1 + md.get_rank())).square().sum()
+        assert ("synchronize" in accelerator.told, bool(accelerator.told)) == (False, not captures)
+        loss.backward()
+        return "synchronize" in accelerator.told
+
+    module_readers: dict[int, DeferredReader] = {}
+    calls: list[int] = []
+    original = sync_batch_norm.all_reduce
+
+    def noted(tensor: torch.Tensor, **how: Any) -> None:
+        calls.append(tensor.numel())
+        original(tensor, **how)
+
+    monkeypatch.setattr(sync_batch_norm, "all_reduce", noted)
+    monkeypatch.setattr(sync_batch_norm, "reader_for", lambda *_: module_readers[md.get_rank()])
+    assert md.simulate(program, 2, (False,)) == [True, True]
+    assert calls == [9, 9]  # no input needs a gradient
+    monkeypatch.setattr(flags, "is_capturing", lambda _: True)
+    assert md.simulate(program, 2, (True,)) == [False, False]
+    assert sorted(calls[2:]) == [4, 4, 9, 9]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_on_a_gpu_it_equals_one_device(pool: Pool, dtype: torch.dtype) -> None:
+    def program(dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = (torch.randn(6, 3, 4, 4, generator=generator) + 4).to(dtype)
+        x = x.cuda().to(memory_format=torch.channels_last)
+        exact = x.double().clone().requires_grad_()
+        whole = nn.BatchNorm2d(3).cuda().double()
+        (whole(exact) * weights_for(exact)).sum().backward()
+        part = slice(md.get_rank(), None, 2)
+        module = md.SyncBatchNorm(3).cuda()
+        mine = x[part].clone(memory_format=torch.channels_last).requires_grad_()
+        y = module(mine)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        (y * weights_for(exact).to(dtype)[part]).sum().backward()
+        close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-2 if dtype.itemsize < 4 else 1e-4}
+        torch.testing.assert_close(mine.grad.double(), exact.grad[part], **close)
+        torch.testing.assert_close(module.running_var, whole.running_var.float())
+
+    pool.run(program, 2, dtype)
 
 
 def test_without_gradients_on_any_rank_statistics_are_common_all_the_same() -> None:
