@@ -61,7 +61,7 @@ def walked(averager: averaging.ModelAverager, num_steps: int) -> list[float]:
     return seen
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 5))
 def test_the_first_step_after_the_warmup_averages_then_each_of_a_period(
     num_ranks: int, period: int, warmup: int
