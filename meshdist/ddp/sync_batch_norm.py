@@ -300,7 +300,9 @@ class _Normalization(torch.autograd.Function):
             grad_weight = (moment * inverse).to(weight.dtype)
         if needs_bias:
             grad_bias = summed.to(bias.dtype)
-        ctx.flags = ctx.reader.take() or ctx.flags  # kept for a second backward of one forward
+        flags = ctx.reader.take()
+        if flags is not None:  # they are kept for a second backward of one forward
+            ctx.flags = flags.tolist()
         if _is_exchanged(ctx.flags, ctx.group):
             sums = torch.cat([summed, moment])
             all_reduce(sums, group=ctx.group)
