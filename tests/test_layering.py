@@ -189,7 +189,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "ddp": (
+            "options",
             "buckets",
+            "arrivals",
             "replicas",
             "flat_memory",
             "paths",
@@ -198,8 +200,15 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "streams",
             "flags",
             "flat_bucket",
-            "endings",
+            "sparse_bucket",
+            "bucket_list",
+            "settling",
             "reducer",
+            "wrapping",
+            "precision",
+            "in_backward",
+            "buffers",
+            "torch_methods",
             "data_parallel",
             "sampler",
             "sync_batch_norm",
@@ -216,8 +225,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 STACKED_FLOORS = (1, 3)
 
 # Private attributes of torch's objects that share their name with one of ours.
-TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, and of a tensor
+TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tensor, of a module
     ("meshdist.collectives.checks", "_base"),
+    ("meshdist.ddp.buffers", "_buffers"),
+    ("meshdist.ddp.precision", "_parameters"),
     ("meshdist.wires.c10d.communicator", "_source_rank"),
     ("meshdist.wires.c10d.enqueued", "_source_rank"),
     ("meshdist.wires.c10d.nccl", "_timeout"),
