@@ -148,11 +148,11 @@ def test_gradients_that_grow_after_they_have_moved_in_are_found() -> None:
 
 
 def fill(parameters: list[Parameter], bucket: Bucket) -> None:
-    """One gradient that is new, one that lies in the bucket, and one that is missing."""
+    """One gradient that is new, one that lies in the bucket if it can, and one that is missing."""
     bucket.flat.fill_(6.0)
     fresh, inside, _ = parameters
     fresh.grad = torch.arange(1.0, 1 + fresh.numel(), dtype=fresh.dtype).view(fresh.shape)
-    inside.grad = bucket.views[1]
+    inside.grad = bucket.views[1].to(inside.dtype)
 
 
 @pytest.mark.parametrize("as_views", [True, False])
