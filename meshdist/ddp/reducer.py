@@ -364,7 +364,10 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """The backward has ended: fill in what did not come, and wait for every bucket."""
-        came = self._list.find_came(self.arrivals.counts, self.arrivals.by_count)
+        missing = self._list.find_missing(self.arrivals.counts, self.arrivals.by_count)
+        came = [True] * len(self.parameters)
+        for index in missing:
+            came[index] = False
         if not self._is_open and True in came:
             self._open()
         self._task = None
