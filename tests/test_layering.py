@@ -85,6 +85,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "fallbacks",
             "opening",
             "registry",
+            "deferral",
             "work",
             "mailbox",
             "tag_numbers",
