@@ -67,6 +67,8 @@ from .ddp.averaging import (
     HierarchicalModelAverager as HierarchicalModelAverager,
     PeriodicModelAverager as PeriodicModelAverager,
 )
+from .ddp import comm_hooks as comm_hooks
+from .ddp.comm_hooks.bucket import GradBucket as GradBucket
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
 from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer

@@ -200,6 +200,15 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "reports",
             "streams",
             "flags",
+            "comm_hooks.bucket",
+            "comm_hooks.states",
+            "comm_hooks.reducing",
+            "comm_hooks.halves",
+            "comm_hooks.quantizing",
+            "comm_hooks.power_sgd",
+            "comm_hooks.local_sgd",
+            "comm_hooks.recognized",
+            "comm_hooks.registered",
             "flat_bucket",
             "sparse_bucket",
             "bucket_list",
@@ -262,7 +271,9 @@ def places() -> dict[str, Place]:
             if is_folder:
                 for folder in {f"{prefix}.{module}".rpartition(".")[0] for module in modules}:
                     found[folder] = Place(floor, stack, height)
+                height += 1
                 found[prefix] = Place(floor, stack, height)
+                height += 1
     return found
 
 

@@ -134,6 +134,7 @@ METHODS = (
     "DeviceMesh.size",
     "DistributedDataParallel.__init__",
     "DistributedDataParallel.forward",
+    "DistributedDataParallel.register_comm_hook",
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
     "HierarchicalModelAverager.__init__",
@@ -153,6 +154,7 @@ METHODS = (
 )
 # What torch writes in C++, which has no signature; and names without a call.
 WITHOUT_SIGNATURES = (
+    "GradBucket",
     "GroupMember",
     "ProcessGroup",
     "ReduceOp",

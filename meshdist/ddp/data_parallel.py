@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -315,6 +315,20 @@ class DistributedDataParallel(TorchMethods, nn.Module):
             'rank 1: an exception was raised inside backward()'
         """
         self.reducer.check()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
+
+        Args:
+            state: what the hook is given first; None stands for the group of this wrapper.
+            hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: one of
+                ``meshdist.comm_hooks``, one of torch's, or the program's own.
+
+        Raises:
+            KindError, ArgumentError: the hook does not fit, is not the first, or a backward has
+                been run.
+        """
+        self.reducer.register_hook(state, hook)
 
     @leave_untraced
     def _begin_forward(self) -> None:

@@ -40,6 +40,8 @@ from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
+from .comm_hooks.bucket import GradBucket
+from .comm_hooks.registered import RegisteredHook
 from .flat_bucket import Pending
 from .options import ReductionOptions
 from .reports import Reports
@@ -102,7 +104,7 @@ class Reducer:
         self._has_ended = False  # a backward, since the last check
         self._failure: Exception | None = None
         self._behind_work: Pending | None = None  # where those numbers do not ride with a bucket
-        self.hook: Any = None
+        self.hook: RegisteredHook | None = None
         self.awaited: list[Any] = []
         self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
@@ -205,6 +207,25 @@ class Reducer:
         self._has_begun = self._has_ended = False
         self._lay()
 
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let a communication hook average the buckets from now on.
+
+        Raises:
+            KindError, ArgumentError: the hook does not fit, is not the first, or comes too late.
+        """
+        if self._options.dtype is not None or self.when_averaged is not None:
+            is_stepping = self.when_averaged is not None
+            raise self._reports.hook_beside(
+                "an optimizer in the backward" if is_stepping else "mixed_precision"
+            )
+        if self.hook is not None:
+            raise self._reports.hook_again(self.hook.name)
+        if self._is_open or self._has_ended or self.arrivals.is_learned:
+            raise self._reports.hook_late()
+        self.hook = RegisteredHook(state, hook, self._group)
+        self._settling.stays = True
+        self._lay()
+
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         for handle in self._handles:
@@ -221,7 +242,7 @@ class Reducer:
         with torch.no_grad():
             # Where the wire divides afterwards, gradients are scaled as they are copied.
             channel = self._group.open_channel(self.parameters[0].device.type)
-            averages = channel.communicator.averages_at_once
+            averages = channel.communicator.averages_at_once or self.hook is not None
             scale = None if averages else 1.0 / self._group.size()
             self._op = ReduceOp.AVG if averages else ReduceOp.SUM
             self._list.lay(self.arrivals, self._options, self._group, scale)
@@ -350,11 +371,22 @@ class Reducer:
                 self._start(bucket)
 
     def _start(self, bucket: AnyBucket) -> None:
-        if isinstance(bucket, SparseBucket):
+        if self.hook is not None:
+            bucket.work = self._start_hook(self.hook, bucket)
+        elif isinstance(bucket, SparseBucket):
             bucket.work = bucket.reduction()
         else:
             bucket.work = self._average(bucket.sent)
         self._next += 1
+
+    def _start_hook(self, hook: RegisteredHook, bucket: AnyBucket) -> Pending:
+        is_last = bucket is self.buckets[-1]
+        args = bucket.members, bucket.views, self._next, is_last, self._group
+        try:
+            return hook.start(GradBucket(bucket.flat, *args))
+        except Exception as failure:  # after which verbs of the hook's, no other rank knows
+            self._failure = failure
+            raise
 
     def _average(self, sent: torch.Tensor) -> Pending:
         work = all_reduce(sent, self._op, self._group, async_op=True)
@@ -412,7 +444,7 @@ class Reducer:
             self._settling.write(self._list.behind, ending, has_gradient)
         for bucket in rest:
             self._start(bucket)
-        if rest and not self._list.rides:
+        if rest and (self.hook is not None or not self._list.rides):
             self._behind_work = self._average(self._list.behind)
 
     def _end_backward(self) -> None:

@@ -92,6 +92,22 @@ class SparseBucket:
         """Send nothing of what is here."""
         self._mine = None
 
+    @property
+    def flat(self) -> torch.Tensor:
+        """What a communication hook is given, and writes its average into."""
+        if self.average is None:
+            self.average = self._rows() if self._mine is None else self._mine.detach().clone()
+        return self.average
+
+    def _rows(self) -> torch.Tensor:
+        """No rows at all."""
+        member = self.members[0]
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64, device=self.device),
+            member.detach().new_empty(0, *member.shape[1:]),
+            member.shape,
+        ).coalesce()
+
     def reduction(self) -> _SparseReduction:
         """What averages the gradient when it is waited for."""
         return _SparseReduction(self)
@@ -116,11 +132,7 @@ class SparseBucket:
             self.average = mine
             return
         if rows is None:
-            rows = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64, device=self.device),
-                member.detach().new_empty(0, *member.shape[1:]),
-                member.shape,
-            ).coalesce()
+            rows = self._rows()
         # Indices are gathered along their last dim, values along their first.
         indices = [rows.indices().new_empty(rows.sparse_dim(), size) for size in sizes]
         values = [rows.values().new_empty(size, *rows.values().shape[1:]) for size in sizes]
@@ -135,7 +147,8 @@ class SparseBucket:
 
     def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
         """Let ``.grad`` be the average."""
-        if self.average is not None:
+        index = self.indices[0]
+        if self.average is not None and (is_complete or is_used is None or is_used[index]):
             self.members[0].grad = self.average
 
 
