@@ -31,7 +31,8 @@ class GradBucket:
     Example:
         >>> import meshdist as md, torch
         >>> def average(state, bucket):
-        ...     work = md.all_reduce(bucket.buffer(), md.ReduceOp.AVG, bucket.group(), async_op=True)
+        ...     group = bucket.group()
+        ...     work = md.all_reduce(bucket.buffer(), md.ReduceOp.AVG, group, async_op=True)
         ...     return work.get_future().then(lambda done: done.value()[0])
         >>> def program():
         ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False))
