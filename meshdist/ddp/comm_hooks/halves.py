@@ -1,8 +1,12 @@
-"""Hooks that send 16-bit numbers in place of the gradients' own."""
+"""Hooks that send 16-bit numbers in place of the gradients' own.
+
+On the CPU a large bucket is converted inside its own memory, piece by piece while a piece is in the
+cache: new memory of that size would cost more than the bytes that are not sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +23,8 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
 ]
+
+_PIECE = 1 << 17  # elements
 
 Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -100,8 +106,42 @@ def _compressed(
 ) -> torch.futures.Future[torch.Tensor]:
     group = group_for(process_group, bucket)
     buffer = bucket.buffer()
+    if _fits_inside(buffer, dtype):
+        half = _shrunk(buffer, dtype, group.size())
+        return reduced(half, ReduceOp.SUM, group).then(lambda _: _grown(half, buffer))
     half = buffer.to(dtype, copy=True).div_(group.size())
     return reduced(half, ReduceOp.SUM, group).then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``buffer`` is to be converted inside its own memory."""
+    is_large = buffer.layout is torch.strided and buffer.numel() > _PIECE
+    has_room = buffer.element_size() >= 2 * dtype.itemsize and not buffer.is_complex()
+    return is_large and has_room and buffer.is_cpu and buffer.is_contiguous()
+
+
+def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.Tensor:
+    """``buffer / num_ranks`` in ``dtype``, where ``buffer`` begins, which it overwrites."""
+    half = buffer.view(dtype)[: buffer.numel()]
+    for is_first, part, into in _pieces(buffer, half):
+        # The first piece alone would be read and written in one place.
+        into.copy_(part.to(dtype) if is_first else part).div_(num_ranks)
+    return half
+
+
+def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer``, with the values of ``half``, which lies where it begins."""
+    for is_first, into, part in reversed([*_pieces(buffer, half)]):
+        into.copy_(part.clone() if is_first else part)
+    return buffer
+
+
+def _pieces(
+    buffer: torch.Tensor, half: torch.Tensor
+) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
+    """The pieces of both, in order; and whether one is the first."""
+    pairs = zip(buffer.split(_PIECE), half.split(_PIECE), strict=True)
+    return ((place == 0, *pair) for place, pair in enumerate(pairs))
 
 
 def _converted(

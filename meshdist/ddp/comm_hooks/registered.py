@@ -227,12 +227,12 @@ def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
 
 def _is_bucket(annotation: Any) -> bool:
     if isinstance(annotation, str):
-        return annotation.rpartition(".")[2] == "GradBucket"
+        return annotation.rpartition(".")[2] in ("Any", "GradBucket")
     return annotation in (_EMPTY, Any, GradBucket, TorchBucket)
 
 
 def _is_future(annotation: Any) -> bool:
     if isinstance(annotation, str):
         short = annotation.replace("torch.", "").replace("futures.", "")
-        return short == "Future[Tensor]"
+        return short.removeprefix("typing.") in ("Any", "Future[Tensor]")
     return annotation in (_EMPTY, Any, _FUTURE)
