@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +12,18 @@ from torch.distributed import GradBucket as TorchBucket
 
 from ...arrays import shape_text
 from ...dtypes import dtype_name
-from ...errors import ArgumentError, DtypeError, KindError, MeshdistError, ShapeError
+from ...errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    DtypeError,
+    KindError,
+    MeshdistError,
+    ShapeError,
+)
 from ...groups.process_group import ProcessGroup
+from ...runtime.deadlines import Deadline, wait_until
 from ...wires.deferral import Deferral
+from ...wires.simulated.scheduler import find_rank_here
 from .bucket import GradBucket
 from .recognized import ours_for
 from .states import group_in_state
@@ -102,16 +112,39 @@ class PendingBucket:
 
         Raises:
             KindError: the Future's value is no tensor.
-            ShapeError, DtypeError, ArgumentError: it is no tensor like the bucket's. What a verb
-                or a callback raises is raised as its future does.
+            ShapeError, DtypeError, ArgumentError: it is no tensor like the bucket's.
+            CollectiveTimeoutError: the Future is not completed, though the hook's verbs are done.
+            What a verb or a callback raises is raised as its future does.
         """
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
             error = self._deferral.settle()
-            if error is not None and not self._future.done():
-                raise error  # it may never be completed
+            if not self._future.done():
+                self._await_others(error)
             value = self._future.wait()
         self._take(self._checked(value))
         return True
+
+    def _await_others(self, error: Exception | None) -> None:
+        """Wait until another thread than this one, which has done its part, completes the Future.
+
+        Args:
+            error: why a verb of the hook's has failed, so that the Future may never be complete.
+        """
+        if error is not None:
+            raise error
+        timeout = self._registered.group.timeout
+        limit = timedelta(0) if find_rank_here() is not None else timeout  # there is no other
+        if wait_until(self._future.done, Deadline(limit)) is None:
+            raise self._registered.error(
+                CollectiveTimeoutError,
+                self._bucket,
+                "returned a Future that nothing has completed",
+                expected="a Future that a callback of the hook's verbs completes, or another "
+                f"thread within {timeout.total_seconds():g} s",
+                found="all verbs that the hook has started are done",
+                fix="look for a callback that raises before it calls set_result; return what "
+                "then() gives instead, which carries the error",
+            )
 
     def _checked(self, value: Any) -> torch.Tensor:
         """The tensor of the future's value."""
@@ -214,7 +247,7 @@ def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
 
 
 def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature; names in it that mean nothing at run time stay text. None: it has none."""
+    """The signature; None: it has none. Annotations stay text where one names nothing."""
     try:
         return inspect.signature(hook, eval_str=True)
     except Exception:  # any, of evaluating an annotation
@@ -226,13 +259,8 @@ def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is_bucket(annotation: Any) -> bool:
-    if isinstance(annotation, str):
-        return annotation.rpartition(".")[2] in ("Any", "GradBucket")
-    return annotation in (_EMPTY, Any, GradBucket, TorchBucket)
+    return isinstance(annotation, str) or annotation in (_EMPTY, Any, GradBucket, TorchBucket)
 
 
 def _is_future(annotation: Any) -> bool:
-    if isinstance(annotation, str):
-        short = annotation.replace("torch.", "").replace("futures.", "")
-        return short.removeprefix("typing.") in ("Any", "Future[Tensor]")
-    return annotation in (_EMPTY, Any, _FUTURE)
+    return isinstance(annotation, str) or annotation in (_EMPTY, Any, _FUTURE)
