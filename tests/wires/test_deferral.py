@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 import meshdist as md
 from meshdist.wires.deferral import Deferral, find_deferral
+from meshdist.wires.operations import Operation
+from meshdist.wires.work import Work
 from tests.pool import Pool
 
 
@@ -51,6 +54,38 @@ def test_callbacks_run_in_order_on_the_thread_that_settles(wire: str, pool: Pool
     }
     names = ["second", "first", "third", "of the second's callback"]
     assert runs[wire]() == [["settled", *((name, True) for name in names)]] * 2
+
+
+class Enqueued(Operation):
+    """A verb that a device does later, as on NCCL."""
+
+    on_stream = True
+
+    def finish(self, timeout: timedelta) -> None:
+        pass
+
+    def poll(self) -> bool:
+        return False
+
+    def has_ended(self) -> bool:
+        return False
+
+
+def test_where_verbs_are_enqueued_callbacks_run_at_once_on_the_thread_that_calls() -> None:
+    told: list[Any] = []
+
+    def work_of(name: str) -> Work:
+        return Work(Enqueued(), timedelta(minutes=1), lambda failure: failure, lambda: [name])
+
+    deferral = Deferral()
+    with deferral.entered():
+        for name in ("first", "second"):
+            future = work_of(name).get_future()
+            future.then(lambda done: told.append((done.value(), threading.get_ident())))
+            told.append(f"behind {name}")
+    here = threading.get_ident()
+    assert told == [(["first"], here), "behind first", (["second"], here), "behind second"]
+    assert deferral.settle() is None and len(told) == 4
 
 
 def test_what_is_waited_for_runs_at_once() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import meshdist as md
 from meshdist.ddp.comm_hooks.registered import hook_name
 from meshdist.errors import ArgumentError, GradientError, KindError, MeshdistError
+from tests.ddp.models import Fragile, Two
 from tests.pool import Pool
 
 FutureOfTensor = torch.futures.Future[torch.Tensor]
@@ -114,6 +115,34 @@ def test_a_future_made_by_hand_that_a_callback_completes() -> None:
         return step(wrapped(hook))
 
     assert md.simulate(program, 2) == [[1.5]] * 2
+
+
+def test_the_hooks_of_torchs_documentation() -> None:
+    def encode_and_decode(state: Any, bucket: md.GradBucket) -> FutureOfTensor:
+        encoded = bucket.buffer() / 8
+        future = dist.all_reduce(encoded, group=md.group.WORLD, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] * 8)
+
+    def by_the_groups_own_method(group: Any, bucket: md.GradBucket) -> FutureOfTensor:
+        return group.allreduce([bucket.buffer().div_(group.size())]).get_future()
+
+    def without_verbs(state: Any, bucket: md.GradBucket) -> FutureOfTensor:
+        future = done_with(torch.ones_like(bucket.buffer()))
+        return future.then(lambda done: done.value() + torch.ones_like(done.value()))
+
+    def program() -> list[Any]:
+        hooks = (encode_and_decode, by_the_groups_own_method, without_verbs)
+        return [step(wrapped(hook)) for hook in hooks]
+
+    assert md.simulate(program, 2) == [[[3.0], [1.5], [2.0]]] * 2
+
+
+def test_gradients_that_stay_outside_of_the_buckets() -> None:
+    def program() -> list[float]:
+        model = wrapped(average, gradient_as_bucket_view=False)
+        return [*step(model), *step(model)]
+
+    assert md.simulate(program, 2) == [[1.5, 1.5]] * 2
 
 
 def test_none_as_state_is_the_wrappers_group_and_a_mesh_stays_what_it_is() -> None:
@@ -429,6 +458,53 @@ def test_a_future_that_another_thread_completes(pool: Pool) -> None:
         return step(wrapped(hook))
 
     assert pool.run(program, 2) == [[0.0]] * 2
+
+
+# -- flags, which travel by themselves ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo"])
+def test_a_backward_that_raises_on_one_rank_is_told_on_all(wire: str, pool: Pool) -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Fragile(), bucket_cap_mb=1e-6)
+        model.register_comm_hook(None, md.comm_hooks.fp16_compress_hook)
+        x, told = torch.ones(1, 1), []
+        for fails in (False, md.get_rank() == 1, False):
+            model.zero_grad()
+            try:
+                model(x, fails).sum().backward()
+                model.check_gradients()
+            except ArithmeticError:
+                told.append("its own")
+                with pytest.raises(GradientError) as found:
+                    model.check_gradients()
+                told.append(found.value.found)
+            except GradientError as error:
+                told.append(error.found)
+            else:
+                told.append([one.grad.item() for one in model.parameters()])
+        return told
+
+    runs = {
+        "simulated": lambda: md.simulate(program, 2),
+        "shm": lambda: pool.run(program, 2, backend="shm"),
+        "gloo": lambda: pool.run(program, 2),
+    }
+    cut = "rank 1: an exception was raised inside backward()"
+    good = [1.0, 1.0]
+    assert runs[wire]() == [[good, cut, good], [good, "its own", cut, good]]
+
+
+def test_a_parameter_without_a_gradient_is_told_on_all() -> None:
+    def program() -> list[str]:
+        model = md.DDP(Two())
+        model.register_comm_hook(None, average)
+        model(torch.ones(1, 1), "left" if md.get_rank() == 1 else "both").backward()
+        with pytest.raises(GradientError) as found:
+            model.check_gradients()
+        return [found.value.found]
+
+    assert md.simulate(program, 2) == [["rank 1: right.weight (index 1)"]] * 2
 
 
 # -- copies ---------------------------------------------------------------------------------------
