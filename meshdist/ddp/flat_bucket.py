@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -242,15 +242,16 @@ class Bucket:
                 and type(None) not in {*map(type, grads)}
                 and not any(map(is_, grads, views))
             ):
-                parts = grads if self._is_1d else [grad.reshape(-1) for grad in grads]
+                found = cast("list[torch.Tensor]", grads)
+                parts = found if self._is_1d else [grad.reshape(-1) for grad in found]
                 torch.cat(parts, out=self._small_flat)
             else:
                 members, views, grads = self._apart(members, views, grads)
                 if grads:
                     torch._foreach_copy_(views, grads)
         except RuntimeError:  # checked only now, since checking costs as much as copying
-            for member, grad in zip(members, grads, strict=True):
-                self._refuse_sparse(member, grad)
+            for member in members:
+                self._refuse_sparse(member, member.grad)
             raise
         if self._scale is not None:
             self._small_flat.mul_(self._scale)
@@ -311,7 +312,7 @@ class Bucket:
             if pairs:
                 torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
-    def _refuse_sparse(self, member: torch.Tensor, grad: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
+    def _refuse_sparse(self, member: torch.Tensor, grad: torch.Tensor | None) -> None:
+        if grad is not None and grad.layout is not torch.strided:
             place = next(place for place, one in enumerate(self.members) if one is member)
             raise self._reports.sparse(self.indices[place], grad.layout)

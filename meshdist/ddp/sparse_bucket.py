@@ -10,6 +10,7 @@ from ..collectives.list_verbs import all_gather
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from .flat_bucket import Pending
 
 __all__ = ["SparseBucket"]
 
@@ -36,7 +37,6 @@ class SparseBucket:
     as_views = False
     streams = None
     taken = frozenset[int]()
-    views = (None,)
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class SparseBucket:
     ) -> None:
         self.indices = (index,)
         self.members = [parameters[index]]
+        self.views = [self.members[0].detach()]  # gradients never lie there
         self.device = parameters[index].device
         self.is_trailing = False
         self._group = group
@@ -56,10 +57,13 @@ class SparseBucket:
 
     def reset(self) -> None:
         """Be ready for the next backward."""
-        self.work: object | None = None
+        self.work: Pending | None = None
         self.num_pending = 1
         self.must_wait = self.is_trailing
         self._mine = self.average = None
+
+    def hook_all(self) -> None:
+        """Its parameter has a hook."""
 
     def backward_begins(self) -> None:
         """Its hook tells when it has come."""
