@@ -213,6 +213,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "sparse_bucket",
             "bucket_list",
             "settling",
+            "logging_data",
             "reducer",
             "wrapping",
             "precision",

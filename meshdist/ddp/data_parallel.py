@@ -20,6 +20,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
 from .buffers import Buffers
 from .in_backward import InBackward, marked_optimizers
+from .logging_data import DataLogger
 from .options import ReductionOptions
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
@@ -205,21 +206,28 @@ class DistributedDataParallel(TorchMethods, nn.Module):
             reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
         sparse = {id(parameter) for parameter in sparse_parameters(module)}
         delayed, delayed_behind = self._delayed
-        self.reducer = Reducer(
+        options = ReductionOptions(
+            caps=self._caps,
+            as_views=self.gradient_as_bucket_view,
+            finds_unused=self.find_unused_parameters,
+            is_static=self.static_graph,
+            skips_unused=self.skip_all_reduce_unused_params,
+            delayed=delayed,
+            delayed_behind=delayed_behind,
+            sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
+            dtype=reduce_dtype,
+        )
+        self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
+        self.reducer.logger = self.logger = DataLogger(
+            module,
             parameters,
-            list(trainable),
             self.process_group,
-            ReductionOptions(
-                caps=self._caps,
-                as_views=self.gradient_as_bucket_view,
-                finds_unused=self.find_unused_parameters,
-                is_static=self.static_graph,
-                skips_unused=self.skip_all_reduce_unused_params,
-                delayed=delayed,
-                delayed_behind=delayed_behind,
-                sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
-                dtype=reduce_dtype,
-            ),
+            options,
+            self.reducer.buckets,
+            device_ids=", ".join(str(device.index) for device in self.device_ids or ()),
+            output_device=-1 if self.output_device is None else self.output_device.index,
+            broadcast_buffers=int(self.forward_sync_buffers),
+            is_multi_device_module=int(self.is_multi_device_module),
         )
         self._has_begun = False
         self._optimizers: InBackward | None = None
@@ -418,6 +426,7 @@ class DistributedDataParallel(TorchMethods, nn.Module):
             "process_group",
             "device_mesh",
             "reducer",
+            "logger",
             "_buffers_of_model",
             "_cast",
             "_optimizers",

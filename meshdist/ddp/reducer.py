@@ -43,6 +43,7 @@ from .bucket_list import AnyBucket, BucketList
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
 from .flat_bucket import Pending
+from .logging_data import DataLogger, Timing, notes_errors
 from .options import ReductionOptions
 from .reports import Reports
 from .settling import Ending, Settling
@@ -75,6 +76,7 @@ class Reducer:
         arrivals: what is expected of the next backward.
         awaited: futures that the end of the next backward waits for.
         when_averaged: is called with the parameters of each bucket whose gradients are averages.
+        logger: is told of iterations and errors, if there is one.
     """
 
     def __init__(
@@ -106,12 +108,15 @@ class Reducer:
         self._behind_work: Pending | None = None  # where those numbers do not ride with a bucket
         self.hook: RegisteredHook | None = None
         self.awaited: list[Any] = []
+        self.logger: DataLogger | None = None
+        self._timing: Timing | None = None  # in a sampled iteration
         self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
         self._lay()
 
     # -- before and after the module's forward ----------------------------------------------------
 
+    @notes_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
         """Finish what the last backward left open, and lay the buckets anew where that is due.
 
@@ -135,12 +140,15 @@ class Reducer:
             self._has_local_sums = True
             return
         self._has_begun = True
+        if self.logger is not None:
+            self._timing = self.logger.iteration_begins(self.buckets)
         is_settled = self.arrivals.is_learned and not self._settling.must_rebuild
         if not is_settled and is_capturing(self._list.behind.device):
             raise self._reports.captured_early()  # the graph would keep buckets that go
         if self._settling.must_rebuild:
             self._rebuild()
 
+    @notes_errors
     def check(self) -> None:
         """Raise what the next forward would raise of the last backward, on every rank.
 
@@ -168,6 +176,8 @@ class Reducer:
             if self._is_synchronised:
                 self._enter(is_beginning=True)
 
+        if self._timing is not None:
+            self._timing.mark("forward_end")
         can_tell = False
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
@@ -185,6 +195,7 @@ class Reducer:
         if self._is_open or self._task is not None:
             raise self._reports.unfinished()
 
+    @notes_errors
     def change_options(self, **changes: Any) -> None:
         """Change options before the first backward.
 
@@ -342,6 +353,8 @@ class Reducer:
             raise self._reports.overlapping()
         self._settling.read()  # where no forward came since the last backward
         self._task = task
+        if self._timing is not None:
+            self._timing.backward_begins()
         self._has_graph = torch.is_grad_enabled()
         self.arrivals.backward_begins()
         self._late.clear()
@@ -350,6 +363,7 @@ class Reducer:
                 bucket.backward_begins()
         Variable._execution_engine.queue_callback(self._finish)
 
+    @notes_errors
     def _open(self) -> None:
         """The first gradient of a backward has come."""
         if self._task is None:
@@ -371,6 +385,8 @@ class Reducer:
                 self._start(bucket)
 
     def _start(self, bucket: AnyBucket) -> None:
+        if self._timing is not None and not self._next:
+            self._timing.mark("comm_begin")
         if self.hook is not None:
             bucket.work = self._start_hook(self.hook, bucket)
         elif isinstance(bucket, SparseBucket):
@@ -393,9 +409,12 @@ class Reducer:
         assert work is not None
         return work
 
+    @notes_errors
     @torch.no_grad()
     def _finish(self) -> None:
         """The backward has ended: fill in what did not come, and wait for every bucket."""
+        if self._timing is not None:
+            self._timing.mark("backward_end")
         missing = self._list.find_missing(self.arrivals.counts, self.arrivals.by_count)
         came = [True] * len(self.parameters)
         for index in missing:
@@ -408,6 +427,8 @@ class Reducer:
         unexpected = self._find_unexpected(came)
         ending = self._settling.backward_ends(came, unexpected)
         self.arrivals.backward_ends(came)
+        if self.logger is not None and (self._timing is not None or ending is not Ending.WHOLE):
+            self.logger.gradients_came(came, self.arrivals, self._list.order, len(self.buckets))
         for bucket in self.buckets[self._next :]:
             bucket.await_streams()
             bucket.move_in_rest()
@@ -504,6 +525,8 @@ class Reducer:
             if self._behind_work is not None:
                 self._behind_work.wait()
                 self._behind_work = None
+            if self._timing is not None:
+                self._timing.mark("comm_end")
         except Exception as failure:
             self._failure = failure
             raise
