@@ -190,7 +190,7 @@ class DataLogger:
         if options.is_static:
             self._fields["static_graph"] = 1
         self.use_group(group, buckets)
-        if get_debug_level() is not DebugLevel.OFF:
+        if get_debug_level() != DebugLevel.OFF:
             lines = [f"{name}: {self._fields[name]}" for name in sorted(self._fields)]
             _log.info("[rank %d]: DDP is made with\n%s", group.rank(), "\n".join(lines))
 
@@ -229,7 +229,7 @@ class DataLogger:
     # -- iterations ---------------------------------------------------------------------------
 
     def set_sample_rate(self, rate: int) -> None:
-        """Sample every so manieth iteration, and the first ten.
+        """Sample the iterations whose number ``rate`` divides, and the first ten.
 
         Raises:
             ArgumentError: it is below 1.
@@ -238,15 +238,15 @@ class DataLogger:
         if isinstance(rate, bool) or not hasattr(rate, "__index__"):
             raise KindError(
                 f"the sample rate {rate!r} is no whole number",
-                expected="an int of 1 or more: every so manieth iteration is sampled",
+                expected="an int of 1 or more: iterations whose number it divides are measured",
                 found=type(rate).__name__,
                 fix="pass for example 100",
             )
         if rate < 1:
             raise ArgumentError(
                 f"the sample rate {rate} is below 1",
-                expected="1 or more: every so manieth iteration is sampled",
-                fix="pass 1 to sample every iteration",
+                expected="1 or more: iterations whose number it divides are measured",
+                fix="pass 1 to measure every iteration",
             )
         self._rate = rate
 
@@ -315,7 +315,7 @@ class DataLogger:
             fields[name] = ns
             fields[f"avg_{name}"] = before + (ns - before) // self._num_timed
         fields.update(timing.moments())
-        if get_debug_level() is DebugLevel.DETAIL:
+        if get_debug_level() == DebugLevel.DETAIL:
             _log.info(
                 "[rank %d of %d, iteration %d]: training %s, unused_parameter_size %d; on average, "
                 "in ns: forward %d, backward %d, communication %d, overlap %d",

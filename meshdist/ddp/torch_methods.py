@@ -164,7 +164,7 @@ class TorchMethods:
         return self.logger.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Measure every so manieth iteration, and the first ten; every hundredth by default.
+        """Measure iterations whose number it divides, and the first ten; 100 by default.
 
         Raises:
             ArgumentError: ``sample_rate`` is below 1.
