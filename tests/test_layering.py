@@ -240,6 +240,7 @@ TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tens
     ("meshdist.collectives.checks", "_base"),
     ("meshdist.ddp.buffers", "_buffers"),
     ("meshdist.ddp.precision", "_parameters"),
+    ("meshdist.ddp.logging_data", "_threads"),
     ("meshdist.wires.c10d.communicator", "_source_rank"),
     ("meshdist.wires.c10d.enqueued", "_source_rank"),
     ("meshdist.wires.c10d.nccl", "_timeout"),

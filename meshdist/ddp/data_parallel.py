@@ -337,6 +337,7 @@ class DistributedDataParallel(TorchMethods, nn.Module):
                 been run.
         """
         self.reducer.register_hook(state, hook)
+        self.logger.note("comm_hook", getattr(hook, "__qualname__", type(hook).__qualname__))
 
     @leave_untraced
     def _begin_forward(self) -> None:

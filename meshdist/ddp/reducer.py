@@ -218,6 +218,7 @@ class Reducer:
         self._has_begun = self._has_ended = False
         self._lay()
 
+    @notes_errors
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Let a communication hook average the buckets from now on.
 

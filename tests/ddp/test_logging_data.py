@@ -533,15 +533,46 @@ def test_an_error_inside_the_backward() -> None:
     assert md.simulate(program, 1) == [True]
 
 
-def test_data_are_a_copy() -> None:
+def test_a_communication_hook() -> None:
+    class Averaging:
+        def __call__(self, state: object, bucket: Any) -> Any:
+            return md.comm_hooks.allreduce_hook(state, bucket)
+
+    def program(hook: Any) -> Any:
+        model = md.DDP(nn.Linear(2, 1))
+        before = model._get_ddp_logging_data()
+        model.register_comm_hook(None, hook)
+        for _ in range(3):
+            step(model)
+        told = model._get_ddp_logging_data()
+        return before.get("comm_hook"), told["comm_hook"], told["backward_comm_time"] > 0
+
+    assert (
+        md.simulate(program, 2, (md.comm_hooks.allreduce_hook,))
+        == [(None, "allreduce_hook", True)] * 2
+    )
+    (told,) = md.simulate(program, 1, (Averaging(),))
+    assert told == (None, Averaging.__qualname__, True)
+
+
+def test_a_hook_that_is_refused() -> None:
     def program() -> Any:
         model = md.DDP(nn.Linear(2, 1))
-        model._get_ddp_logging_data()["rank"] = 7
-        model.logger.note("comm_hook", "hook")
+        with pytest.raises(md.errors.MeshdistError) as caught:
+            model.register_comm_hook(None, 7)
         told = model._get_ddp_logging_data()
-        return told["rank"], told["comm_hook"]
+        return told["error"] == str(caught.value), "comm_hook" in told
 
-    assert md.simulate(program, 1) == [(0, "hook")]
+    assert md.simulate(program, 1) == [(True, False)]
+
+
+def test_data_are_a_copy() -> None:
+    def program() -> int:
+        model = md.DDP(nn.Linear(2, 1))
+        model._get_ddp_logging_data()["rank"] = 7
+        return model._get_ddp_logging_data()["rank"]
+
+    assert md.simulate(program, 1) == [0]
 
 
 # -- the log --------------------------------------------------------------------------------------
