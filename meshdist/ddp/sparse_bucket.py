@@ -110,6 +110,7 @@ class SparseBucket:
             torch.empty(1, 0, dtype=torch.int64, device=self.device),
             member.detach().new_empty(0, *member.shape[1:]),
             member.shape,
+            check_invariants=False,
         ).coalesce()
 
     def reduction(self) -> _SparseReduction:
