@@ -72,6 +72,7 @@ from .ddp.comm_hooks.bucket import GradBucket as GradBucket
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
 from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer
+from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from .debug.pausing import breakpoint as breakpoint
