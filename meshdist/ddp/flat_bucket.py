@@ -202,7 +202,8 @@ class Bucket:
     def move_in_early(self) -> bool:
         """Copy the small gradients into their views if all have come; return whether they have."""
         grads = list(map(_grad_of, self._small))
-        if not self._knows_begin or self._missing(grads[: len(self._seen)]):
+        seen = grads[: len(self._seen)]
+        if seen and (not self._knows_begin or self._missing(seen)):
             return False
         self._take_small(grads)
         if self._seen:

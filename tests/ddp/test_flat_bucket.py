@@ -127,6 +127,15 @@ def test_where_the_beginning_was_not_seen_nothing_goes_early() -> None:
     assert not bucket.move_in_early()  # every backward begins anew
 
 
+def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:
+    parameters = zeros(2, LARGE)
+    bucket = bucket_of(parameters, (0, 1), hooked=None)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert bucket.move_in_early()
+    assert bucket.views[1].tolist() == [1, 1]
+
+
 def test_gradients_that_grow_after_they_have_moved_in_are_found() -> None:
     parameters = zeros(2, 2, 2)
     bucket = bucket_of(parameters, (0, 1, 2))
