@@ -307,8 +307,8 @@ def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
         *("start of 1", last, "wait", "wait"),
         *("note", "await, to read 1", "start of 1"),
         *("note", "await, to read 1", last, "wait", "wait"),
-        *("note", *["await, to read 0"] * 3, "start of 1"),  # it lies in the bucket already
-        *(last, "wait", "wait"),
+        *("note", "await, to read 0", "start of 1"),  # it lies in the bucket already
+        *("await, to read 0", last, "wait", "wait"),
     ]
 
 
