@@ -64,7 +64,12 @@ def test_views_have_the_strides_of_parameters_and_version_counters_of_their_own(
 
 @pytest.mark.parametrize(
     ("hooked", "expected"),
-    [((), [True, False, False, True]), ((2,), [True, False, True, True]), (None, [True] * 4)],
+    [
+        ((), [True, False, False, True]),
+        ((2,), [True, False, True, True]),
+        ((1,), [True, True, False, True]),  # whatever has a hook here, it lies as elsewhere
+        (None, [True] * 4),
+    ],
 )
 def test_hooks_are_on_large_ones_the_last_small_one_and_those_that_need_them(
     hooked: Any, expected: list[bool]
