@@ -14,11 +14,15 @@ from .flat_bucket import Bucket
 from .flat_memory import flat_memory
 from .options import ReductionOptions
 from .reports import Reports
+from .single_bucket import InPlaceBucket
 from .sparse_bucket import SparseBucket
 
 __all__ = ["AnyBucket", "BucketList"]
 
-AnyBucket: TypeAlias = Bucket | SparseBucket
+AnyBucket: TypeAlias = Bucket | SparseBucket | InPlaceBucket
+
+# From here on a message of its own costs less than to copy the gradient.
+_IN_PLACE_BYTES = 8 * 1024 * 1024
 
 
 class BucketList:
@@ -67,8 +71,14 @@ class BucketList:
             if self._parameters[index].grad is view
         }
         self.unsent = arrivals.trailing if options.skips_unused else frozenset()
+        # Where the wire shares memory, or divides by itself, buckets cost less than they save.
+        in_place = {
+            index
+            for index, one in enumerate(self._parameters)
+            if scale is not None and options.dtype is None and one.nbytes >= _IN_PLACE_BYTES
+        }
         laid = lay_out(
-            items_of(self._parameters, options.dtype, options.sparse),
+            items_of(self._parameters, options.dtype, options.sparse | in_place),
             [index for index in self.order if index not in self.unsent],
             options.caps,
             trailing=arrivals.trailing - self.unsent,
@@ -85,13 +95,13 @@ class BucketList:
         for one in laid:
             is_last = one is laid[-1]
             is_trailing = one.is_trailing or is_last or not is_learned
-            if one.indices[0] in options.sparse:
-                sparse = SparseBucket(one.indices[0], self._parameters, group)
-                sparse.is_trailing = sparse.must_wait = is_trailing
-                self.all.append(sparse)
-                continue
+            first, where = one.indices[0], (self._parameters,)
             self.all.append(
-                Bucket(
+                SparseBucket(first, *where, group, is_trailing=is_trailing)
+                if first in options.sparse
+                else InPlaceBucket(first, *where, is_trailing=is_trailing, scale=scale)
+                if scale is not None and first in in_place
+                else Bucket(
                     one.indices,
                     self._parameters,
                     is_trailing=is_trailing,

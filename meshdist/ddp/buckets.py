@@ -37,19 +37,19 @@ Item: TypeAlias = tuple[int, Hashable]
 def items_of(
     parameters: Sequence[torch.Tensor],
     dtype: torch.dtype | None = None,
-    sparse: Collection[int] = (),
+    alone: Collection[int] = (),
 ) -> list[Item]:
     """Return one item per parameter, in the same order.
 
     Args:
         parameters: whose gradients are sent.
         dtype: in which they are sent; None for each one's own.
-        sparse: indices of those whose gradients are sparse, which travel alone.
+        alone: indices of those that share a bucket with no other.
     """
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,
-            ((dtype or p.dtype, p.device), index if index in sparse else None),
+            ((dtype or p.dtype, p.device), index if index in alone else None),
         )
         for index, p in enumerate(parameters)
     ]

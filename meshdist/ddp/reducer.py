@@ -42,11 +42,12 @@ from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
-from .flat_bucket import Pending
+from .flat_bucket import Bucket, Pending
 from .logging_data import DataLogger, Timing, notes_errors
 from .options import ReductionOptions
 from .reports import Reports
 from .settling import Ending, Settling
+from .single_bucket import InPlaceBucket
 from .sparse_bucket import SparseBucket
 from .streams import is_capturing
 
@@ -388,7 +389,7 @@ class Reducer:
     def _start(self, bucket: AnyBucket) -> None:
         if self._timing is not None and not self._next:
             self._timing.mark("comm_begin")
-        if self.hook is not None:
+        if self.hook is not None and not isinstance(bucket, InPlaceBucket):
             bucket.work = self._start_hook(self.hook, bucket)
         elif isinstance(bucket, SparseBucket):
             bucket.work = bucket.reduction()
@@ -396,7 +397,7 @@ class Reducer:
             bucket.work = self._average(bucket.sent)
         self._next += 1
 
-    def _start_hook(self, hook: RegisteredHook, bucket: AnyBucket) -> Pending:
+    def _start_hook(self, hook: RegisteredHook, bucket: Bucket | SparseBucket) -> Pending:
         is_last = bucket is self.buckets[-1]
         args = bucket.members, bucket.views, self._next, is_last, self._group
         try:

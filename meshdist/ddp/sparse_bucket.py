@@ -10,91 +10,34 @@ from ..collectives.list_verbs import all_gather
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .flat_bucket import Pending
+from .single_bucket import SingleBucket
 
 __all__ = ["SparseBucket"]
 
 _DENSE = -1
 
 
-class SparseBucket:
-    """One gradient, of which ranks send the rows that they have; it has the methods of ``Bucket``.
+class SparseBucket(SingleBucket):
+    """One gradient, of which ranks send the rows that they have.
 
     What is sent depends on the gradient, so it is sent where the reduction is waited for: that
     comes in one order on every rank. Where some rank has a dense gradient, it is dense on all.
 
     Args:
-        index: which parameter.
-        parameters: all of them.
+        index, parameters, is_trailing: as of ``SingleBucket``.
         group: over which gradients are averaged.
-
-    Attributes:
-        is_trailing: whether it is sent at the end of the backward, whatever has come before.
     """
-
-    at_once = (False,)
-    is_hooked = (True,)
-    as_views = False
-    streams = None
-    taken = frozenset[int]()
 
     def __init__(
         self,
         index: int,
         parameters: Sequence[torch.nn.Parameter],
         group: ProcessGroup,
+        *,
+        is_trailing: bool,
     ) -> None:
-        self.indices = (index,)
-        self.members = [parameters[index]]
-        self.views = [self.members[0].detach()]  # gradients never lie there
-        self.device = parameters[index].device
-        self.is_trailing = False
+        super().__init__(index, parameters, is_trailing=is_trailing)
         self._group = group
-        self._mine: torch.Tensor | None = None
-        self.average: torch.Tensor | None = None
-        """What the reduction has given; None where no rank had a gradient."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Be ready for the next backward."""
-        self.work: Pending | None = None
-        self.num_pending = 1
-        self.must_wait = self.is_trailing
-        self._mine = self.average = None
-
-    def hook_all(self) -> None:
-        """Its parameter has a hook."""
-
-    def backward_begins(self) -> None:
-        """Its hook tells when it has come."""
-
-    def find_missing(self) -> list[int]:
-        """Its hook tells."""
-        return []
-
-    def find_late(self) -> list[int]:
-        """Its hook tells."""
-        return []
-
-    def await_streams(self) -> None:
-        """It is read on the stream that waits for it."""
-
-    def move_in_early(self) -> bool:
-        """Take the gradient as it is."""
-        self.move_in_rest()
-        return True
-
-    def move_in(self, slot: int) -> None:
-        """Take the gradient as it is."""
-        self.move_in_rest()
-
-    def move_in_rest(self) -> None:
-        """Take the gradient as it is."""
-        self._mine = self.members[0].grad
-
-    def clear(self) -> None:
-        """Send nothing of what is here."""
-        self._mine = None
 
     @property
     def flat(self) -> torch.Tensor:
@@ -149,12 +92,6 @@ class SparseBucket:
             member.shape,
             check_invariants=False,
         ).coalesce()
-
-    def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
-        """Let ``.grad`` be the average."""
-        index = self.indices[0]
-        if self.average is not None and (is_complete or is_used is None or is_used[index]):
-            self.members[0].grad = self.average
 
 
 class _SparseReduction:

@@ -136,7 +136,7 @@ def test_gradients_that_are_sent_in_one_dtype_are_of_one_kind() -> None:
 
 
 def test_a_sparse_gradient_travels_alone() -> None:
-    items = items_of([torch.zeros(2)] * 4, sparse={1, 2})
+    items = items_of([torch.zeros(2)] * 4, alone={1, 2})
     assert assign_buckets(items, [3, 2, 1, 0], (1 << 20,)) == ((2,), (1,), (3, 0))
 
 
@@ -178,8 +178,8 @@ def test_delayed_ones_go_together_behind_the_bucket_that_they_wait_for(
     if delayed:
         first = is_delayed.index(True)
         assert all(is_delayed[first : first + len(kinds)])
-        waits_early = behind not in trailing | delayed
-        assert first == (early.index((behind,)) + 1 if waits_early else len(early) - len(kinds))
+        places = [place for place, bucket in enumerate(early) if behind in {*bucket} - delayed]
+        assert first == (places[0] + 1 if places else len(early) - len(kinds))
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.randoms(use_true_random=False), st.booleans())

@@ -1,0 +1,119 @@
+"""Buckets of one gradient, which is sent as autograd has made it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .flat_bucket import Pending
+
+__all__ = ["InPlaceBucket", "SingleBucket"]
+
+
+class SingleBucket:
+    """One gradient; it has the methods of ``Bucket``, and memory of its own only in its backward.
+
+    Args:
+        index: which parameter.
+        parameters: all of them.
+        is_trailing: whether it is sent at the end of the backward, whatever has come before.
+    """
+
+    at_once = (False,)
+    is_hooked = (True,)
+    as_views = False
+    streams = None
+    taken = frozenset[int]()
+
+    def __init__(
+        self, index: int, parameters: Sequence[torch.nn.Parameter], *, is_trailing: bool
+    ) -> None:
+        self.indices = (index,)
+        self.members = [parameters[index]]
+        self.views = [self.members[0].detach()]  # of its shape; gradients never lie there
+        self.device = parameters[index].device
+        self.is_trailing = is_trailing
+        self._mine: torch.Tensor | None = None
+        self.average: torch.Tensor | None = None
+        """What the reduction has given; None where no rank had a gradient."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Be ready for the next backward."""
+        self.work: Pending | None = None
+        self.num_pending = 1
+        self.must_wait = self.is_trailing
+        self._mine = self.average = None
+
+    def hook_all(self) -> None:
+        """Its parameter has a hook."""
+
+    def backward_begins(self) -> None:
+        """Its hook tells when the gradient has come."""
+
+    def find_missing(self) -> list[int]:
+        """Its hook tells."""
+        return []
+
+    def find_late(self) -> list[int]:
+        """Its hook tells."""
+        return []
+
+    def await_streams(self) -> None:
+        """It is read on the stream that waits for it."""
+
+    def move_in_early(self) -> bool:
+        """Take the gradient as it is."""
+        self.move_in_rest()
+        return True
+
+    def move_in(self, slot: int) -> None:
+        """Take the gradient as it is."""
+        self.move_in_rest()
+
+    def move_in_rest(self) -> None:
+        """Take the gradient as it is."""
+        self._mine = self.members[0].grad
+
+    def clear(self) -> None:
+        """Send nothing of what is here."""
+        self._mine = None
+
+    def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
+        """Let ``.grad`` be the average."""
+        index = self.indices[0]
+        if self.average is not None and (is_complete or is_used is None or is_used[index]):
+            self.members[0].grad = self.average
+
+
+class InPlaceBucket(SingleBucket):
+    """One large dense gradient, averaged where it lies.
+
+    Where ranks share no memory, to copy it into a bucket would only cost time and memory.
+
+    Args:
+        index, parameters, is_trailing: as of ``SingleBucket``.
+        scale: by what the gradient is multiplied before it is summed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        is_trailing: bool,
+        scale: float,
+    ) -> None:
+        super().__init__(index, parameters, is_trailing=is_trailing)
+        self._scale = scale
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What is summed, once in a backward; zeros where there is no gradient."""
+        if self.average is None:
+            mine = self._mine
+            self.average = (
+                torch.zeros_like(self.views[0]) if mine is None else mine.mul_(self._scale)
+            )
+        return self.average
