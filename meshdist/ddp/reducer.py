@@ -213,9 +213,11 @@ class Reducer:
         self._group = group
         self._reports = self._reports.of(group)
         self.arrivals.forget()
+        stays = self._settling.stays
         self._settling = Settling(
             self.parameters, self.arrivals, self._options, self._reports, group
         )
+        self._settling.stays = stays
         self._has_begun = self._has_ended = False
         self._lay()
 

@@ -659,13 +659,13 @@ def test_its_buckets_go_while_the_backward_goes_on(events: list[str]) -> None:
     class HiddenChain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.chain = Chain([0, 1, 2], events if md.get_rank() == 0 else [])
+            self.chain = Chain([0, 1, 2, 3], events if md.get_rank() == 0 else [])
 
         def forward(self, x: torch.Tensor) -> None:
             self.loss = self.chain(x).sum()
 
     def program() -> None:
-        model = md.DDP(HiddenChain(), bucket_cap_mb=1e-6)
+        model = md.DDP(HiddenChain(), bucket_cap_mb_list=[12e-6, 4e-6])
         for _ in range(3):
             model.zero_grad()
             events.clear()
@@ -674,8 +674,8 @@ def test_its_buckets_go_while_the_backward_goes_on(events: list[str]) -> None:
 
     md.simulate(program, 2)
     assert events == [
-        *("backward of 2", "start of 1", "backward of 1", "start of 1", "backward of 0"),
-        *(f"start of {1 + NUM_FLAGS + 3}", "wait", "wait", "wait"),
+        *("backward of 3", "backward of 2", "backward of 1", "start of 3", "backward of 0"),
+        *(f"start of {1 + NUM_FLAGS + 4}", "wait", "wait"),
     ]
 
 
@@ -779,6 +779,21 @@ def test_an_exception_inside_no_sync_ends_it() -> None:
         return [*seen, gradients_of(model)]
 
     assert md.simulate(program, 2) == [[True, False, [1.5] * 3]] * 2
+
+
+def test_local_sums_reach_a_rank_that_has_dropped_its_gradient() -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Again(3), find_unused_parameters=True)
+        for _ in range(2):
+            model.zero_grad()
+            model(*ALL).backward()
+        model.zero_grad(set_to_none=md.get_rank() == 1)
+        with model.no_sync():
+            model(*(([0, 1], []) if md.get_rank() else ALL)).backward()
+        model([0, 1], []).backward()
+        return gradients_of(model)
+
+    assert md.simulate(program, 2) == [[2.0, 2.0, 0.5]] * 2
 
 
 def test_a_backward_that_raises_under_no_sync_concerns_its_rank_alone() -> None:

@@ -161,6 +161,25 @@ def test_another_group_averages_from_the_next_forward_on() -> None:
     ]
 
 
+def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:
+    def program() -> list[Any]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = md.DDP(Two(), device_mesh=mesh["dp"], find_unused_parameters=True)
+        group = mesh.get_group("tp")
+        model.register_comm_hook(group, md.comm_hooks.allreduce_hook)
+        model._update_process_group(group)
+        for number in range(4):
+            model.zero_grad()
+            is_lacking = number == 1 and md.get_rank() == 0
+            x = torch.full((1, 1), 1.0 + md.get_rank())
+            model(x, use="left" if is_lacking else "both").backward()
+        laid = [bucket.is_trailing for bucket in model.reducer.buckets]
+        return [laid, [p.grad.item() for p in model.parameters()]]
+
+    found = md.simulate(program, 4)
+    assert found == [[[True], [mean, mean]] for mean in (1.5, 1.5, 3.5, 3.5)]
+
+
 def test_a_backward_that_was_interrupted_has_not_ended() -> None:
     def program() -> str:
         model = md.DDP(Fragile())
