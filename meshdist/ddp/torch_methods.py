@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ..errors import GradientError
 from ..groups.process_group import resolve_group
@@ -54,7 +55,7 @@ class TorchMethods:
         self,
         state: object,
         hook: Callable[..., Any],
-        comm_hook_location: Any = None,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
         """Let ``hook(state, named_buffers)`` make buffers equal, in place of the broadcast.
 
@@ -63,10 +64,9 @@ class TorchMethods:
         Args:
             state: passed to the hook.
             hook: a function of the state and of a dict of buffers by name.
-            comm_hook_location: torch's ``_BufferCommHookLocation``: before or, by default, after
-                the forward.
+            comm_hook_location: before or, by default, after the forward.
         """
-        is_before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
+        is_before = comm_hook_location is _BufferCommHookLocation.PRE_FORWARD
         self._buffers_of_model.set_hook(state, hook, is_before=is_before)
 
     def _register_fused_optim(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -228,27 +227,3 @@ def test_outputs_are_the_modules_own_whatever_is_set(value: bool) -> None:
         return model(torch.ones(1, 1)) is model.module.out
 
     assert md.simulate(program, 1) == [True]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_set_static_graph",
-        "_register_fused_optim",
-        "_set_params_and_buffers_to_ignore_for_model",
-        "_get_data_parallel_params",
-        "_update_process_group",
-        "_check_reducer_finalized",
-        "_remove_autograd_hooks",
-        "_set_ddp_sink_clone",
-        "no_sync",
-    ],
-)
-def test_methods_take_what_torchs_take(name: str) -> None:
-    def names(method: Callable[..., Any]) -> list[str]:
-        return [*method.__code__.co_varnames[: method.__code__.co_argcount]]
-
-    ours, theirs = (getattr(one, name) for one in (md.DDP, DistributedDataParallel))
-    assert names(getattr(ours, "__wrapped__", ours)) == names(
-        getattr(theirs, "__wrapped__", theirs)
-    )
