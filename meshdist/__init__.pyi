@@ -64,6 +64,12 @@ from .collectives.verbs import (
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
+from .ddp.joining import (
+    Join as Join,
+    JoinHook as JoinHook,
+    Joinable as Joinable,
+    uneven as uneven,
+)
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .debug.pausing import breakpoint as breakpoint
 from .errors import (
@@ -81,6 +87,7 @@ from .errors import (
     DtypeError as DtypeError,
     GradientError as GradientError,
     GroupClosedError as GroupClosedError,
+    JoinError as JoinError,
     KindError as KindError,
     LengthError as LengthError,
     MeshdistError as MeshdistError,

@@ -139,6 +139,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "verb_methods",
             "process_group",
             "group_calls",
+            "announcements",
+            "whereabouts",
+            "shadowing",
         ),
         "worlds": ("initialization", "simulation", "spawned", "spawning"),
         "mesh": (
@@ -170,6 +173,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "monitored",
             "functional",
             "shared_buffers",
+            "neutral_answers",
         )
     },
     {
@@ -197,6 +201,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "flat_bucket",
             "endings",
             "reducer",
+            "joining",
+            "joined_replica",
             "data_parallel",
             "sampler",
         ),

@@ -17,15 +17,17 @@ from ..errors import ArgumentError, GradientError, KindError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
+from .joined_replica import JoinedReplica
+from .joining import Join, Joinable
 from .reducer import Reducer, is_reduced
-from .replicas import broadcast_from_first, check_equal_lines, tensor_line
+from .replicas import broadcast_from, check_equal_lines, tensor_line
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
 _PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
 
     Making it, each forward that synchronises buffers, and each backward are collective over the
@@ -132,7 +134,7 @@ class DistributedDataParallel(nn.Module):
                 f"{type(module).__name__} modules",
                 fix="build the same model on every rank of the axis, with equal arguments",
             )
-            broadcast_from_first([one.detach() for one in state.values()], self.process_group)
+            broadcast_from([one.detach() for one in state.values()], self.process_group)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
@@ -211,16 +213,85 @@ class DistributedDataParallel(nn.Module):
 
     @leave_untraced
     def _begin_forward(self) -> None:
+        joined = self._join_config
+        if joined.context is not None and isinstance(joined.hook, JoinedReplica):
+            joined.hook.begin_forward(joined.context, self)
+        self._take_state()
+
+    def _take_state(self) -> None:
+        """Be ready for a forward: with the buckets and buffers of the others."""
         self._reducer.before_forward()
         if self.forward_sync_buffers and self._buffer_places:
             buffers = [getattr(owner, name) for owner, name in self._buffer_places]
-            broadcast_from_first([b for b in buffers if b is not None], self.process_group)
+            given = [one for one in buffers if one is not None]
+            broadcast_from(given, self.process_group, self._reducer.source)
 
     @leave_untraced
     def _end_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
             self._reducer.after_forward(outputs, self)
         return outputs
+
+    # -- uneven inputs ----------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """The context ``Join([self])``, in which ranks may have unequally many steps.
+
+        After the last rank has joined, all have its parameters and buffers.
+
+        Args:
+            divide_by_initial_world_size: whether gradients are divided by the number of ranks; False
+                divides them by the number of those that still have data.
+            enable, throw_on_early_termination: as in ``Join``.
+
+        Raises:
+            ArgumentError, JoinError: as ``Join``.
+
+        Example:
+            >>> import meshdist as md, torch
+            >>> def program():
+            ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False))
+            ...     with model.join(divide_by_initial_world_size=False):
+            ...         for _ in range(1 + md.get_rank()):  # rank 1 has one step more
+            ...             model.zero_grad()
+            ...             model(torch.ones(1, 1)).sum().backward()
+            ...     return model.module.weight.grad.item()
+            >>> md.simulate(program, 2)
+            [1.0, 1.0]
+        """
+        divide = divide_by_initial_world_size
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinedReplica:
+        """What this model does in a join context on ranks that have no data left.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, as in ``join``.
+        """
+        return JoinedReplica(
+            self.process_group,
+            self._reducer,
+            self._take_state,
+            lambda: [one.detach() for one in _state(self.module).values()],
+            divides_by_all=kwargs.get("divide_by_initial_world_size", True),
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the module's first parameter."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group over which gradients are averaged."""
+        return self.process_group
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -266,7 +337,7 @@ class DistributedDataParallel(nn.Module):
     # -- copies -----------------------------------------------------------------------------------
 
     def _portable_state(self) -> dict[str, Any]:
-        bound = ("process_group", "_reducer", "_buffer_places")
+        bound = ("process_group", "_reducer", "_buffer_places", "_join_config")
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:

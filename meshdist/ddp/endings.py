@@ -54,7 +54,7 @@ class Endings:
         self._group = group
         self._lacking: Sequence[int] = range(len(parameters))
         self._someone_lacks = False  # equal on every rank
-        self._ending = Ending.WHOLE  # here, of the backward whose flags are read next
+        self._ending: Ending | None = Ending.WHOLE  # here, of the backward whose flags are read next
         self.place_flags(device)
 
     def place_flags(self, device: torch.device) -> None:
@@ -89,8 +89,8 @@ class Endings:
         """Write this rank's part of what is summed."""
         flags.copy_(self._flags_of[ending])
 
-    def flags_summed(self, flags: torch.Tensor, ending: Ending) -> None:
-        """Take the summed flags of a backward that ended here with ``ending``.
+    def flags_summed(self, flags: torch.Tensor, ending: Ending | None) -> None:
+        """Take the summed flags of a backward that ended here with ``ending``; None: it had none.
 
         Raises:
             GradientError: as ``read_flags``, where that need not be put off.

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd import Variable
@@ -84,6 +85,9 @@ class Reducer:
         self._has_begun = False  # a forward, since the last check
         self._has_ended = False  # a backward, since the last check
         self._failure: Exception | None = None
+        self.source = 0  # the member from which the order of buckets comes
+        self.share = 1.0  # by which averages over all members are multiplied
+        self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.arrivals: list[int] | None = []  # of the first backward; None once rebuilt
         self._build(range(len(self._parameters) - 1, -1, -1), torch.Tensor.new_empty)
         device = self.buckets[-1].sent.device
@@ -120,11 +124,11 @@ class Reducer:
         """
         if torch._C._current_graph_task_id() != -1:
             raise self._reports.running()
-        self._complete_open()
+        self.complete_open()
         is_absent = self._has_begun and not self._has_ended
         self._has_begun = self._has_ended = False
         if is_absent and not is_capturing(self.buckets[-1].sent.device):
-            self._stand_in()
+            self._stand_in(Ending.ABSENT)
         self._endings.read_flags()
         self._endings.check_complete()
 
@@ -188,7 +192,7 @@ class Reducer:
         order = list(dict.fromkeys(arrivals + expected))
         device = self.buckets[-1].sent.device
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
-        broadcast(agreed, group=self._group, group_src=0)
+        broadcast(agreed, group=self._group, group_src=self.source)
         self.arrivals = None
         with torch.no_grad():
             self._build(agreed.tolist(), self._shared_memory)
@@ -260,10 +264,11 @@ class Reducer:
                 bucket.move_in_later_ones()
                 self._start(bucket, Ending.WHOLE)
 
-    def _start(self, bucket: Bucket, ending: Ending) -> None:
-        if bucket is self.buckets[-1]:
+    def _start(self, bucket: Bucket, ending: Ending | None) -> None:
+        if bucket is self.buckets[-1] and ending is not None:
             self._endings.set_flag(bucket.flags, ending)
-        bucket.work = all_reduce(bucket.sent, ReduceOp.SUM, self._group, async_op=True)
+        with self.calls_inside():
+            bucket.work = all_reduce(bucket.sent, ReduceOp.SUM, self._group, async_op=True)
         self._next += 1
 
     @torch.no_grad()
@@ -284,10 +289,11 @@ class Reducer:
 
     def _end_backward(self) -> None:
         """Finish what the last backward left open, and learn how it ended on the other ranks."""
-        self._complete_open()
+        self.complete_open()
         self._endings.read_flags()
 
-    def _complete_open(self) -> None:
+    def complete_open(self) -> None:
+        """Finish what the last backward left open here."""
         if self._failure is not None:
             raise self._reports.stopped(self._failure) from self._failure
         has_not_ended = self._is_open or self._task is not None
@@ -309,21 +315,30 @@ class Reducer:
             self._start(bucket, ending)
         self._wait(ending)
 
+    def take_part(self) -> None:
+        """Take part in a backward of the others, on a rank that has no data for one."""
+        self._endings.backward_ends(bytearray(b"\1") * len(self._parameters))
+        self._has_ended = True
+        self._stand_in(None)
+
     @torch.no_grad()
-    def _stand_in(self) -> None:
+    def _stand_in(self, ending: Ending | None) -> None:
         """Take part with zeros in the backward of the others: here none has reached the model.
 
-        Where no rank has had one, all is as before.
+        Where no rank has had one, all is as before. Gradients stay as they are.
+
+        Args:
+            ending: what this rank says of its own; None says nothing.
         """
         kept = [bucket.flat.clone() for bucket in self.buckets]
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            self._start(bucket, Ending.ABSENT)
+            bucket.sent.zero_()
+            self._start(bucket, ending)
         self._wait_for_buckets()
         self._next = 0
         self._has_reduced = True
         try:
-            self._endings.flags_summed(self.buckets[-1].flags, Ending.ABSENT)
+            self._endings.flags_summed(self.buckets[-1].flags, ending)
             self._endings.read_flags()
         finally:
             for bucket, before in zip(self.buckets, kept, strict=True):
@@ -341,6 +356,9 @@ class Reducer:
     def _wait(self, ending: Ending) -> None:
         """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
         self._wait_for_buckets()
+        if self.share != 1.0:
+            for bucket in self.buckets:
+                bucket.flat.mul_(self.share)
         is_complete = 0 not in self._came
         for bucket in self.buckets:
             bucket.hand_out(is_complete=is_complete)

@@ -16,7 +16,7 @@ from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError
 from ..groups.process_group import ProcessGroup
 
-__all__ = ["broadcast_from_first", "check_equal_lines", "tensor_line"]
+__all__ = ["broadcast_from", "check_equal_lines", "tensor_line"]
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
@@ -80,8 +80,10 @@ def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
 
 
 @torch.no_grad()
-def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
-    """Give every member group rank 0's values, in place; collective over ``group``.
+def broadcast_from(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, source: int = 0
+) -> None:
+    """Give every member the values of group rank ``source``, in place; collective over ``group``.
 
     Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
     """
@@ -92,10 +94,10 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -
             part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for part, tensor in zip(flat.split(sizes), chunk, strict=True)
         ]
-        if group.rank() == 0:
+        if group.rank() == source:
             torch._foreach_copy_(pieces, chunk)
-        broadcast(flat, group=group, group_src=0)
-        if group.rank() != 0:
+        broadcast(flat, group=group, group_src=source)
+        if group.rank() != source:
             torch._foreach_copy_(chunk, pieces)
 
 

@@ -46,6 +46,8 @@ class SimulatedCommunicator(Communicator):
     by one member aborts all of them.
     """
 
+    shows_calls = True
+
     def __init__(self, meeting: Meeting, opening: Opening, rank: Rank) -> None:
         super().__init__("simulated", opening.rank, len(opening.ranks))
         self._meeting = meeting
@@ -142,6 +144,9 @@ class SimulatedCommunicator(Communicator):
         receive = Receive(self._meeting, self.rank, self._rank, call, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
+
+    def is_awaited(self) -> bool:
+        return self._started + 1 in self._meeting.rounds
 
     def abort(self) -> None:
         """Fail everything that is not done, on all members, and free the ranks that wait for it."""
