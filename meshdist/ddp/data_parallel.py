@@ -20,7 +20,7 @@ from .buckets import bucket_caps
 from .joined_replica import JoinedReplica
 from .joining import Join, Joinable
 from .reducer import Reducer, is_reduced
-from .replicas import broadcast_from, check_equal_lines, tensor_line
+from .replicas import broadcast_from, broadcast_from_first, check_equal_lines, tensor_line
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"{type(module).__name__} modules",
                 fix="build the same model on every rank of the axis, with equal arguments",
             )
-            broadcast_from([one.detach() for one in state.values()], self.process_group)
+            broadcast_from_first([one.detach() for one in state.values()], self.process_group)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""

@@ -16,7 +16,7 @@ from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError
 from ..groups.process_group import ProcessGroup
 
-__all__ = ["broadcast_from", "check_equal_lines", "tensor_line"]
+__all__ = ["broadcast_from", "broadcast_from_first", "check_equal_lines", "tensor_line"]
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
@@ -79,10 +79,13 @@ def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
     return "\n".join(shown)
 
 
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    """``broadcast_from`` group rank 0."""
+    broadcast_from(tensors, group, 0)
+
+
 @torch.no_grad()
-def broadcast_from(
-    tensors: Sequence[torch.Tensor], group: ProcessGroup, source: int = 0
-) -> None:
+def broadcast_from(tensors: Sequence[torch.Tensor], group: ProcessGroup, source: int) -> None:
     """Give every member the values of group rank ``source``, in place; collective over ``group``.
 
     Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
