@@ -120,6 +120,8 @@ METHODS = (
     "DeviceMesh.size",
     "DistributedDataParallel.__init__",
     "DistributedDataParallel.forward",
+    "DistributedDataParallel.join",
+    "DistributedDataParallel.join_hook",
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
     "P2POp.__init__",

@@ -301,7 +301,8 @@ class Uneven(Generic[T]):
         except GeneratorExit:
             self._shadowing.end(
                 JoinError(
-                    "the loop over uneven(...) was left before its data had ended",
+                    "the loop over uneven(...) was left before its data had ended, by a break, a "
+                    "return or an exception",
                     fix="where a loop may break off write: with uneven(...) as batches: "
                     "for batch in batches: ...",
                 )

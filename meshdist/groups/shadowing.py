@@ -33,7 +33,7 @@ from ..bootstrap.world import World
 from ..checking.call_sites import call_site
 from ..checking.nesting import set_aside
 from ..error_text import ranks_text
-from ..errors import ArgumentError, BackendError, JoinError
+from ..errors import AbortedError, ArgumentError, JoinError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..verb_table import VERBS, WIRE_VERBS
 from ..wires.failures import MemberLost
@@ -103,6 +103,8 @@ class Shadowing:
     _places: dict[OpenCommunicator, Place] = field(default_factory=dict, init=False)
     _has_joined: bool = field(default=False, init=False)
     _is_late: bool = field(default=True, init=False)
+    _refusal: JoinError | None = field(default=None, init=False)
+    """What was raised here of a call that cannot be answered."""
     _admitted: Announcement | None = field(default=None, init=False)
     """The call of which the round has been, which this rank is to start next."""
 
@@ -148,7 +150,8 @@ class Shadowing:
                 if isinstance(user, ProcessGroup):
                     user.release()
         if error is not None:
-            self._whereabouts.leave([opened.label for opened in self._places], error)
+            labels = [opened.label for opened in self._places]
+            self._whereabouts.leave(labels, self._refusal or error)
 
     # -- ranks that have data ---------------------------------------------------------------------
 
@@ -224,11 +227,11 @@ class Shadowing:
             JoinError: it cannot be answered; on every member alike.
         """
         call = next((one for one in said if not one.has_joined), None)
-        where = f"rank {self.group.world.rank}, {place.group.name}"
+        where = self._where(place.channel)
         if call is None:
             hooks = next((one for one in said if not one.is_waiting), None)
             if hooks is not None:
-                raise JoinError(
+                raise self._refused(
                     f"{hooks.text} is called on ranks that have joined alone",
                     where=where,
                     expected="in a hook only calls that ranks with data make, too",
@@ -238,7 +241,7 @@ class Shadowing:
         joined = [rank for rank, one in zip(place.group.ranks, said, strict=True) if one.has_joined]
         if self.is_strict and joined and place.channel.opened is self._main:
             me = self.group.world.rank
-            raise JoinError(
+            raise self._refused(
                 f"rank {me} has no data left, and others have"
                 if me in joined
                 else "a rank has no data left, and this one has",
@@ -250,7 +253,7 @@ class Shadowing:
             source = said[call.root]
             if source.has_joined and not source.is_same_call(call):
                 rank = place.group.ranks[call.root]
-                raise JoinError(
+                raise self._refused(
                     f"{call.text} cannot come from rank {rank}, which has no data left",
                     where=where,
                     expected="a source that goes on as long as any rank does",
@@ -259,6 +262,14 @@ class Shadowing:
                 )
         return call
 
+    def _refused(self, summary: str, **fields: str) -> JoinError:
+        """The error of a call that cannot be answered; told to ranks that wait for this one."""
+        self._refusal = JoinError(summary, **fields)
+        return self._refusal
+
+    def _where(self, channel: Channel) -> str:
+        return f"rank {self.group.world.rank}, {channel.group.name}"
+
     def _check_message(
         self, channel: Channel, verb: str, tensor: Any, peer: int | None
     ) -> None:
@@ -266,9 +277,9 @@ class Shadowing:
         rank = None if peer is None else channel.group.ranks[peer]
         if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
             return
-        raise JoinError(
+        raise self._refused(
             f"{Announcement.of_call(verb, tensor).text}: rank {rank} has no data left",
-            where=f"rank {self.group.world.rank}, {channel.group.name}",
+            where=self._where(channel),
             expected="messages between ranks that go on; none is answered for a rank that has joined",
             fix="exchange by a collective, such as all_to_all, or outside of the join context",
         )
@@ -351,7 +362,7 @@ class Shadowing:
         try:
             self._wait_until(begun.is_ready, [channel], timeout)
             return begun.finish()
-        except BackendError:
+        except AbortedError:  # perhaps by a rank that saw before this one that another has left
             self._raise_left([channel])
             raise
 
@@ -431,7 +442,7 @@ class Shadowing:
             )
         raise JoinError(
             summary,
-            where=f"rank {self.group.world.rank}, {channel.group.name}",
+            where=self._where(channel),
             found=left["reason"],
             fix=f"look at rank {left['rank']}; the group is broken now",
         )

@@ -14,7 +14,7 @@ from typing import Any
 from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
 from ..error_text import first_line
-from ..errors import StoreError
+from ..errors import MeshdistError, StoreError
 from ..wires.simulated.scheduler import find_rank_here
 
 __all__ = ["Whereabouts"]
@@ -43,6 +43,8 @@ class Whereabouts:
     def leave(self, labels: Sequence[str], error: BaseException) -> None:
         """Say to the members of communicators that this rank has left by an exception."""
         reason = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, MeshdistError) and error.found:
+            reason += f": {error.found}"
         text = json.dumps({"rank": self._world.rank, "reason": reason})
         for label in labels:
             self._say(f"{self._name}/left/{label}", text)
