@@ -66,8 +66,8 @@ from .collectives.verbs import (
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.joining import (
     Join as Join,
-    JoinHook as JoinHook,
     Joinable as Joinable,
+    JoinHook as JoinHook,
     uneven as uneven,
 )
 from .ddp.sampler import DistributedSampler as DistributedSampler

@@ -141,6 +141,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "group_calls",
             "announcements",
             "whereabouts",
+            "waits",
             "shadowing",
         ),
         "worlds": ("initialization", "simulation", "spawned", "spawning"),

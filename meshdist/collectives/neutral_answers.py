@@ -1,7 +1,8 @@
 """What a rank without data gives to a call of the others: what changes nothing for them.
 
-That is the neutral element of a reduction, zeros where tensors are gathered or exchanged, None where
-objects are. The call is made by the verb itself, so that it is compared and carried out like any.
+That is the neutral element of a reduction, zeros where tensors are gathered or exchanged, None
+where objects are. The call is made by the verb itself, so that it is compared and carried out like
+any other.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class _Answer:
         """
         taken = self.call.taken
         counts = [
-            taken[member] if one.has_joined else one.sent[0] for member, one in enumerate(self._said)
+            taken[member] if one.has_joined else one.sent[0]
+            for member, one in enumerate(self._said)
         ]
         return [self.tensor(count) for count in counts], self.tensor(taken[self.group.rank()])
 
@@ -188,9 +190,7 @@ def _gather_object(it: _Answer) -> None:
 
 _ANSWERS: dict[str, Callable[[_Answer], object]] = {
     "all_reduce": lambda it: verbs["all_reduce"](it.tensor(), it.op, it.group),
-    "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](
-        it.tensors(), it.op, it.group
-    ),
+    "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](it.tensors(), it.op, it.group),
     "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](it.tensors(), it.op, it.group),
     "reduce": lambda it: verbs["reduce"](it.tensor(), None, it.op, it.group, False, it.root),
     "reduce_multigpu": _rooted_multigpu,

@@ -245,8 +245,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         After the last rank has joined, all have its parameters and buffers.
 
         Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of ranks; False
-                divides them by the number of those that still have data.
+            divide_by_initial_world_size: whether gradients are divided by the number of ranks;
+                False divides them by the number of those that still have data.
             enable, throw_on_early_termination: as in ``Join``.
 
         Raises:
@@ -265,9 +265,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             [1.0, 1.0]
         """
         divide = divide_by_initial_world_size
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide
-        )
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
 
     def join_hook(self, **kwargs: Any) -> JoinedReplica:
         """What this model does in a join context on ranks that have no data left.

@@ -54,7 +54,9 @@ class Endings:
         self._group = group
         self._lacking: Sequence[int] = range(len(parameters))
         self._someone_lacks = False  # equal on every rank
-        self._ending: Ending | None = Ending.WHOLE  # here, of the backward whose flags are read next
+        self._ending: Ending | None = (
+            Ending.WHOLE
+        )  # here, of the backward whose flags are read next
         self.place_flags(device)
 
     def place_flags(self, device: torch.device) -> None:

@@ -130,12 +130,12 @@ class Join:
     A rank that reaches the end of the context has *joined*. From then on it answers each collective
     of the others, on any group that it is in, with what changes nothing: the neutral element of a
     reduction (0, 1, the extremes, all bits), zeros where tensors are gathered or exchanged, None
-    where objects are. After the last rank has joined each joinable's ``post_hook`` runs. All members
-    of the groups that are used inside must be in the context.
+    where objects are. After the last rank has joined each joinable's ``post_hook`` runs. All
+    members of the groups that are used inside must be in a context, and the groups open before it.
 
     Args:
-        joinables: of one group and device, for example models wrapped in ``DDP``. On ranks that have
-            joined their hooks run in this order.
+        joinables: of one group and device, for example models wrapped in ``DDP``. On ranks that
+            have joined their hooks run in this order.
         enable: False makes the context do nothing.
         throw_on_early_termination: let all ranks raise as soon as one has no data left.
         kwargs: given to each joinable's ``join_hook``.
@@ -345,8 +345,8 @@ def uneven(data: Iterable[T], group: Any = None) -> Uneven[T]:
     """Loop over data of which ranks may have unequally many; all leave the loop together.
 
     A rank whose data have ended answers the collectives of the others, as in ``Join``, until none
-    has data. A loop that may break off is written with a context, which the break only ends for this
-    rank's own data: ``with md.uneven(batches, group) as mine: for batch in mine: ...``.
+    has data. A loop that may break off is written with a context, where a break ends this rank's
+    data alone: ``with md.uneven(batches, group) as mine: for batch in mine: ...``.
 
     Args:
         data: this rank's, for example a loader.

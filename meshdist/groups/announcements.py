@@ -72,8 +72,8 @@ class Announcement:
         **more: Any,
     ) -> Announcement:
         """The announcement of a call, from what ``Channel.enter`` is given."""
-        is_list = isinstance(tensor, (list, tuple))
-        tensors = tensor if is_list else () if tensor is None else (tensor,)
+        is_list = not (tensor is None or isinstance(tensor, torch.Tensor))
+        tensors: Any = tensor if is_list else () if tensor is None else (tensor,)
         parts = tuple((one.numel(), dtype_name(one.dtype)) for one in tensors)
         name = "" if op is None else op.name
         return cls(verb, parts, is_list, name, root, tuple(sent), tuple(taken), **more)

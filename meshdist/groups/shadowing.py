@@ -1,17 +1,17 @@
 """Ranks without data answer the others' calls, whatever they are, until all ranks have none.
 
-While a rank is in a join context each of its collectives is preceded by a round in which all members
+While a rank is in a join context each of its collectives comes behind a round in which all members
 of the group say what they are about to call (``announcements``). A rank whose data have ended, one
 that has *joined*, waits until a member of any of its groups begins such a round; it takes part in
-it, and then answers the call with the neutral element. So every collective is answered, and programs
+it, and then answers the call with the neutral element. So every collective is answered. Programs
 outside of join contexts pay nothing: channels are intercepted in the context alone.
 
-* *The end.* A rank that joins begins a round on the main group at once. Where all members of a round
-  there have joined, all of them leave. The round's answers say which ranks joined last.
+* *The end.* A rank that joins begins a round on the main group at once. Where all members of a
+  round there have joined, all of them leave. What they say shows which ranks joined last.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
   and polls them. It begins one where it sees that a member has come to the next call: in the header
-  table, in shared memory, in a simulated meeting. Where it cannot see all members, since they are on
-  several hosts, it begins one at once, if all of them are in the main group.
+  table, in shared memory, in a simulated meeting. Where it cannot see all members, since they are
+  on several hosts, it begins one at once, if all of them are in the main group.
 * *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
   that come before it are answered.
@@ -21,7 +21,6 @@ outside of join contexts pay nothing: channels are intercepted in the context al
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,27 +29,20 @@ from functools import partial
 from typing import Any
 
 from ..bootstrap.world import World
-from ..checking.call_sites import call_site
 from ..checking.nesting import set_aside
 from ..error_text import ranks_text
 from ..errors import AbortedError, ArgumentError, JoinError
-from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..verb_table import VERBS, WIRE_VERBS
-from ..wires.failures import MemberLost
-from ..wires.simulated.scheduler import find_rank_here
-from ..wires.simulated.store import CallWait
 from .announcements import Announcement, Round
 from .channel import Channel
 from .process_group import ProcessGroup, world_group
 from .registry import OpenCommunicator, get_registry
+from .waits import Waits
 from .whereabouts import Whereabouts
 
 __all__ = ["Shadowing", "find_shadowing"]
 
 _NEVER = timedelta(days=3650)
-_LOOK_S = 0.1
-_LOOK_AT_LIVES_S = 0.5
-_LEAVING_S = 0.5
 
 _SOURCED_VERBS = frozenset(
     verb.name
@@ -127,6 +119,7 @@ class Shadowing:
         if len(self.group.ranks) == world.size:  # who joins at once has not opened it by a call
             world_group(world).open_channel(self.device_type)
         self._whereabouts = Whereabouts(self.group.world)
+        self._waits = Waits(self.group.world, self._whereabouts)
         self._registry.shadowing = self
         for opened in self._registry.all_opened():
             for user in opened.users:
@@ -270,9 +263,7 @@ class Shadowing:
     def _where(self, channel: Channel) -> str:
         return f"rank {self.group.world.rank}, {channel.group.name}"
 
-    def _check_message(
-        self, channel: Channel, verb: str, tensor: Any, peer: int | None
-    ) -> None:
+    def _check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
         """Raise where a message is for, or from, a rank that has joined."""
         rank = None if peer is None else channel.group.ranks[peer]
         if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
@@ -280,7 +271,7 @@ class Shadowing:
         raise self._refused(
             f"{Announcement.of_call(verb, tensor).text}: rank {rank} has no data left",
             where=self._where(channel),
-            expected="messages between ranks that go on; none is answered for a rank that has joined",
+            expected="messages between ranks that go on",
             fix="exchange by a collective, such as all_to_all, or outside of the join context",
         )
 
@@ -360,14 +351,14 @@ class Shadowing:
         """Return what is said in a round, once all members have come to it."""
         timeout = _NEVER if self._has_joined else channel.timeout
         try:
-            self._wait_until(begun.is_ready, [channel], timeout)
+            self._waits.until(begun.is_ready, [channel], timeout)
             return begun.finish()
         except AbortedError:  # perhaps by a rank that saw before this one that another has left
-            self._raise_left([channel])
+            self._waits.raise_left([channel])
             raise
 
     def _wait_for_any(self, begun: Round | None = None) -> None:
-        """Return when ``begun`` is done, or there is something to do; raise where neither can be."""
+        """Return when ``begun`` is done, or there is something else to do."""
         under_way = [one.channel for one in self._places.values() if one.round is not None]
         main = self._places[self._main]
         is_idle = main.round is None and not main.is_over
@@ -377,81 +368,7 @@ class Shadowing:
         def is_ready() -> bool:
             return bool((begun is not None and begun.is_ready()) or self._find_due())
 
-        self._wait_until(is_ready, under_way, _NEVER, main if is_idle else None)
-
-    def _wait_until(
-        self,
-        is_ready: Callable[[], Any],
-        channels: Sequence[Channel],
-        timeout: timedelta,
-        idle: Place | None = None,
-    ) -> None:
-        """Wait until ``is_ready()``, or the timeout.
-
-        Args:
-            is_ready: called often.
-            channels: on which the others are waited for.
-            timeout: how long to wait.
-            idle: where nothing of this rank's is under way, which would fail as others end.
-
-        Raises:
-            JoinError: a member of ``channels`` has left the context by an exception.
-        """
-        here = find_rank_here()
-        if here is not None:
-            what = "a join context, for the others' next call"
-            here.wait(CallWait(what, call_site(), lambda: is_ready() or self._find_left(channels)))
-            if not is_ready():
-                self._raise_left(channels)
-            return
-        next_look = next_look_at_lives = time.monotonic() + _LOOK_S
-
-        def check() -> None:
-            nonlocal next_look, next_look_at_lives
-            for channel in channels:
-                channel.refuse_broken()
-            now = time.monotonic()
-            if now >= next_look:
-                next_look = now + _LOOK_S
-                # One that has left after the round leaves it to be done here in a moment.
-                if self._find_left(channels) and not wait_until(is_ready, Grace(_LEAVING_S)):
-                    self._raise_left(channels)
-            if idle is not None and now >= next_look_at_lives:
-                next_look_at_lives = now + _LOOK_AT_LIVES_S
-                self._raise_ended(idle)
-
-        wait_until(is_ready, Deadline(timeout), check)
-
-    def _find_left(self, channels: Sequence[Channel]) -> Channel | None:
-        """A channel of which a member has left the context by an exception."""
-        find = self._whereabouts.find_left
-        return next((one for one in channels if find(one.opened.label) is not None), None)
-
-    def _raise_left(self, channels: Sequence[Channel]) -> None:
-        """Raise where a member has left the context, which nobody else may wait for then."""
-        channel = self._find_left(channels)
-        if channel is None:
-            return
-        left = self._whereabouts.find_left(channel.opened.label)
-        assert left is not None  # it is said once
-        summary = f"rank {left['rank']} has left the join context by an exception"
-        reason = f"{summary}: {left['reason']}"
-        if not channel.is_broken():  # what this rank has started there would wait for ever
-            self._registry.abort(
-                [channel.opened.label], {"reason": reason, "group": channel.group.name}
-            )
-        raise JoinError(
-            summary,
-            where=self._where(channel),
-            found=left["reason"],
-            fix=f"look at rank {left['rank']}; the group is broken now",
-        )
-
-    def _raise_ended(self, place: Place) -> None:
-        """Raise where a member's process has ended."""
-        for member, rank in enumerate(place.group.ranks):
-            if rank != self.group.world.rank and self._registry.endings.find(rank):
-                raise place.channel.explain(MemberLost("has ended", member))
+        self._waits.until(is_ready, under_way, _NEVER, main.channel if is_idle else None)
 
 
 def find_shadowing(world: World) -> Shadowing | None:

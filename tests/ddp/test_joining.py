@@ -124,7 +124,7 @@ class Sharded(md.Joinable):
 
     def join_hook(self, **kwargs: Any) -> md.JoinHook:
         class Hook(md.JoinHook):
-            def main_hook(hook) -> None:  # noqa: N805
+            def main_hook(hook) -> None:
                 self.step()
 
         return Hook()
@@ -157,7 +157,7 @@ def test_a_sharded_optimizer_beside_a_model() -> None:
 
     first, second = md.simulate(program, 2)
     assert first == second
-    # The first step halves both. In the second rank 1's gradients are halved, since rank 0 has none.
+    # The first step halves both. In the second rank 1's gradients are halved: rank 0 has none.
     assert second[1] == pytest.approx(0.5 - 0.5 * 0.5 * 0.5)
 
 

@@ -92,7 +92,9 @@ def run_plan(num_steps: list[int], body: list[Step], *, padded: bool) -> list[An
     """What each of this rank's calls wrote, step by step; nothing of padded ones."""
     rank = md.get_rank()
     groups = {
-        step.members: md.new_group(list(step.members)) if len(step.members) < len(num_steps) else None
+        step.members: md.new_group(list(step.members))
+        if len(step.members) < len(num_steps)
+        else None
         for step in body
     }
     mine = num_steps[rank]
@@ -144,7 +146,9 @@ class Turn:
             full = torch.zeros(count, dtype=dtype)
             return full if self.step.op == "MAX" else full.bitwise_not()
         limits = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype)
-        return torch.full((count,), limits.min if self.step.op == "MAX" else limits.max, dtype=dtype)
+        return torch.full(
+            (count,), limits.min if self.step.op == "MAX" else limits.max, dtype=dtype
+        )
 
     def room(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=self.dtype)
@@ -197,7 +201,9 @@ class Turn:
         return x.tolist()
 
     def scatter(self) -> Any:
-        parts = [self.values(self.count) for _ in range(self.size)] if self.me == self.root else None
+        parts = (
+            [self.values(self.count) for _ in range(self.size)] if self.me == self.root else None
+        )
         x = self.room(self.count)
         md.scatter(x, parts, group=self.group, group_src=self.root)
         return x.tolist()
