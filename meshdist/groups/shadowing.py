@@ -31,7 +31,7 @@ from typing import Any
 from ..bootstrap.world import World
 from ..checking.nesting import set_aside
 from ..error_text import ranks_text
-from ..errors import AbortedError, ArgumentError, JoinError
+from ..errors import ArgumentError, BackendError, JoinError
 from ..verb_table import VERBS, WIRE_VERBS
 from .announcements import Announcement, Round
 from .channel import Channel
@@ -353,7 +353,7 @@ class Shadowing:
         try:
             self._waits.until(begun.is_ready, [channel], timeout)
             return begun.finish()
-        except AbortedError:  # perhaps by a rank that saw before this one that another has left
+        except BackendError:  # perhaps since a member has left, and has closed the group by now
             self._waits.raise_left([channel])
             raise
 
