@@ -69,6 +69,12 @@ from .ddp.averaging import (
 )
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
+from .ddp.joining import (
+    Join as Join,
+    Joinable as Joinable,
+    JoinHook as JoinHook,
+    uneven as uneven,
+)
 from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
@@ -88,6 +94,7 @@ from .errors import (
     DtypeError as DtypeError,
     GradientError as GradientError,
     GroupClosedError as GroupClosedError,
+    JoinError as JoinError,
     KindError as KindError,
     LengthError as LengthError,
     MeshdistError as MeshdistError,

@@ -139,6 +139,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "verb_methods",
             "process_group",
             "group_calls",
+            "announcements",
+            "whereabouts",
+            "waits",
+            "shadowing",
         ),
         "worlds": ("initialization", "simulation", "spawned", "spawning"),
         "mesh": (
@@ -170,6 +174,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "monitored",
             "functional",
             "shared_buffers",
+            "neutral_answers",
         )
     },
     {
@@ -200,6 +205,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "flat_bucket",
             "endings",
             "reducer",
+            "joining",
+            "joined_replica",
             "data_parallel",
             "sampler",
             "sync_batch_norm",

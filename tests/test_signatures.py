@@ -134,6 +134,8 @@ METHODS = (
     "DeviceMesh.size",
     "DistributedDataParallel.__init__",
     "DistributedDataParallel.forward",
+    "DistributedDataParallel.join",
+    "DistributedDataParallel.join_hook",
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
     "HierarchicalModelAverager.__init__",

@@ -133,6 +133,11 @@ class SparseBucket:
             check_invariants=False,
         ).coalesce()
 
+    def scale_average(self, factor: float) -> None:
+        """Multiply the average."""
+        if self.average is not None:
+            self.average = self.average * factor
+
     def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
         """Let ``.grad`` be the average."""
         if self.average is not None:
