@@ -120,6 +120,7 @@ class SparseBucket:
                 torch.empty(1, 0, dtype=torch.int64, device=self.device),
                 member.detach().new_empty(0, *member.shape[1:]),
                 member.shape,
+                check_invariants=False,
             ).coalesce()
         # Indices are gathered along their last dim, values along their first.
         indices = [rows.indices().new_empty(rows.sparse_dim(), size) for size in sizes]

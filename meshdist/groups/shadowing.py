@@ -143,7 +143,8 @@ class Shadowing:
                 if isinstance(user, ProcessGroup):
                     user.release()
         if error is not None:
-            labels = [opened.label for opened in self._places]
+            # Members of a broken group are told by what broke it.
+            labels = [one.label for one in self._places if one.label not in one.aborts]
             self._whereabouts.leave(labels, self._refusal or error)
 
     # -- ranks that have data ---------------------------------------------------------------------

@@ -245,3 +245,86 @@ def test_a_model_is_copied_inside_a_context() -> None:
         return clone.module.weight.grad.item()
 
     assert md.simulate(program, 2) == [1.0, 1.0]
+
+
+class Moody(nn.Module):
+    """A layer used twice, one that is used in some steps alone, one never, and a sparse one."""
+
+    def __init__(self, *, is_sparse: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 3, sparse=is_sparse)
+        self.twice = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(3, 3)
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        x = self.twice(self.twice(self.rows(x)).tanh())
+        return self.sometimes(x) if uses else x
+
+
+def moody(
+    num_steps: list[int], epochs: int, is_sparse: bool, settings: dict[str, Any]
+) -> list[list[float]]:
+    """Train with unequally many steps; a third of them synchronised only at the next one."""
+    torch.manual_seed(0)
+    rank = md.get_rank()
+    model = md.DDP(Moody(is_sparse=is_sparse).double(), bucket_cap_mb=0.0001, **settings)
+    for epoch in range(epochs):
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(num_steps[(rank + epoch) % len(num_steps)]):
+                model.zero_grad()
+                x = torch.tensor([(rank + step) % 5, (2 * rank + epoch) % 5])
+                uses = (step + rank) % 2 == 0 or not settings.get("find_unused_parameters", False)
+                if step == 1:
+                    with model.no_sync():
+                        model(x, uses).square().mean().backward()
+                model(x, uses).square().mean().backward()
+                with torch.no_grad():
+                    for one in model.parameters():
+                        if one.grad is not None:
+                            one -= 0.1 * one.grad
+    return [one.flatten().tolist() for one in model.module.state_dict().values()]
+
+
+def moody_alone(
+    num_steps: list[int], epochs: int, is_sparse: bool, settings: dict[str, Any]
+) -> list[list[float]]:
+    torch.manual_seed(0)
+    net = Moody(is_sparse=is_sparse).double()
+    size = len(num_steps)
+    for epoch in range(epochs):
+        counts = [num_steps[(rank + epoch) % size] for rank in range(size)]
+        for step in range(max(counts)):
+            at_work = [rank for rank in range(size) if step < counts[rank]]
+            net.zero_grad()
+            for rank in at_work:
+                x = torch.tensor([(rank + step) % 5, (2 * rank + epoch) % 5])
+                uses = (step + rank) % 2 == 0 or not settings.get("find_unused_parameters", False)
+                for _ in range(2 if step == 1 else 1):
+                    (net(x, uses).square().mean() / len(at_work)).backward()
+            with torch.no_grad():
+                for one in net.parameters():
+                    if one.grad is not None:
+                        one -= 0.1 * one.grad
+    return [one.flatten().tolist() for one in net.state_dict().values()]
+
+
+@pytest.mark.parametrize("num_steps", [[0, 3], [0, 4, 2], [1, 0, 3]])
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": False},
+    ],
+)
+def test_what_is_learned_of_backwards_stays_equal(
+    num_steps: list[int], is_sparse: bool, settings: dict[str, Any]
+) -> None:
+    """The rank without data is another one in each epoch: what all know must fit on all."""
+    arguments = (num_steps, 4, is_sparse, settings)
+    expected = moody_alone(*arguments)
+    for found in md.simulate(moody, len(num_steps), arguments):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-6, abs=1e-9)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from meshdist.ddp.endings import Ending, Endings
 from torch.nn import Parameter
 
 import meshdist as md
+from meshdist.ddp.endings import Ending, Endings
 from meshdist.ddp.reports import Reports
 from meshdist.errors import GradientError
 from tests.ddp.stand_in_accelerator import CPU, Accelerator, in_place_of_the_cpu
