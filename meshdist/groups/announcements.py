@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
 from .channel import Channel
 
-__all__ = ["NAME", "Announcement", "Round"]
+__all__ = ["NAME", "Announcement", "Round", "from_bytes", "to_bytes"]
 
 NAME = "Join"
 """What the recorder and messages call a round."""
@@ -29,6 +30,7 @@ NAME = "Join"
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
 _AT_ONCE = timedelta(milliseconds=1)
+_NUM_KEPT = 1024  # programs repeat their calls
 
 
 @dataclass(frozen=True)
@@ -100,22 +102,26 @@ class Announcement:
         arguments = [f"[{', '.join(shown)}]" if self.is_list else ", ".join(shown), self.op]
         return f"{self.verb}({', '.join(filter(None, arguments))})"
 
-    def to_bytes(self) -> bytes:
-        """What travels."""
-        fields = {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
-        return json.dumps(fields, separators=(",", ":")).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Announcement:
-        """The announcement that was sent."""
-        fields = json.loads(data)
-        fields["parts"] = tuple((count, dtype) for count, dtype in fields.get("parts", ()))
-        for name in ("sent", "taken"):
-            fields[name] = tuple(fields.get(name, ()))
-        return cls(**fields)
-
 
 _DEFAULTS = vars(Announcement())
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def to_bytes(announcement: Announcement) -> bytes:
+    """What travels; the inverse of ``from_bytes``."""
+    given = vars(announcement).items()
+    fields = {name: value for name, value in given if value != _DEFAULTS[name]}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def from_bytes(data: bytes) -> Announcement:
+    """The announcement that was sent; the inverse of ``to_bytes``."""
+    fields = json.loads(data)
+    fields["parts"] = tuple((count, dtype) for count, dtype in fields.get("parts", ()))
+    for name in ("sent", "taken"):
+        fields[name] = tuple(fields.get(name, ()))
+    return Announcement(**fields)
 
 
 class Round:
@@ -129,7 +135,7 @@ class Round:
 
     def __init__(self, channel: Channel, mine: Announcement, timeout: timedelta) -> None:
         self._channel = channel
-        self._data = mine.to_bytes()
+        self._data = to_bytes(mine)
         self._timeout = timeout
         head = len(self._data).to_bytes(_HEAD_BYTES, "little")
         self._gathered, self._operation = self._gather(head + self._data, _NUM_BYTES)
@@ -152,7 +158,7 @@ class Round:
             rows = [row[_HEAD_BYTES:] for row in rows]
         else:  # all have come, and know that they do not fit
             rows = self._rows(*self._gather(self._data, longest), self._timeout)
-        return [Announcement.from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        return [from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather(self, data: bytes, num_bytes: int) -> tuple[torch.Tensor, Operation]:
         channel = self._channel

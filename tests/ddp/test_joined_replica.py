@@ -13,6 +13,7 @@ from torch import nn
 import meshdist as md
 from meshdist.errors import GradientError
 from tests.ddp.models import Two
+from tests.ddp.stand_in_accelerator import in_place_of_the_cpu
 from tests.pool import Pool
 
 Run = Callable[..., list[Any]]
@@ -70,7 +71,12 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def train(num_steps: list[int], divides_by_all: bool, num_epochs: int) -> dict[str, list[float]]:
+def train(
+    num_steps: list[int],
+    divides_by_all: bool,
+    num_epochs: int,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
     """Some epochs of uneven batches, over two buckets; the state after the last."""
     rank = md.get_rank()
     torch.manual_seed(0)
@@ -80,6 +86,7 @@ def train(num_steps: list[int], divides_by_all: bool, num_epochs: int) -> dict[s
             for step in range(num_steps[rank]):
                 model.zero_grad()
                 model(batch(epoch, step, rank)).square().mean().backward()
+                synchronize()
                 descend(model)
     model.eval()
     return {name: one.flatten().tolist() for name, one in model.module.state_dict().items()}
@@ -157,6 +164,35 @@ def test_collectives_inside_the_model_are_answered() -> None:
     assert second == []
     assert first == third[:2]
     assert len(third) == 3
+
+
+def normed(num_steps: list[int]) -> list[list[float]]:
+    """Train a model whose batch norm is over all ranks."""
+    rank = md.get_rank()
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+    net = nn.Sequential(*layers).double()
+    model = md.DDP(md.SyncBatchNorm.convert_sync_batchnorm(net))
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(num_steps[rank]):
+            model.zero_grad()
+            model(batch(0, step, rank)).square().mean().backward()
+            descend(model)
+    return [one.flatten().tolist() for one in model.module.state_dict().values()]
+
+
+def test_batch_norm_is_over_the_ranks_that_have_data() -> None:
+    num_steps = [2, 0, 3]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    for step in range(3):
+        net.zero_grad()
+        whole = [batch(0, step, rank) for rank in range(3) if step < num_steps[rank]]
+        net(torch.cat(whole)).square().mean().backward()
+        descend(net)
+    for found in md.simulate(normed, 3, (num_steps,)):
+        for one, other in zip(found, net.state_dict().values(), strict=True):
+            assert one == pytest.approx(other.flatten().tolist(), rel=1e-6, abs=1e-9)
 
 
 def test_two_models_of_one_context() -> None:
@@ -245,6 +281,18 @@ def test_a_model_is_copied_inside_a_context() -> None:
         return clone.module.weight.grad.item()
 
     assert md.simulate(program, 2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_steps", [[3, 1, 2], [0, 3, 3]])
+def test_where_flags_are_read_late(num_steps: list[int]) -> None:
+    """On an accelerator, for which another stands in, they are read at the next forward."""
+    expected = oracle(num_steps, True, 2)
+
+    with in_place_of_the_cpu() as here:
+        results = md.simulate(train, 3, (num_steps, True, 2, lambda: here().synchronize()))
+    for found in results:
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-9), name
 
 
 class Moody(nn.Module):
