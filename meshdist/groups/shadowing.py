@@ -197,8 +197,7 @@ class Shadowing:
             call = self._check(place, said)
             if not self._has_joined or call is None or call.is_same_call(mine):
                 return said
-            with set_aside():
-                self._respond(place, said, call)
+            self._respond(place, said, call)
 
     def _serve_until(self, place: Place, begun: Round) -> None:
         """Answer calls on other groups until a round is done that a call here has begun."""
@@ -209,8 +208,7 @@ class Shadowing:
                 if due is None:
                     self._wait_for_any(begun)
                 else:
-                    with set_aside():
-                        self._serve(due)
+                    self._serve(due)
         finally:
             place.round, place.is_held = None, False
 
@@ -337,14 +335,15 @@ class Shadowing:
 
     def _respond(self, place: Place, said: Sequence[Announcement], call: Announcement) -> None:
         """Take part in what the members that go on begin."""
-        if call.notice:
-            self.handle(call, [not one.has_joined for one in said])
-            return
-        self._admitted = call
-        if call.owner:
-            self.handle(call, [not one.has_joined for one in said])
-        else:
-            self.answer(place.group, place.channel.device_type, said, call)
+        with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
+            if call.notice:
+                self.handle(call, [not one.has_joined for one in said])
+                return
+            self._admitted = call
+            if call.owner:
+                self.handle(call, [not one.has_joined for one in said])
+            else:
+                self.answer(place.group, place.channel.device_type, said, call)
 
     # -- waiting ----------------------------------------------------------------------------------
 

@@ -376,3 +376,69 @@ def test_what_is_learned_of_backwards_stays_equal(
     for found in md.simulate(moody, len(num_steps), arguments):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
+
+
+def test_ranks_without_data_move_no_parameter_behind_the_others() -> None:
+    """What every rank with data used does not trail: only what none of them had a gradient of."""
+
+    def program() -> list[str]:
+        model = md.DDP(Moody(is_sparse=False), find_unused_parameters=True)
+        with model.join():
+            for _ in range(3 * md.get_rank()):
+                model(torch.tensor([1]), True).sum().backward()
+        names = [name for name, _ in model.module.named_parameters()]
+        return [names[index] for index in sorted(model.reducer.arrivals.trailing)]
+
+    assert md.simulate(program, 3) == [["never.weight", "never.bias"]] * 3
+
+
+def test_buckets_lie_as_gradients_come_on_a_rank_with_data() -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second, self.first = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    def program() -> list[int]:
+        model = md.DDP(Crossed())
+        with model.join():
+            for _ in range(2 * md.get_rank()):
+                model(torch.ones(1, 1)).sum().backward()
+        return [index for bucket in model.reducer.buckets for index in bucket.indices]
+
+    assert md.simulate(program, 2) == [[0, 1], [0, 1]]  # backwards, first comes last
+
+
+def test_a_call_on_another_group_between_two_buckets_is_answered() -> None:
+    """Rank 0 follows the backward; rank 2 needs it on a pair before it sends the next bucket."""
+
+    class Asking(nn.Module):
+        def __init__(self, pair: Any) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+            self.pair = pair
+            self.sums: list[float] = []
+
+        def ask(self, _: torch.Tensor) -> None:
+            x = torch.ones(1)
+            md.all_reduce(x, group=self.pair)
+            self.sums.append(x.item())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                if md.get_rank() == 2:
+                    x.register_hook(self.ask)
+            return x
+
+    def program() -> list[float]:
+        pair = md.new_group([0, 2])
+        model = md.DDP(Asking(pair), bucket_cap_mb=0.000001)
+        with model.join():
+            for _ in range(3 if md.get_rank() else 0):
+                model(torch.ones(1, 1)).sum().backward()
+        return model.module.sums
+
+    assert md.simulate(program, 3) == [[], [], [1.0] * 9]

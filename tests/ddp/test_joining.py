@@ -87,7 +87,10 @@ def test_ranks_that_join_together_are_all_last() -> None:
 
 
 @pytest.mark.parametrize("is_before", [True, False])
-def test_hooks_that_call_and_verbs_that_none_knows_mix(is_before: bool) -> None:
+@pytest.mark.parametrize("wire", ["simulated", "shm"])
+def test_hooks_that_call_and_verbs_that_none_knows_mix(
+    wire: str, is_before: bool, request: pytest.FixtureRequest
+) -> None:
     """A verb beside the joinable's calls, before or behind them, and one equal to them."""
 
     def program() -> list[float]:
@@ -104,7 +107,11 @@ def test_hooks_that_call_and_verbs_that_none_knows_mix(is_before: bool) -> None:
                 maxima.append(float(biggest))
         return [counter.count.item(), *maxima]
 
-    assert md.simulate(program, 3) == [[3.0, 0.0], [5.0, 0.0, 1.0], [6.0, 0.0, 1.0, 2.0]]
+    if wire == "simulated":
+        found = md.simulate(program, 3)
+    else:
+        found = request.getfixturevalue("pool").run(program, 3, backend=wire)
+    assert found == [[3.0, 0.0], [5.0, 0.0, 1.0], [6.0, 0.0, 1.0, 2.0]]
 
 
 class Sharded(md.Joinable):
@@ -206,6 +213,28 @@ def test_throwing_ends_the_loop_on_all_ranks(wire: str, request: pytest.FixtureR
         assert "a rank has no data left, and this one has" in text
         assert "throw_on_early_termination" in text
         assert "rank 0 joined first" in text
+
+
+def test_throwing_waits_for_a_call_of_all() -> None:
+    """A call on another group is answered: the ranks that are not in it would not learn of it."""
+
+    def program() -> str:
+        pair, counter = md.new_group([0, 1]), Counter()
+        try:
+            with md.Join([counter], throw_on_early_termination=True):
+                for _ in range(1 + md.get_rank()):
+                    if md.get_rank() < 2:
+                        md.all_reduce(torch.ones(1), group=pair)
+                    counter.step()
+        except md.JoinError as error:
+            return error.summary
+        return "no error"
+
+    assert md.simulate(program, 3) == [
+        "rank 0 has no data left, and others have",
+        "a rank has no data left, and this one has",
+        "a rank has no data left, and this one has",
+    ]
 
 
 def test_throwing_does_nothing_where_all_have_equally_many() -> None:

@@ -116,6 +116,18 @@ def test_the_fast_path_is_back_behind_a_context(pool: Pool, backend: str) -> Non
     assert pool.run(program, 2, backend=backend) == [True, True]
 
 
+def test_layouts_need_not_be_equal_inside_a_context() -> None:
+    """Where verbs are enqueued they must be; a rank without data does not know them."""
+
+    def program() -> list[bool]:
+        channel = md.group.WORLD.open_channel("cpu")
+        channel.opened.sees_all_calls = channel.demands_layouts = True
+        found = [channel.demands_layouts for _ in md.uneven([1])]
+        return [*found, channel.demands_layouts]
+
+    assert md.simulate(program, 2) == [[False, True]] * 2
+
+
 # -- what cannot be answered ----------------------------------------------------------------------
 
 
