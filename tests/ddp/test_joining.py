@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +24,12 @@ class Counter(md.Joinable):
         self.most = 0.0
         self.num_working: list[float] = []
 
-    def step(self) -> None:
+    def step(self, between: Callable[[], object] = lambda: None) -> None:
         work = md.Join.notify_join_context(self)
         if work is not None:
             assert work.wait()
             self.num_working.append(work.result()[0].item())
+        between()
         ones = torch.ones(1)
         md.all_reduce(ones, group=self.group)
         self.count += ones
@@ -86,23 +88,27 @@ def test_ranks_that_join_together_are_all_last() -> None:
     assert md.simulate(program, 3) == [(False, 0.0), (True, 0.0), (True, 0.0)]
 
 
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("place", ["before", "between", "behind"])
 @pytest.mark.parametrize("wire", ["simulated", "shm"])
 def test_hooks_that_call_and_verbs_that_none_knows_mix(
-    wire: str, is_before: bool, request: pytest.FixtureRequest
+    wire: str, place: str, request: pytest.FixtureRequest
 ) -> None:
-    """A verb beside the joinable's calls, before or behind them, and one equal to them."""
+    """A verb beside the joinable's own: a rank that has joined is in its hook or not."""
 
     def program() -> list[float]:
         counter, maxima = Counter(), []
         with md.Join([counter]):
             for turn in range(1 + md.get_rank()):
                 biggest = torch.tensor([turn])
-                if is_before:
+
+                def find_biggest(biggest: torch.Tensor = biggest) -> None:
                     md.all_reduce(biggest, md.ReduceOp.MAX)
-                counter.step()
-                if not is_before:
-                    md.all_reduce(biggest, md.ReduceOp.MAX)
+
+                if place == "before":
+                    find_biggest()
+                counter.step(find_biggest if place == "between" else lambda: None)
+                if place == "behind":
+                    find_biggest()
                 md.barrier()
                 maxima.append(float(biggest))
         return [counter.count.item(), *maxima]
@@ -170,7 +176,7 @@ def test_a_sharded_optimizer_beside_a_model() -> None:
 
 def test_a_hook_that_calls_what_no_rank_with_data_calls_is_refused() -> None:
     class Wrong(Counter):
-        def step(self) -> None:
+        def step(self, between: Callable[[], object] = lambda: None) -> None:
             md.Join.notify_join_context(self)
 
     def program() -> str:
