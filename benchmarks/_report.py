@@ -57,12 +57,17 @@ def start_ranks(measure: Callable[..., None], num_ranks: int, *arguments: Any) -
 def interleaved(
     sides: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1
 ) -> dict[str, list[T]]:
-    """Return each side's samples; every round asks all of them in turn, each time another first."""
+    """Return each side's samples; every round asks all of them in turn.
+
+    Each round begins with another side, and every second one goes the other way round, so that none
+    always follows the same one.
+    """
     samples: dict[str, list[T]] = {side: [] for side in sides}
     names = list(sides)
     for number in range(-warm_up, rounds):
         first = number % len(names)
-        for side in names[first:] + names[:first]:
+        order = names[first:] + names[:first]
+        for side in order[::-1] if number % 2 else order:
             taken = sides[side]()
             if number >= 0:
                 samples[side].append(taken)

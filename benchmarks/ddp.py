@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import statistics
 import sys
 import time
@@ -214,6 +215,11 @@ def quotient_of(
     return statistics.median(found), other
 
 
+def shown(value: float) -> float | str:
+    """A quotient as JSON can hold it."""
+    return value if math.isfinite(value) else "inf"
+
+
 def verdict(most: float | None, found: Sequence[float]) -> str:
     """Whether what was found keeps to a target, if there is one."""
     if most is None:
@@ -234,8 +240,8 @@ def comparison_rows(model: str, samples: Mapping[str, Sequence[Sample]]) -> list
             {
                 "model": model,
                 "what": f"{one.what}: {one.side} / {one.other}",
-                "CPU": cpu[0],
-                "wall": wall[0],
+                "CPU": shown(cpu[0]),
+                "wall": shown(wall[0]),
                 "verdict": verdict(most, (cpu[0], wall[0])),
                 "best": " and ".join(others) if one.other == BEST else "",
             }
@@ -303,13 +309,17 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     else:
         chosen = {side: sides[side] for side in options.sides}
         rows, targets = [], []
+        loads = []
         for name in options.models:
+            loads.append(f"{os.getloadavg()[0]:.1f}")
             found = measure_model(name, models[name], chosen, options.rounds)
             rows += found[0]
             targets += found[1]
         if rank == 0:
             notes = f"{NUM_RANKS} ranks, one thread each, {options.rounds} interleaved rounds"
             notes += f", models {QUICK_SCALE} times smaller" if options.quick else ""
+            loads.append(f"{os.getloadavg()[0]:.1f}")
+            notes += f"; load average before each model and at the end {', '.join(loads)}"
             write_report("ddp", rows, notes, options.report, targets=targets)
     torch_dist.barrier()
     torch_dist.destroy_process_group()

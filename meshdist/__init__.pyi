@@ -63,10 +63,12 @@ from .collectives.verbs import (
     reduce_scatter_single as reduce_scatter_single,
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
+from .ddp import comm_hooks as comm_hooks
 from .ddp.averaging import (
     HierarchicalModelAverager as HierarchicalModelAverager,
     PeriodicModelAverager as PeriodicModelAverager,
 )
+from .ddp.comm_hooks.bucket import GradBucket as GradBucket
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
 from .ddp.joining import (

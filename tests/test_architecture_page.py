@@ -9,7 +9,7 @@ from tests.test_layering import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST_LINES = 200
+MOST_LINES = 220
 SUFFIXES = ("", ".py", ".pyi", ".h", ".cpp")
 
 

@@ -126,10 +126,10 @@ def test_every_start_measures_imports_in_turn() -> None:
     assert [cell.samples for cell in cells.values()] == [{BEFORE: [1.0] * 6, AFTER: [2.0] * 6}] * 2
 
 
-def test_each_round_begins_with_another_side() -> None:
+def test_no_side_is_always_asked_first_or_behind_the_same_one() -> None:
     asked: list[str] = []
     samples = interleaved({side: lambda side=side: asked.append(side) for side in "abc"}, 2)
-    assert "".join(asked) == "cab" + "abc" + "bca"
+    assert "".join(asked) == "bac" + "abc" + "acb"
     assert [len(taken) for taken in samples.values()] == [2, 2, 2]
 
 
@@ -168,7 +168,7 @@ def test_a_target_of_ddp_is_missed_where_one_clock_misses_it() -> None:
 
 def test_a_round_whose_divisor_says_nothing_counts_as_infinite() -> None:
     samples = samples_of(local=[2.0, 2.0, 2.0], torch=[1.0, 2.0, 4.0], shm=[1.0, 1.0, 1.0])
-    assert ddp.comparison_rows("mlp", samples)[0]["CPU"] == float("inf")
+    assert ddp.comparison_rows("mlp", samples)[0]["CPU"] == "inf"
 
 
 @pytest.mark.soak

@@ -85,6 +85,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "fallbacks",
             "opening",
             "registry",
+            "deferral",
             "work",
             "mailbox",
             "tag_numbers",
@@ -194,7 +195,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "ddp": (
+            "options",
             "buckets",
+            "arrivals",
             "replicas",
             "flat_memory",
             "paths",
@@ -202,9 +205,26 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "reports",
             "streams",
             "flags",
+            "comm_hooks.bucket",
+            "comm_hooks.states",
+            "comm_hooks.reducing",
+            "comm_hooks.halves",
+            "comm_hooks.quantizing",
+            "comm_hooks.power_sgd",
+            "comm_hooks.local_sgd",
+            "comm_hooks.recognized",
+            "comm_hooks.registered",
             "flat_bucket",
-            "endings",
+            "sparse_bucket",
+            "bucket_list",
+            "settling",
+            "logging_data",
             "reducer",
+            "wrapping",
+            "precision",
+            "in_backward",
+            "buffers",
+            "torch_methods",
             "joining",
             "joined_replica",
             "data_parallel",
@@ -223,8 +243,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 STACKED_FLOORS = (1, 3)
 
 # Private attributes of torch's objects that share their name with one of ours.
-TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, and of a tensor
+TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tensor, of a module
     ("meshdist.collectives.checks", "_base"),
+    ("meshdist.ddp.buffers", "_buffers"),
+    ("meshdist.ddp.precision", "_parameters"),
+    ("meshdist.ddp.logging_data", "_threads"),
     ("meshdist.wires.c10d.communicator", "_source_rank"),
     ("meshdist.wires.c10d.enqueued", "_source_rank"),
     ("meshdist.wires.c10d.nccl", "_timeout"),
@@ -257,7 +280,9 @@ def places() -> dict[str, Place]:
             if is_folder:
                 for folder in {f"{prefix}.{module}".rpartition(".")[0] for module in modules}:
                     found[folder] = Place(floor, stack, height)
+                height += 1
                 found[prefix] = Place(floor, stack, height)
+                height += 1
     return found
 
 

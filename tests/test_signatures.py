@@ -136,6 +136,7 @@ METHODS = (
     "DistributedDataParallel.forward",
     "DistributedDataParallel.join",
     "DistributedDataParallel.join_hook",
+    "DistributedDataParallel.register_comm_hook",
     "DistributedSampler.__init__",
     "DistributedSampler.set_epoch",
     "HierarchicalModelAverager.__init__",
@@ -155,6 +156,7 @@ METHODS = (
 )
 # What torch writes in C++, which has no signature; and names without a call.
 WITHOUT_SIGNATURES = (
+    "GradBucket",
     "GroupMember",
     "ProcessGroup",
     "ReduceOp",

@@ -1,1 +1,5 @@
 """Data parallelism over a mesh axis."""
+
+from . import comm_hooks
+
+__all__ = ["comm_hooks"]

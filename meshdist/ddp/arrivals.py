@@ -79,7 +79,8 @@ class Arrivals:
             came: for each parameter, whether its gradient came; those without a hook are not
                 counted.
         """
-        self.expected = [max(count, 1) for count in self.counts]
+        if not self.is_learned or max(self.counts) > 1 or max(self.expected) > 1:
+            self.expected = [max(count, 1) for count in self.counts]
         if not (self.is_learned and self.learned):
             counts = zip(self.counts, came, strict=True)
             self.learned = tuple(max(count, int(has_come)) for count, has_come in counts)

@@ -122,23 +122,23 @@ class BucketList:
         """The buckets that lie in memory of their own."""
         return [bucket for bucket in self.all if isinstance(bucket, Bucket)]
 
-    def find_came(self, counts: Sequence[int], by_count: set[int]) -> list[bool]:
-        """For each parameter, whether its gradient has come in this backward.
+    def find_missing(self, counts: Sequence[int], by_count: set[int]) -> set[int]:
+        """The parameters whose gradient has not come in this backward.
 
         Args:
             counts: how often the hook of each one has run.
             by_count: those whose hook alone can tell.
         """
-        came = [count > 0 for count in counts]
-        for index in self.unsent:
-            came[index] = self._parameters[index].grad is not None
+        missing = {one for one in self.unsent if self._parameters[one].grad is None}
         for bucket in self.all:
-            if False in bucket.is_hooked:
-                missing = {*bucket.find_missing()} if bucket.work is None else ()
-                for slot, index in enumerate(bucket.indices):
-                    if not bucket.is_hooked[slot] and index not in by_count:
-                        came[index] = slot not in missing
-        return came
+            if bucket.num_pending:
+                for index, is_hooked in zip(bucket.indices, bucket.is_hooked, strict=True):
+                    if is_hooked and not counts[index]:
+                        missing.add(index)
+            if bucket.work is None:
+                missing.update(bucket.indices[slot] for slot in bucket.find_missing())
+        missing.update(index for index in by_count if not counts[index])
+        return missing
 
     def find_gradients(self, came: Sequence[bool], *, has_local_sums: bool) -> list[bool]:
         """For each parameter, whether this rank has a gradient to share.

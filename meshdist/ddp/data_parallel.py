@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from .buckets import bucket_caps
 from .buffers import Buffers
 from .in_backward import InBackward, marked_optimizers
 from .joined_replica import JoinedReplica, JoinMethods
+from .logging_data import DataLogger
 from .options import ReductionOptions
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
@@ -206,21 +207,28 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
             reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
         sparse = {id(parameter) for parameter in sparse_parameters(module)}
         delayed, delayed_behind = self._delayed
-        self.reducer = Reducer(
+        options = ReductionOptions(
+            caps=self._caps,
+            as_views=self.gradient_as_bucket_view,
+            finds_unused=self.find_unused_parameters,
+            is_static=self.static_graph,
+            skips_unused=self.skip_all_reduce_unused_params,
+            delayed=delayed,
+            delayed_behind=delayed_behind,
+            sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
+            dtype=reduce_dtype,
+        )
+        self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
+        self.reducer.logger = self.logger = DataLogger(
+            module,
             parameters,
-            list(trainable),
             self.process_group,
-            ReductionOptions(
-                caps=self._caps,
-                as_views=self.gradient_as_bucket_view,
-                finds_unused=self.find_unused_parameters,
-                is_static=self.static_graph,
-                skips_unused=self.skip_all_reduce_unused_params,
-                delayed=delayed,
-                delayed_behind=delayed_behind,
-                sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
-                dtype=reduce_dtype,
-            ),
+            options,
+            self.reducer.buckets,
+            device_ids=", ".join(str(device.index) for device in self.device_ids or ()),
+            output_device=-1 if self.output_device is None else self.output_device.index,
+            broadcast_buffers=int(self.forward_sync_buffers),
+            is_multi_device_module=int(self.is_multi_device_module),
         )
         self._has_begun = False
         self._optimizers: InBackward | None = None
@@ -316,6 +324,21 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
             'rank 1: an exception was raised inside backward()'
         """
         self.reducer.check()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
+
+        Args:
+            state: what the hook is given first; None stands for the group of this wrapper.
+            hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: one of
+                ``meshdist.comm_hooks``, one of torch's, or the program's own.
+
+        Raises:
+            KindError, ArgumentError: the hook does not fit, is not the first, or a backward has
+                been run.
+        """
+        self.reducer.register_hook(state, hook)
+        self.logger.note("comm_hook", getattr(hook, "__qualname__", type(hook).__qualname__))
 
     @leave_untraced
     def _begin_forward(self) -> None:
@@ -415,6 +438,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
             "process_group",
             "device_mesh",
             "reducer",
+            "logger",
             "_buffers_of_model",
             "_cast",
             "_optimizers",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -19,6 +21,7 @@ __all__ = ["Bucket", "Pending"]
 _AT_ONCE_BYTES = 64 * 1024
 
 _grad_of = attrgetter("grad")
+_version_of = attrgetter("_version")
 
 
 class Pending(Protocol):
@@ -79,9 +82,16 @@ class Bucket:
     ) -> None:
         first = parameters[indices[0]]
         dtype = dtype or first.dtype
+        self.streams = streams_for(first.device)
         sizes = {index: parameters[index].numel() * dtype.itemsize for index in indices}
         large = [index for index in indices if sizes[index] >= _AT_ONCE_BYTES]
         small = [index for index in indices if sizes[index] < _AT_ONCE_BYTES]
+        # When the last small one comes, the others are looked for.
+        is_seen = {
+            index: hooked is not None and self.streams is None and index not in hooked
+            for index in small[:-1]
+        }
+        small.sort(key=lambda index: not is_seen.get(index, False))
         self.indices = (*large, *small)
         self.members = [parameters[index] for index in self.indices]
         self.is_trailing = is_trailing
@@ -95,7 +105,6 @@ class Bucket:
             for part, member in zip(self.flat.split(counts), self.members, strict=True)
         ]
         self.at_once = [True] * len(large) + [False] * len(small)
-        self.streams = streams_for(self.sent.device)
         self.as_views = as_views and dtype == first.dtype
         self.work: Pending | None = None
         self._scale = scale
@@ -108,11 +117,8 @@ class Bucket:
             view.is_contiguous() for view in self._small_views
         )
         self._is_1d = all(view.dim() == 1 for view in self._small_views)
-        every = hooked is None or self.streams is not None
-        wanted = {*self.indices} if every else {*large, *(hooked or ())}
-        if small:
-            wanted.add(small[-1])  # when it comes, the others are looked for
-        self._hook(wanted)
+        self._num_large = len(large)
+        self._hook_from(len(large) + sum(is_seen.values()))
         self._kept: list[tuple[torch.Tensor | None, int]] | None = None
         self._knows_begin = False
         self._moved_versions: list[int] | None = None
@@ -120,16 +126,15 @@ class Bucket:
 
     def hook_all(self) -> None:
         """Expect a hook on every parameter; call it between backwards."""
-        self._hook({*self.indices})
+        self._hook_from(self._num_large)
         self.reset()
 
-    def _hook(self, wanted: Collection[int]) -> None:
-        self.is_hooked = [index in wanted for index in self.indices]
-        self._seen = [
-            slot - len(self.indices)
-            for slot, is_hooked in enumerate(self.is_hooked)
-            if not is_hooked
-        ]
+    def _hook_from(self, slot: int) -> None:
+        """Expect a hook on large ones, and on small ones from ``slot`` on."""
+        num_seen = slot - self._num_large
+        self.is_hooked = [not self._num_large <= place < slot for place in range(len(self.indices))]
+        self._seen = self._small[:num_seen]
+        self._seen_views = self._small_views[:num_seen]
 
     def reset(self) -> None:
         """Be ready for the next backward."""
@@ -147,10 +152,8 @@ class Bucket:
         """Remember the gradients that are there already."""
         self._knows_begin = True
         self._kept = None
-        if not self._seen:
-            return
-        grads = [self._small[place].grad for place in self._seen]
-        if {*map(type, grads)} != {type(None)}:
+        grads = list(map(_grad_of, self._seen))
+        if not {*map(type, grads)} <= {type(None)}:
             self._kept = [(grad, -1 if grad is None else grad._version) for grad in grads]
 
     def find_missing(self) -> list[int]:
@@ -158,21 +161,18 @@ class Bucket:
 
         Where it is not known what was there when the backward began, what has a gradient counts.
         """
-        if not self._seen:
-            return []
-        offset = len(self.indices)
-        grads = [self._small[place].grad for place in self._seen]
+        return self._missing(list(map(_grad_of, self._seen)))
+
+    def _missing(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         if self._kept is None:
             if type(None) not in {*map(type, grads)}:
                 return []
-            return [
-                offset + place
-                for place, grad in zip(self._seen, grads, strict=True)
-                if grad is None
-            ]
+            return [slot for slot, grad in enumerate(grads, self._num_large) if grad is None]
         return [
-            offset + place
-            for place, grad, (kept, version) in zip(self._seen, grads, self._kept, strict=True)
+            slot
+            for slot, (grad, (kept, version)) in enumerate(
+                zip(grads, self._kept, strict=True), self._num_large
+            )
             if grad is None or (grad is kept and grad._version == version)
         ]
 
@@ -183,15 +183,12 @@ class Bucket:
         versions = self._versions()
         if versions == self._moved_versions:
             return []
-        offset = len(self.indices)
-        pairs = zip(self._seen, self._moved_versions, versions, strict=True)
-        return [offset + place for place, before, now in pairs if before != now]
+        pairs = zip(self._moved_versions, versions, strict=True)
+        return [slot for slot, (before, now) in enumerate(pairs, self._num_large) if before != now]
 
     def _versions(self) -> list[int]:
-        return [
-            -1 if (grad := self._small[place].grad) is None else grad._version
-            for place in self._seen
-        ]
+        grads = self._seen_views if self.as_views else map(_grad_of, self._seen)
+        return list(map(_version_of, grads))
 
     # -- moving in --------------------------------------------------------------------------------
 
@@ -204,9 +201,10 @@ class Bucket:
 
     def move_in_early(self) -> bool:
         """Copy the small gradients into their views if all have come; return whether they have."""
-        if not self._knows_begin or self.find_missing():
+        grads = list(map(_grad_of, self._small))
+        if not self._knows_begin or self._missing(grads[: len(self._seen)]):
             return False
-        self.move_in_small()
+        self._take_small(grads)
         if self._seen:
             self._moved_versions = self._versions()
         return True
@@ -233,8 +231,10 @@ class Bucket:
 
     def move_in_small(self) -> None:
         """Copy the small gradients into their views by few calls; zeros where there is none."""
+        self._take_small(list(map(_grad_of, self._small)))
+
+    def _take_small(self, grads: Sequence[torch.Tensor | None]) -> None:
         members, views = self._small, self._small_views
-        grads = list(map(_grad_of, members))
         try:
             if (
                 self._is_row_major
@@ -242,21 +242,21 @@ class Bucket:
                 and type(None) not in {*map(type, grads)}
                 and not any(map(is_, grads, views))
             ):
-                parts = grads if self._is_1d else [grad.reshape(-1) for grad in grads]
+                found = cast("list[torch.Tensor]", grads)
+                parts = found if self._is_1d else [grad.reshape(-1) for grad in found]
                 torch.cat(parts, out=self._small_flat)
             else:
                 members, views, grads = self._apart(members, views, grads)
                 if grads:
                     torch._foreach_copy_(views, grads)
         except RuntimeError:  # checked only now, since checking costs as much as copying
-            for member, grad in zip(members, grads, strict=True):
-                self._refuse_sparse(member, grad)
+            for member in members:
+                self._refuse_sparse(member, member.grad)
             raise
         if self._scale is not None:
             self._small_flat.mul_(self._scale)
         if self.as_views:
-            for member, view in zip(members, views, strict=True):
-                member.grad = view
+            deque(map(setattr, members, repeat("grad"), views), maxlen=0)
 
     def move_in_rest(self) -> None:
         """Copy all gradients that lie elsewhere; zeros where there is none."""
@@ -316,7 +316,7 @@ class Bucket:
             if pairs:
                 torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
-    def _refuse_sparse(self, member: torch.Tensor, grad: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
+    def _refuse_sparse(self, member: torch.Tensor, grad: torch.Tensor | None) -> None:
+        if grad is not None and grad.layout is not torch.strided:
             place = next(place for place, one in enumerate(self.members) if one is member)
             raise self._reports.sparse(self.indices[place], grad.layout)

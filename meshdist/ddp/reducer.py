@@ -41,7 +41,10 @@ from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
+from .comm_hooks.bucket import GradBucket
+from .comm_hooks.registered import RegisteredHook
 from .flat_bucket import Pending
+from .logging_data import DataLogger, Timing, notes_errors
 from .options import ReductionOptions
 from .reports import Reports
 from .settling import Ending, Settling
@@ -74,6 +77,7 @@ class Reducer:
         arrivals: what is expected of the next backward.
         awaited: futures that the end of the next backward waits for.
         when_averaged: is called with the parameters of each bucket whose gradients are averages.
+        logger: is told of iterations and errors, if there is one.
         source: the member whose buffers and order of buckets the others take.
         calls_inside: a context for the calls of one backward.
     """
@@ -105,8 +109,10 @@ class Reducer:
         self._has_ended = False  # a backward, since the last check
         self._failure: Exception | None = None
         self._behind_work: Pending | None = None  # where those numbers do not ride with a bucket
-        self.hook: Any = None
+        self.hook: RegisteredHook | None = None
         self.awaited: list[Any] = []
+        self.logger: DataLogger | None = None
+        self._timing: Timing | None = None  # in a sampled iteration
         self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
         self.source = 0
         self._share = 1.0  # by which averages over all members are multiplied
@@ -116,6 +122,7 @@ class Reducer:
 
     # -- before and after the module's forward ----------------------------------------------------
 
+    @notes_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
         """Finish what the last backward left open, and lay the buckets anew where that is due.
 
@@ -139,12 +146,15 @@ class Reducer:
             self._has_local_sums = True
             return
         self._has_begun = True
+        if self.logger is not None:
+            self._timing = self.logger.iteration_begins(self.buckets)
         is_settled = self.arrivals.is_learned and not self._settling.must_rebuild
         if not is_settled and is_capturing(self._list.behind.device):
             raise self._reports.captured_early()  # the graph would keep buckets that go
         if self._settling.must_rebuild:
             self._rebuild()
 
+    @notes_errors
     def check(self) -> None:
         """Raise what the next forward would raise of the last backward, on every rank.
 
@@ -172,6 +182,8 @@ class Reducer:
             if self._is_synchronised:
                 self._enter(is_beginning=True)
 
+        if self._timing is not None:
+            self._timing.mark("forward_end")
         can_tell = False
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
@@ -189,6 +201,7 @@ class Reducer:
         if self._is_open or self._task is not None:
             raise self._reports.unfinished()
 
+    @notes_errors
     def change_options(self, **changes: Any) -> None:
         """Change options before the first backward.
 
@@ -211,6 +224,26 @@ class Reducer:
         self._has_begun = self._has_ended = False
         self._lay()
 
+    @notes_errors
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let a communication hook average the buckets from now on.
+
+        Raises:
+            KindError, ArgumentError: the hook does not fit, is not the first, or comes too late.
+        """
+        if self._options.dtype is not None or self.when_averaged is not None:
+            is_stepping = self.when_averaged is not None
+            raise self._reports.hook_beside(
+                "an optimizer in the backward" if is_stepping else "mixed_precision"
+            )
+        if self.hook is not None:
+            raise self._reports.hook_again(self.hook.name)
+        if self._is_open or self._has_ended or self.arrivals.is_learned:
+            raise self._reports.hook_late()
+        self.hook = RegisteredHook(state, hook, self._group)
+        self._settling.stays = True
+        self._lay()
+
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         for handle in self._handles:
@@ -227,7 +260,7 @@ class Reducer:
         with torch.no_grad():
             # Where the wire divides afterwards, gradients are scaled as they are copied.
             channel = self._group.open_channel(self.parameters[0].device.type)
-            averages = channel.communicator.averages_at_once
+            averages = channel.communicator.averages_at_once or self.hook is not None
             scale = None if averages else 1.0 / self._group.size()
             self._op = ReduceOp.AVG if averages else ReduceOp.SUM
             self._list.lay(self.arrivals, self._options, self._group, scale)
@@ -327,6 +360,8 @@ class Reducer:
             raise self._reports.overlapping()
         self._settling.read()  # where no forward came since the last backward
         self._task = task
+        if self._timing is not None:
+            self._timing.backward_begins()
         self._has_graph = torch.is_grad_enabled()
         self.arrivals.backward_begins()
         self._late.clear()
@@ -335,6 +370,7 @@ class Reducer:
                 bucket.backward_begins()
         Variable._execution_engine.queue_callback(self._finish)
 
+    @notes_errors
     def _open(self) -> None:
         """The first gradient of a backward has come."""
         if self._task is None:
@@ -356,11 +392,25 @@ class Reducer:
                 self._start(bucket)
 
     def _start(self, bucket: AnyBucket) -> None:
-        if isinstance(bucket, SparseBucket):
+        if self._timing is not None and not self._next:
+            self._timing.mark("comm_begin")
+        if self.hook is not None:
+            bucket.work = self._start_hook(self.hook, bucket)
+        elif isinstance(bucket, SparseBucket):
             bucket.work = bucket.reduction()
         else:
             bucket.work = self._average(bucket.sent)
         self._next += 1
+
+    def _start_hook(self, hook: RegisteredHook, bucket: AnyBucket) -> Pending:
+        is_last = bucket is self.buckets[-1]
+        args = bucket.members, bucket.views, self._next, is_last, self._group
+        try:
+            with self.calls_inside():
+                return hook.start(GradBucket(bucket.flat, *args))
+        except Exception as failure:  # after which verbs of the hook's, no other rank knows
+            self._failure = failure
+            raise
 
     def _average(self, sent: torch.Tensor) -> Pending:
         with self.calls_inside():
@@ -368,10 +418,16 @@ class Reducer:
         assert work is not None
         return work
 
+    @notes_errors
     @torch.no_grad()
     def _finish(self) -> None:
         """The backward has ended: fill in what did not come, and wait for every bucket."""
-        came = self._list.find_came(self.arrivals.counts, self.arrivals.by_count)
+        if self._timing is not None:
+            self._timing.mark("backward_end")
+        missing = self._list.find_missing(self.arrivals.counts, self.arrivals.by_count)
+        came = [True] * len(self.parameters)
+        for index in missing:
+            came[index] = False
         if not self._is_open and True in came:
             self._open()
         self._task = None
@@ -380,6 +436,8 @@ class Reducer:
         unexpected = self._find_unexpected(came)
         ending = self._settling.backward_ends(came, unexpected)
         self.arrivals.backward_ends(came)
+        if self.logger is not None and (self._timing is not None or ending is not Ending.WHOLE):
+            self.logger.gradients_came(came, self.arrivals, self._list.order, len(self.buckets))
         for bucket in self.buckets[self._next :]:
             bucket.await_streams()
             bucket.move_in_rest()
@@ -416,7 +474,7 @@ class Reducer:
             self._settling.write(self._list.behind, ending, has_gradient)
         for bucket in rest:
             self._start(bucket)
-        if rest and not self._list.rides:
+        if rest and (self.hook is not None or not self._list.rides):
             self._behind_work = self._average(self._list.behind)
 
     def end_last(self) -> None:
@@ -502,11 +560,13 @@ class Reducer:
         try:
             for bucket in self.buckets:
                 assert bucket.work is not None
-                with self.calls_inside():  # of a sparse bucket
+                with self.calls_inside():  # of a sparse bucket, or a hook's callbacks
                     bucket.work.wait()
             if self._behind_work is not None:
                 self._behind_work.wait()
                 self._behind_work = None
+            if self._timing is not None:
+                self._timing.mark("comm_end")
         except Exception as failure:
             self._failure = failure
             raise
@@ -517,7 +577,7 @@ class Reducer:
         self._settling.note(self._list.behind, ending)
         is_used = self._settling.find_used(is_complete=is_complete)
         for bucket in self.buckets:
-            if self._share != 1.0:
+            if self._share != 1.0 and self.hook is None:
                 bucket.scale_average(self._share)
             bucket.hand_out(is_used, is_complete=is_complete)
             bucket.reset()

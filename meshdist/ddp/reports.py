@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..error_text import first_line, grouped_text, ranks_text
-from ..errors import GradientError
+from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup
 
 __all__ = ["Reports"]
@@ -159,6 +159,36 @@ class Reports:
             expected="dense gradients",
             found=f"layout {str(layout).removeprefix('torch.')}",
             fix="make the embedding with sparse=False",
+        )
+
+    def hook_again(self, name: str) -> ArgumentError:
+        """A second communication hook was registered."""
+        return ArgumentError(
+            "a communication hook is registered already",
+            where=self._where,
+            expected="register_comm_hook at most once for each wrapper",
+            found=f"hook {name}",
+            fix="call both in one hook, or wrap the model anew",
+        )
+
+    def hook_beside(self, other: str) -> ArgumentError:
+        """A communication hook was registered where something else reduces or steps."""
+        return ArgumentError(
+            f"a communication hook cannot be used with {other}",
+            where=self._where,
+            expected=f"a hook, or {other}",
+            fix="cast the buckets in the hook: md.comm_hooks.bf16_compress_hook"
+            if other == "mixed_precision"
+            else "step outside of the backward",
+        )
+
+    def hook_late(self) -> ArgumentError:
+        """A communication hook was registered after a backward."""
+        return ArgumentError(
+            "a communication hook was registered after the first backward",
+            where=self._where,
+            expected="register_comm_hook before gradients are first averaged",
+            fix="register it right after the model is wrapped",
         )
 
     def stopped(self, failure: Exception) -> GradientError:

@@ -10,6 +10,7 @@ from ..collectives.list_verbs import all_gather
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from .flat_bucket import Pending
 
 __all__ = ["SparseBucket"]
 
@@ -36,7 +37,6 @@ class SparseBucket:
     as_views = False
     streams = None
     taken = frozenset[int]()
-    views = (None,)
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class SparseBucket:
     ) -> None:
         self.indices = (index,)
         self.members = [parameters[index]]
+        self.views = [self.members[0].detach()]  # gradients never lie there
         self.device = parameters[index].device
         self.is_trailing = False
         self._group = group
@@ -56,10 +57,13 @@ class SparseBucket:
 
     def reset(self) -> None:
         """Be ready for the next backward."""
-        self.work: object | None = None
+        self.work: Pending | None = None
         self.num_pending = 1
         self.must_wait = self.is_trailing
         self._mine = self.average = None
+
+    def hook_all(self) -> None:
+        """Its parameter has a hook."""
 
     def backward_begins(self) -> None:
         """Its hook tells when it has come."""
@@ -92,6 +96,23 @@ class SparseBucket:
         """Send nothing of what is here."""
         self._mine = None
 
+    @property
+    def flat(self) -> torch.Tensor:
+        """What a communication hook is given, and writes its average into."""
+        if self.average is None:
+            self.average = self._rows() if self._mine is None else self._mine.detach().clone()
+        return self.average
+
+    def _rows(self) -> torch.Tensor:
+        """No rows at all."""
+        member = self.members[0]
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64, device=self.device),
+            member.detach().new_empty(0, *member.shape[1:]),
+            member.shape,
+            check_invariants=False,
+        ).coalesce()
+
     def reduction(self) -> _SparseReduction:
         """What averages the gradient when it is waited for."""
         return _SparseReduction(self)
@@ -116,12 +137,7 @@ class SparseBucket:
             self.average = mine
             return
         if rows is None:
-            rows = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64, device=self.device),
-                member.detach().new_empty(0, *member.shape[1:]),
-                member.shape,
-                check_invariants=False,
-            ).coalesce()
+            rows = self._rows()
         # Indices are gathered along their last dim, values along their first.
         indices = [rows.indices().new_empty(rows.sparse_dim(), size) for size in sizes]
         values = [rows.values().new_empty(size, *rows.values().shape[1:]) for size in sizes]
@@ -141,7 +157,8 @@ class SparseBucket:
 
     def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
         """Let ``.grad`` be the average."""
-        if self.average is not None:
+        index = self.indices[0]
+        if self.average is not None and (is_complete or is_used is None or is_used[index]):
             self.members[0].grad = self.average
 
 

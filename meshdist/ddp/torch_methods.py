@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import GradientError
 from ..groups.process_group import resolve_group
 from .in_backward import InBackward
+from .logging_data import DataLogger
 from .wrapping import ignored_names
 
 __all__ = ["TorchMethods"]
@@ -23,6 +24,7 @@ class TorchMethods:
     process_group: Any
     module: Any
     reducer: Any
+    logger: DataLogger
     static_graph: bool
     find_unused_parameters: bool
     _buffers_of_model: Any
@@ -46,6 +48,7 @@ class TorchMethods:
             )
         self.static_graph = True
         self.reducer.change_options(is_static=True)
+        self.logger.note("static_graph", 1)
 
     def _register_buffer_comm_hook(
         self,
@@ -132,6 +135,7 @@ class TorchMethods:
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
             self.process_group.connect(device)
         self.reducer.change_group(self.process_group)
+        self.logger.use_group(self.process_group, self.reducer.buckets)
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward has not ended, as one that was interrupted."""
@@ -143,3 +147,27 @@ class TorchMethods:
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are the module's own, never copies: whatever ``val``, nothing changes."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about this wrapper, and the times of its last sampled iteration, by torch's names.
+
+        docs/debugging.md lists the fields.
+
+        Example:
+            >>> import meshdist as md, torch
+            >>> def program():
+            ...     model = md.DDP(torch.nn.Linear(3, 1))
+            ...     return model._get_ddp_logging_data()["total_parameter_size_bytes"]
+            >>> md.simulate(program, 2)
+            [16, 16]
+        """
+        return self.logger.data()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Measure iterations whose number it divides, and the first ten; 100 by default.
+
+        Raises:
+            ArgumentError: ``sample_rate`` is below 1.
+            KindError: it is no whole number.
+        """
+        self.logger.set_sample_rate(sample_rate)

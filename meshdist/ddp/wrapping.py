@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> froz
 def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The weights of embeddings that make sparse gradients."""
     return [
-        child.weight
+        cast("nn.Parameter", child.weight)
         for child in module.modules()
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
     ]

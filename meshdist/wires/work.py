@@ -16,6 +16,7 @@ from ..checking.nesting import is_nested, run_unnested
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.timeouts import check_timeout
+from .deferral import find_deferral
 from .failures import WireFailure, WireTimeout
 from .futures import WorkFuture, get_watcher
 from .operations import Operation
@@ -156,8 +157,9 @@ class Work:
         """A torch Future of the result's tensors; ``then`` chains callbacks.
 
         It is completed when the verb is done, also where nothing waits for it: callbacks run in the
-        thread that finds it done, on a simulated rank after one of its waits or at its end. On NCCL
-        it is torch's own: complete at once, with callbacks on streams that come after the verb.
+        thread that finds it done, on a simulated rank after one of its waits or at its end. Those
+        of a communication hook run where the reducer waits for its bucket. On NCCL the future is
+        torch's own: complete at once, with callbacks on streams that come after the verb.
 
         Raises:
             BackendError: this is a send or a receive.
@@ -177,7 +179,10 @@ class Work:
                 self.is_completed,
                 *self._ordering_of_waits(),
             )
-        if is_new:
+        deferral = find_deferral()
+        if is_new and deferral is not None:
+            deferral.add(future)
+        elif is_new:
             self._start_deadline()
             if self._done:
                 self._complete()

@@ -67,6 +67,9 @@ class PinnedMemory:
 
         self.accelerator.enqueued.append(copy)
 
+    def tolist(self) -> list[float]:
+        return self.values.tolist()
+
     def __getitem__(self, part: slice) -> torch.Tensor:
         return self.values[part]
 

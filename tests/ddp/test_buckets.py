@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.ddp.buckets import Item, assign_buckets, bucket_caps, dense_stride, items_of
+from meshdist.ddp.buckets import (
+    Item,
+    assign_buckets,
+    bucket_caps,
+    dense_stride,
+    items_of,
+    lay_out,
+)
 from meshdist.errors import ArgumentError, KindError
 
 items_and_orders = st.lists(
@@ -72,8 +79,28 @@ def test_buckets_come_in_the_order_in_which_they_are_complete(
 
 def test_default_caps_are_1_and_25_mib_and_a_given_cap_holds_for_the_first_too() -> None:
     assert bucket_caps(None) == (1 << 20, 25 << 20)
-    assert bucket_caps(2.5) == (5 << 19, 5 << 19)
-    assert bucket_caps(1e-9) == (1, 1)
+    assert bucket_caps(2.5) == (5 << 19,)
+    assert bucket_caps(1e-9) == (1,)
+
+
+def test_a_list_of_caps_overrides_the_single_one_and_an_empty_list_is_none() -> None:
+    assert bucket_caps(7, [1, 0.5]) == (1 << 20, 1 << 19)
+    assert bucket_caps(None, (3,)) == (3 << 20,)
+    assert bucket_caps(2, []) == (2 << 20,)
+    assert bucket_caps(None, []) == (1 << 20, 25 << 20)
+
+
+@given(items_and_orders, st.lists(caps, min_size=1, max_size=4))
+def test_each_bucket_of_a_kind_has_its_cap_and_the_last_one_repeats(
+    case: tuple[list[Item], list[int]], several: list[int]
+) -> None:
+    items, order = case
+    buckets = assign_buckets(items, order, several)
+    for kind in {kind for _, kind in items}:
+        chain = [bucket for bucket in buckets if items[bucket[0]][1] == kind]
+        for place, bucket in enumerate(chain):
+            limit = several[min(place, len(several) - 1)]
+            assert len(bucket) == 1 or sum(items[i][0] for i in bucket) <= limit
 
 
 @pytest.mark.parametrize(
@@ -83,21 +110,76 @@ def test_default_caps_are_1_and_25_mib_and_a_given_cap_holds_for_the_first_too()
         (-1.5, ArgumentError, "bucket_cap_mb is -1.5"),
         (float("inf"), ArgumentError, "bucket_cap_mb is inf"),
         (float("nan"), ArgumentError, "bucket_cap_mb is nan"),
+        ([0.1, 0], ArgumentError, "bucket_cap_mb_list[1] is 0\n  expected: a number of MiB"),
+        ([True], KindError, "bucket_cap_mb_list[0] is of type bool"),
+        ({25}, KindError, "bucket_cap_mb_list is of type set\n  expected: a list of numbers"),
         ("25", KindError, "bucket_cap_mb is of type str\n  expected: a number of MiB, or None"),
         (True, KindError, "bucket_cap_mb is of type bool"),
     ],
 )
 def test_bad_caps_are_refused(cap: object, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as error:
-        bucket_caps(cap)  # type: ignore[arg-type]
+        bucket_caps(*([None, cap] if isinstance(cap, (list, set)) else [cap]))  # type: ignore[arg-type]
     assert text in str(error.value)
 
 
 def test_an_item_tells_size_dtype_and_device() -> None:
-    items = items_of([torch.zeros(2, 3), torch.zeros(5, dtype=torch.complex128)])
-    assert [num_bytes for num_bytes, _ in items] == [24, 80]
-    assert items[0][1] == (torch.float32, torch.device("cpu"))
-    assert items[0][1] != items[1][1]
+    items = items_of([torch.zeros(2, 3), torch.zeros(5, dtype=torch.complex128), torch.ones(1)])
+    assert [num_bytes for num_bytes, _ in items] == [24, 80, 4]
+    assert items[0][1] == items[2][1] != items[1][1]
+
+
+def test_gradients_that_are_sent_in_one_dtype_are_of_one_kind() -> None:
+    items = items_of([torch.zeros(6), torch.zeros(5, dtype=torch.float64)], torch.bfloat16)
+    assert [num_bytes for num_bytes, _ in items] == [12, 10]
+    assert items[0][1] == items[1][1]
+
+
+def test_a_sparse_gradient_travels_alone() -> None:
+    items = items_of([torch.zeros(2)] * 4, sparse={1, 2})
+    assert assign_buckets(items, [3, 2, 1, 0], (1 << 20,)) == ((2,), (1,), (3, 0))
+
+
+# -- what is sent when ----------------------------------------------------------------------------
+
+layouts = items_and_orders.flatmap(
+    lambda case: st.tuples(
+        st.just(case),
+        st.sets(st.sampled_from(case[1]) if case[1] else st.nothing()),
+        st.sets(st.sampled_from(case[1]) if case[1] else st.nothing()),
+        st.sampled_from(case[1]) if case[1] else st.none(),
+    )
+)
+
+
+@given(layouts, caps)
+def test_all_lie_in_one_bucket_each_and_trailing_ones_in_buckets_of_their_own_at_the_end(
+    case: tuple[tuple[list[Item], list[int]], set[int], set[int], int | None], cap: int
+) -> None:
+    (items, order), trailing, delayed, behind = case
+    laid = lay_out(items, order, (cap,), trailing=trailing, delayed=delayed, delayed_behind=behind)
+    assert sorted(i for bucket in laid for i in bucket.indices) == list(range(len(items)))
+    assert [bucket.is_trailing for bucket in laid] == sorted(b.is_trailing for b in laid)
+    for bucket in laid:
+        assert bucket.is_trailing == (set(bucket.indices) <= trailing - delayed)
+        assert len({items[i][1] for i in bucket.indices}) == 1
+
+
+@given(layouts)
+def test_delayed_ones_go_together_behind_the_bucket_that_they_wait_for(
+    case: tuple[tuple[list[Item], list[int]], set[int], set[int], int | None],
+) -> None:
+    (items, order), trailing, delayed, behind = case
+    laid = lay_out(items, order, (1,), trailing=trailing, delayed=delayed, delayed_behind=behind)
+    early = [bucket.indices for bucket in laid if not bucket.is_trailing]
+    is_delayed = [set(bucket) <= delayed for bucket in early]
+    kinds = {items[i][1] for i in delayed}
+    assert sum(is_delayed) == len(kinds)  # whatever the cap
+    if delayed:
+        first = is_delayed.index(True)
+        assert all(is_delayed[first : first + len(kinds)])
+        waits_early = behind not in trailing | delayed
+        assert first == (early.index((behind,)) + 1 if waits_early else len(early) - len(kinds))
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.randoms(use_true_random=False), st.booleans())

@@ -1,4 +1,4 @@
-"""How sums of flags are read: at once from the host's memory, later from an accelerator's."""
+"""How numbers behind the last bucket are read: at once on the host, later on an accelerator."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from meshdist.ddp import flags
-from meshdist.ddp.flags import DeferredReader, ImmediateReader, reader_for
+from meshdist.ddp.flags import DeferredReader, FlagReader, ImmediateReader, reader_for
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 
 DTYPES = [torch.float32, torch.float16, torch.complex64]
 COPIED = ["copy, non_blocking=True", "record on stream of cpu"]
+
+
+def taken(reader: FlagReader) -> list[float] | None:
+    found = reader.take()
+    return None if found is None else found[:].tolist()
 
 
 def deferred(accelerator: Accelerator) -> DeferredReader:
@@ -20,26 +25,26 @@ def deferred(accelerator: Accelerator) -> DeferredReader:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_on_the_host_are_read_at_once_and_once(dtype: torch.dtype) -> None:
+def test_numbers_on_the_host_are_read_at_once_and_once(dtype: torch.dtype) -> None:
     reader = reader_for(CPU, 3)
     assert isinstance(reader, ImmediateReader) and not reader.is_deferred
-    assert reader.take() is None
+    assert taken(reader) is None
     assert reader.note(torch.tensor([2, 0, 1], dtype=dtype))
-    assert [reader.take(), reader.take()] == [[2.0, 0.0, 1.0], None]
+    assert [taken(reader), taken(reader)] == [[2.0, 0.0, 1.0], None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_elsewhere_are_copied_behind_the_work_and_awaited_where_they_are_read(
+def test_numbers_elsewhere_are_copied_behind_the_work_and_awaited_where_they_are_read(
     dtype: torch.dtype,
 ) -> None:
     accelerator = Accelerator()
     reader = deferred(accelerator)
-    assert reader.is_deferred and reader.take() is None
+    assert reader.is_deferred and taken(reader) is None
     sums = torch.zeros(3, dtype=dtype)
     accelerator.enqueued.append(lambda: sums.add_(2))  # an all-reduce
     assert reader.note(sums)
     assert accelerator.told == COPIED and sums.real.tolist() == [0.0] * 3
-    assert [reader.take(), reader.take()] == [[2.0] * 3, None]
+    assert [taken(reader), taken(reader)] == [[2.0] * 3, None]
     assert accelerator.told == [*COPIED, "synchronize"]
 
 
@@ -51,10 +56,10 @@ def test_while_a_graph_is_captured_nothing_is_copied_or_awaited(
     assert reader.note(torch.ones(3))
     with monkeypatch.context() as patch:
         patch.setattr(flags, "is_capturing", lambda _: True)
-        assert reader.take() is None
+        assert taken(reader) is None
         assert not reader.note(torch.zeros(3))
     assert accelerator.told == COPIED
-    assert reader.take() == [1.0] * 3  # what came before the capture is read behind it
+    assert taken(reader) == [1.0] * 3  # what came before the capture is read behind it
 
 
 def test_the_reader_of_an_accelerator_has_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +78,7 @@ def test_the_reader_of_an_accelerator_has_pinned_memory(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.float64])
-def test_sums_on_a_gpu_are_read_without_a_wait_before(dtype: torch.dtype) -> None:
+def test_numbers_on_a_gpu_are_read_without_a_wait_before(dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     reader = reader_for(device, 3)
     sums = torch.zeros(3, dtype=dtype, device=device)
@@ -84,4 +89,4 @@ def test_sums_on_a_gpu_are_read_without_a_wait_before(dtype: torch.dtype) -> Non
         sums.zero_()  # of the next backward, behind the copy
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [reader.take(), reader.take()] == [[2.0] * 3, None]
+    assert [taken(reader), taken(reader)] == [[2.0] * 3, None]

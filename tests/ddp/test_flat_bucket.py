@@ -1,8 +1,8 @@
-"""One bucket: where gradients lie, how they move in and how averages are handed out."""
+"""One bucket: where gradients lie, which have come, how they move in and averages come out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,69 +14,283 @@ from meshdist.ddp import flat_bucket
 from meshdist.ddp.flat_bucket import Bucket
 from meshdist.ddp.reports import Reports
 
-
-def allocate(like: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=like.dtype)
+LARGE = 40_000  # moves in at once
 
 
-def bucket_of(parameters: list[Parameter], indices: tuple[int, ...], **changes: Any) -> Bucket:
-    options: dict[str, Any] = {"num_flags": 0, "scale": 0.5, "as_views": True, "reports": None}
-    return Bucket(indices, parameters, **{"allocate": allocate, **options, **changes})
+def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
 
 
-def test_views_lie_one_after_the_other_and_flags_behind_them() -> None:
-    parameters = [Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (200, 200))]
-    bucket = bucket_of(parameters, (2, 0), num_flags=3)
+def bucket_of(parameters: list[Parameter], indices: Sequence[int], **changes: Any) -> Bucket:
+    options: dict[str, Any] = {
+        "is_trailing": False,
+        "num_behind": 0,
+        "allocate": allocate,
+        "dtype": None,
+        "scale": None,
+        "as_views": True,
+        "hooked": (),
+        "reports": None,
+    }
+    return Bucket(indices, parameters, **{**options, **changes})
+
+
+def zeros(*sizes: int | tuple[int, ...], dtype: torch.dtype | None = None) -> list[Parameter]:
+    return [Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def test_views_lie_one_after_the_other_large_ones_first_and_numbers_behind_them() -> None:
+    parameters = zeros((2, 3), 4, (200, 200))
+    bucket = bucket_of(parameters, (0, 2), num_behind=3)
+    assert bucket.indices == (2, 0) and bucket.members[0] is parameters[2]
     assert [view.shape for view in bucket.views] == [(200, 200), (2, 3)]
     bucket.sent.copy_(torch.arange(bucket.sent.numel()))
     assert bucket.views[1].tolist() == [[40000, 40001, 40002], [40003, 40004, 40005]]
-    assert bucket.flags.tolist() == [40006, 40007, 40008]
+    assert bucket.behind.tolist() == [40006, 40007, 40008]
     assert bucket.at_once == [True, False]
-    assert [(parameter is parameters[0]) for parameter, _ in bucket.later] == [True]
+
+
+def test_views_have_the_strides_of_parameters_and_version_counters_of_their_own() -> None:
+    parameters = [Parameter(torch.zeros(2, 3).t()), *zeros(2)]
+    first, second = bucket_of(parameters, (0, 1)).views
+    assert first.stride() == (1, 3)
+    before = second._version
+    first.add_(1)
+    assert second._version == before
+
+
+# -- which have come ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hooked", "expected"),
+    [((), [True, False, False, True]), ((2,), [True, False, True, True]), (None, [True] * 4)],
+)
+def test_hooks_are_on_large_ones_the_last_small_one_and_those_that_need_them(
+    hooked: Any, expected: list[bool]
+) -> None:
+    parameters = zeros(1, 2, 3, LARGE)
+    bucket = bucket_of(parameters, (1, 3, 2, 0), hooked=hooked)
+    assert bucket.indices == (3, 1, 2, 0)
+    assert bucket.is_hooked == expected
+    assert bucket.num_pending == sum(expected)
+    bucket.hook_all()
+    assert bucket.is_hooked == [True] * 4 and bucket.num_pending == 4
+    assert bucket_of(zeros(LARGE), (0,)).is_hooked == [True]
+
+
+def test_on_an_accelerator_every_gradient_has_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: object())
+    assert bucket_of(zeros(1, 2), (0, 1)).is_hooked == [True, True]
+
+
+def kept(view: torch.Tensor) -> torch.Tensor:
+    return view
+
+
+def apart(view: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(view)
+
+
+@pytest.mark.parametrize("before", [None, kept, apart])
+def test_a_gradient_has_come_that_is_there_or_another_tensor_or_another_version(
+    before: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> None:
+    parameters = zeros(2, 2, 2)
+    bucket = bucket_of(parameters, (0, 1, 2))
+    for parameter, view in zip(parameters, bucket.views, strict=True):
+        parameter.grad = None if before is None else before(view)
+    bucket.backward_begins()
+    assert bucket.find_missing() == [0, 1]
+    assert not bucket.move_in_early()
+    parameters[1].grad = torch.ones(2)  # another tensor
+    assert bucket.find_missing() == [0]
+    if before is None:
+        parameters[0].grad = torch.ones(2)
+    else:
+        parameters[0].grad.add_(1)  # type: ignore[union-attr]  # another version
+    assert bucket.find_missing() == []
+    assert bucket.move_in_early()
+    assert bucket.flat.tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_where_the_beginning_was_not_seen_nothing_goes_early() -> None:
+    parameters = zeros(2, 2)
+    bucket = bucket_of(parameters, (0, 1))
+    assert bucket.find_missing() == [0]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    assert bucket.find_missing() == []  # at the end, what has a gradient counts
+    assert not bucket.move_in_early()
+    bucket.backward_begins()
+    bucket.reset()
+    assert not bucket.move_in_early()  # every backward begins anew
+
+
+def test_gradients_that_grow_after_they_have_moved_in_are_found() -> None:
+    parameters = zeros(2, 2, 2)
+    bucket = bucket_of(parameters, (0, 1, 2))
+    bucket.backward_begins()
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    assert bucket.find_late() == []
+    assert bucket.move_in_early()
+    assert bucket.find_late() == []
+    parameters[1].grad.add_(1)
+    assert bucket.find_late() == [1]
+    bucket.reset()
+    assert bucket.find_late() == []
+
+
+# -- moving in ------------------------------------------------------------------------------------
+
+
+def fill(parameters: list[Parameter], bucket: Bucket) -> None:
+    """One gradient that is new, one that lies in the bucket if it can, and one that is missing."""
+    bucket.flat.fill_(6.0)
+    fresh, inside, _ = parameters
+    fresh.grad = torch.arange(1.0, 1 + fresh.numel(), dtype=fresh.dtype).view(fresh.shape)
+    inside.grad = bucket.views[1].to(inside.dtype)
 
 
 @pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("size", [2, 40_000])  # one that moves in later, one that does at once
-def test_gradients_move_in_scaled(size: int, as_views: bool) -> None:
-    fresh, kept, missing = parameters = [Parameter(torch.zeros(size)) for _ in range(3)]
+@pytest.mark.parametrize("size", [2, LARGE])
+def test_gradients_move_in(size: int, as_views: bool) -> None:
+    fresh, _, missing = parameters = zeros(size, size, size)
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
-    bucket.flat.fill_(6.0)
-    fresh.grad, kept.grad = torch.full((size,), 4.0), bucket.views[1]
-    for slot, goes_at_once in enumerate(bucket.at_once):
-        if goes_at_once:
-            bucket.move_in(slot)
-    bucket.move_in_later_ones()
-    assert [view.unique().tolist() for view in bucket.views] == [[2.0], [3.0], [0.0]]
+    fill(parameters, bucket)
+    bucket.move_in_rest()
+    assert bucket.views[0].tolist() == list(range(1, 1 + size))
+    assert [view.unique().tolist() for view in bucket.views[1:]] == [[6.0], [0.0]]
     assert (fresh.grad is bucket.views[0]) == as_views
     assert missing.grad is None
 
 
-@pytest.mark.parametrize("size", [2, 40_000])
-def test_a_sparse_gradient_is_refused_by_name(size: int) -> None:
-    def program() -> str:
-        parameters = [Parameter(torch.zeros(size)) for _ in range(2)]
-        reports = Reports(["left", "right"], md.group.WORLD)
-        bucket = bucket_of(parameters, (1, 0), reports=reports)
-        parameters[1].grad = torch.zeros(size).to_sparse()
-        with pytest.raises(md.errors.GradientError) as error:
-            bucket.move_in(0) if bucket.at_once[0] else bucket.move_in_later_ones()
-        return str(error.value).splitlines()[0]
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("size", [2, LARGE])
+def test_gradients_move_in_scaled_once(
+    size: int, as_views: bool, dtype: torch.dtype | None
+) -> None:
+    fresh, _, missing = parameters = zeros(size, size, size)
+    bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views, dtype=dtype, scale=0.5)
+    fill(parameters, bucket)
+    assert fresh.grad is not None
+    fresh.grad.fill_(4.0)
+    for slot in [slot for slot, goes_at_once in enumerate(bucket.at_once) if goes_at_once][:1]:
+        bucket.move_in(slot)
+    assert bucket.taken == ({0} if size == LARGE else set())
+    bucket.move_in_rest()
+    assert [view.unique().tolist() for view in bucket.views] == [[2.0], [3.0], [0.0]]
+    assert (fresh.grad is bucket.views[0]) == (as_views and dtype is None)
+    assert missing.grad is None
+    bucket.reset()
+    assert not bucket.taken
 
-    assert md.simulate(program, 1) == ["right (index 1) has a sparse gradient"]
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_small_gradients_that_are_all_new_move_by_one_call(
+    shape: tuple[int, ...], as_views: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    cat = torch.cat
+
+    def counting(parts: list[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+        calls.append(len(parts))
+        return cat(parts, **kwargs)
+
+    monkeypatch.setattr(torch, "cat", counting)
+    parameters = zeros(shape, shape, shape)
+    bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views, num_behind=2)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full(shape, float(number)).t()
+    bucket.move_in_small()
+    assert calls == [3]
+    assert bucket.flat.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+    assert all((p.grad is v) == as_views for p, v in zip(parameters, bucket.views, strict=True))
+
+
+def test_gradients_of_channels_last_parameters_move_in_element_by_element() -> None:
+    (weight,) = parameters = [
+        Parameter(torch.zeros(2, 2, 2, 2).to(memory_format=torch.channels_last))
+    ]
+    bucket = bucket_of(parameters, (0,))
+    expected = torch.arange(16.0).view(2, 2, 2, 2)
+    weight.grad = expected.clone()
+    bucket.move_in_small()
+    assert torch.equal(weight.grad, expected) and weight.grad.stride() == weight.stride()
+
+
+def test_gradients_may_be_sent_in_another_dtype_and_then_stay_apart() -> None:
+    parameters = zeros(2, LARGE)
+    bucket = bucket_of(parameters, (0, 1), dtype=torch.bfloat16)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1.5)
+    bucket.move_in_rest()
+    assert bucket.sent.dtype is torch.bfloat16 and bucket.sent.unique().tolist() == [1.5]
+    bucket.flat.fill_(2.5)
+    bucket.hand_out(None, is_complete=True)
+    for parameter in parameters:
+        assert parameter.grad is not None and parameter.grad.dtype is torch.float32
+        assert parameter.grad.unique().tolist() == [2.5]
+    parameters[0].grad = None
+    bucket.hand_out([True, True], is_complete=False)
+    assert parameters[0].grad is not None and parameters[0].grad.dtype is torch.float32
+
+
+def test_what_is_not_sent_counts_as_zeros() -> None:
+    bucket = bucket_of(zeros(2, 3), (0, 1), num_behind=1)
+    bucket.sent.fill_(3.0)
+    bucket.clear()
+    assert bucket.sent.tolist() == [0.0] * 5 + [3.0]
+
+
+@pytest.mark.parametrize("others", ["missing", "dense"])
+@pytest.mark.parametrize("size", [2, LARGE])
+def test_a_sparse_gradient_is_refused_by_name(size: int, others: str) -> None:
+    def program() -> str:
+        parameters = zeros(size, size)
+        bucket = bucket_of(parameters, (1, 0), reports=Reports(["left", "right"], md.group.WORLD))
+        parameters[1].grad = torch.zeros(size).to_sparse()
+        if others == "dense":
+            parameters[0].grad = torch.zeros(size)
+        with pytest.raises(md.errors.GradientError) as error:
+            bucket.move_in_rest()
+        return str(error.value)
+
+    (text,) = md.simulate(program, 1)
+    assert text == (
+        "right (index 1) has a sparse gradient\n"
+        "  where:    rank 0, in the world\n"
+        "  expected: dense gradients\n"
+        "  found:    layout sparse_coo\n"
+        "  fix:      make the embedding with sparse=False"
+    )
+
+
+# -- handing out ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_views", [True, False])
 def test_averages_are_handed_out(as_views: bool) -> None:
-    lacking, held, unused = parameters = [Parameter(torch.zeros(2)) for _ in range(3)]
+    lacking, held, unused = parameters = zeros(2, 2, 2)
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
     held.grad = bucket.views[1] if as_views else torch.zeros(2)
     bucket.flat.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0]))
-    bucket.num_pending = 0
-    bucket.hand_out(is_complete=False)
+    bucket.hand_out([True, True, False], is_complete=False)
     assert lacking.grad is not None
     assert (lacking.grad.tolist(), held.grad.tolist(), unused.grad) == ([1, 2], [3, 4], None)
     assert (lacking.grad is bucket.views[0]) == as_views
-    assert bucket.num_pending == 3
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_a_gradient_that_no_rank_had_keeps_its_value(as_views: bool) -> None:
+    (parameter,) = parameters = zeros(2)
+    bucket = bucket_of(parameters, (0,), as_views=as_views)
+    parameter.grad = torch.full((2,), 5.0)
+    bucket.hand_out([False], is_complete=False)
+    assert parameter.grad.tolist() == [5.0, 5.0]
 
 
 def test_averages_are_handed_out_without_a_look_at_what_lies_elsewhere(
@@ -84,23 +298,23 @@ def test_averages_are_handed_out_without_a_look_at_what_lies_elsewhere(
 ) -> None:
     monkeypatch.setattr(flat_bucket, "streams_for", lambda _: object())
     (lacking,) = parameters = [Parameter(torch.zeros(2, device="meta"))]
-    bucket = bucket_of(parameters, (0,), allocate=torch.Tensor.new_empty)
-    bucket.hand_out(is_complete=False)  # to look at a meta tensor is an error
+    bucket = bucket_of(parameters, (0,))
+    bucket.hand_out(None, is_complete=False)  # to look at a meta tensor is an error
     assert lacking.grad is bucket.views[0]
 
 
 def test_small_gradients_are_kept_for_the_stream_that_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[torch.Tensor] = []
+    awaited: list[torch.Tensor] = []
 
     class Streams:
         def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
-            kept.extend(gradients)
+            awaited.extend(gradients)
 
     monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
-    parameters = [Parameter(torch.zeros(size)) for size in (2, 40_000, 2)]
+    parameters = zeros(2, LARGE, 2)
     for parameter in parameters[:2]:
         parameter.grad = torch.ones_like(parameter)
     bucket_of(parameters, (0, 1, 2)).await_streams()
-    assert [grad is parameters[0].grad for grad in kept] == [True]
+    assert [grad is parameters[0].grad for grad in awaited] == [True]

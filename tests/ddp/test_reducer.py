@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import endings, flat_bucket, reducer
+from meshdist.ddp import flat_bucket, reducer, settling
 from meshdist.ddp.flags import FlagReader
+from meshdist.ddp.options import ReductionOptions
 from meshdist.ddp.reducer import Reducer, tensors_in
+from meshdist.ddp.settling import Ending
 from meshdist.errors import BackendError, GradientError
 
-ONE_EACH = {"caps": (1, 1)}
-ALL_IN_ONE = {"caps": (1 << 30, 1 << 30)}
+ONE_EACH = (1,)
+ALL_IN_ONE = (1 << 30,)
+NUM_FLAGS = len(Ending)
 
 
 class Scaled(torch.autograd.Function):
@@ -48,16 +51,26 @@ class Chain(nn.Module):
         return x
 
 
-def reducer_of(module: nn.Module, caps: dict[str, Any], **options: Any) -> Reducer:
+def reducer_of(module: nn.Module, caps: tuple[int, ...], **options: Any) -> Reducer:
     named = dict(module.named_parameters())
-    return Reducer(list(named.values()), list(named), md.group.WORLD, **caps, **options)
+    return Reducer(
+        list(named.values()), list(named), md.group.WORLD, ReductionOptions(caps, **options)
+    )
 
 
-def step(module: nn.Module, mine: Reducer, x: torch.Tensor) -> None:
+def forward(module: nn.Module, mine: Reducer, x: torch.Tensor) -> torch.Tensor:
     mine.before_forward()
     out = module(x)
     mine.after_forward(out, module)
-    out.sum().backward()
+    return out
+
+
+def step(module: nn.Module, mine: Reducer, x: torch.Tensor) -> None:
+    forward(module, mine, x).sum().backward()
+
+
+def gradients_of(module: nn.Module) -> list[float | None]:
+    return [None if p.grad is None else p.grad.item() for p in module.parameters()]
 
 
 @pytest.fixture
@@ -84,47 +97,96 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_buckets_reduction_starts_while_the_backward_goes_on(events: list[str]) -> None:
-    def program() -> list[float]:
+    def program() -> list[Any]:
         module = Chain([0, 1, 2], events if md.get_rank() == 0 else [])
-        step(module, reducer_of(module, ONE_EACH), torch.ones(1) + md.get_rank())
-        return [p.grad.item() for p in module.parameters()]
+        mine = reducer_of(module, ONE_EACH)
+        seen = []
+        for _ in range(2):
+            module.zero_grad()
+            step(module, mine, torch.ones(1) + md.get_rank())
+            seen.append(gradients_of(module))
+        return seen
 
-    assert md.simulate(program, 2) == [[6.0, 6.0, 6.0]] * 2
+    assert md.simulate(program, 2) == [[[6.0, 6.0, 6.0]] * 2] * 2
+    last = f"start of {1 + NUM_FLAGS + 3}"
     assert events == [
+        *("backward of 2", "backward of 1", "backward of 0"),  # the first backward is watched
+        *("start of 1", "start of 1", last, "wait", "wait", "wait"),
         *("backward of 2", "start of 1", "backward of 1", "start of 1"),
-        *("backward of 0", "start of 5", "wait", "wait", "wait"),
+        *("backward of 0", last, "wait", "wait", "wait"),
     ]
 
 
 def test_buckets_start_strictly_in_order_whatever_comes_first(events: list[str]) -> None:
     def program() -> list[tuple[int, ...]]:
-        module = Chain([2, 1, 0], events if md.get_rank() == 0 else [])  # against expectation
+        module = Chain([0, 1, 2], events if md.get_rank() == 0 else [])
         mine = reducer_of(module, ONE_EACH)
+        step(module, mine, torch.ones(1))
+        events.clear()
+        module.order = [2, 1, 0]  # against expectation
         step(module, mine, torch.ones(1))
         return [bucket.indices for bucket in mine.buckets]
 
     assert md.simulate(program, 2) == [[(2,), (1,), (0,)]] * 2
     assert events == [
         *("backward of 0", "backward of 1", "backward of 2"),
-        *("start of 1", "start of 1", "start of 5", "wait", "wait", "wait"),
+        *("start of 1", "start of 1", f"start of {1 + NUM_FLAGS + 3}", "wait", "wait", "wait"),
     ]
 
 
-def test_buckets_are_rebuilt_once_in_the_order_of_rank_0(events: list[str]) -> None:
+def test_buckets_are_rebuilt_once_in_the_order_of_rank_0() -> None:
     def program() -> list[Any]:
         order = [2, 0, 1] if md.get_rank() == 0 else [0, 1, 2]
         module = Chain(order, [])
         mine = reducer_of(module, ONE_EACH)
-        seen: list[Any] = [mine.arrivals is None]
+        seen: list[Any] = []
         for _ in range(3):
-            for p in module.parameters():
-                p.grad = None
+            module.zero_grad()
             step(module, mine, torch.ones(1) + md.get_rank())
             seen.append([bucket.indices for bucket in mine.buckets])
-        return [*seen, mine.arrivals is None, [p.grad.item() for p in module.parameters()]]
+        return [*seen, gradients_of(module)]
 
     made, rebuilt = [(2,), (1,), (0,)], [(1,), (0,), (2,)]
-    assert md.simulate(program, 3) == [[False, made, rebuilt, rebuilt, True, [8.0, 8.0, 8.0]]] * 3
+    assert md.simulate(program, 3) == [[made, rebuilt, rebuilt, [8.0, 8.0, 8.0]]] * 3
+
+
+def test_small_gradients_without_a_hook_are_found_when_the_last_one_comes(
+    events: list[str],
+) -> None:
+    def program() -> list[Any]:
+        module = Chain([3, 0, 1, 2], events if md.get_rank() == 0 else [])
+        mine = reducer_of(module, (12, 4))
+        for number in range(3):
+            module.zero_grad(set_to_none=number != 2)
+            events.clear()
+            step(module, mine, torch.ones(1))
+        return [[bucket.indices, bucket.is_hooked] for bucket in mine.buckets]
+
+    assert md.simulate(program, 2) == [[[(2, 1, 0), [False, False, True]], [(3,), [True]]]] * 2
+    assert events == [
+        *("backward of 2", "backward of 1", "backward of 0", "start of 3"),
+        *("backward of 3", f"start of {1 + NUM_FLAGS + 4}", "wait", "wait"),
+    ]
+
+
+def test_a_bucket_whose_hooked_gradient_comes_before_the_others_waits_for_the_end(
+    events: list[str],
+) -> None:
+    def program() -> list[float | None]:
+        module = Chain([3, 0, 1, 2], events if md.get_rank() == 0 else [])
+        mine = reducer_of(module, (12, 4))
+        step(module, mine, torch.ones(1))
+        module.zero_grad()
+        events.clear()
+        module.order = [3, 2, 1, 0]
+        step(module, mine, torch.ones(1) + md.get_rank())
+        return gradients_of(module)
+
+    assert md.simulate(program, 2) == [[12.0] * 4] * 2
+    assert events == [
+        *("backward of 0", "backward of 1", "backward of 2", "backward of 3"),
+        *("start of 3", f"start of {1 + NUM_FLAGS + 4}", "wait", "wait"),
+    ]
 
 
 def test_gradients_keep_their_values_and_become_views_when_buckets_are_rebuilt() -> None:
@@ -230,14 +292,21 @@ def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
 
     def program() -> None:
         module = Chain([1, 0], [])
-        mine = reducer_of(module, ALL_IN_ONE)
+        mine = reducer_of(module, ONE_EACH)
+        step(module, mine, torch.ones(1))
+        module.zero_grad()
         step(module, mine, torch.ones(1))
         module.weights[0].sum().backward()  # the other one is lacking
 
     md.simulate(program, 1)
+    last = f"start of {1 + NUM_FLAGS + 2}"
     assert events == [
-        *("note", "note", "await, to read 2", "start of 6", "wait"),
-        *("note", "await, to read 0", "start of 6", "wait"),  # both lie in the bucket already
+        *("note", "note", "await, to read 1", "await, to read 1"),
+        *("start of 1", last, "wait", "wait"),
+        *("note", "await, to read 1", "start of 1"),
+        *("note", "await, to read 1", last, "wait", "wait"),
+        *("note", *["await, to read 0"] * 3, "start of 1"),  # it lies in the bucket already
+        *(last, "wait", "wait"),
     ]
 
 
@@ -269,28 +338,32 @@ def test_what_an_interrupted_backward_left_is_awaited_before_it_is_zeroed(
     md.simulate(program, 1)
 
 
-def test_flags_are_expected_where_the_last_bucket_lies_when_buckets_are_rebuilt(
+def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    placed: list[torch.Tensor] = []
-    reader_for = endings.reader_for
+    asked: list[tuple[torch.device, int]] = []
+    noted: list[torch.Tensor] = []
+    reader_for = settling.reader_for
 
-    def telling(device: torch.device, num_flags: int) -> FlagReader:
-        placed.append(mine.buckets[-1].flags if mine else torch.empty(0))
-        assert device == placed[-1].device
-        return reader_for(device, num_flags)
+    def telling(device: torch.device, count: int) -> FlagReader:
+        asked.append((device, count))
+        reader = reader_for(device, count)
+        note = reader.note
+        monkeypatch.setattr(reader, "note", lambda reduced: noted.append(reduced) or note(reduced))
+        return reader
 
     def program() -> None:
-        nonlocal mine
         module = Chain([1, 0], [])
         mine = reducer_of(module, ALL_IN_ONE)
         for _ in range(3):
             step(module, mine, torch.ones(1))
+            last = mine.buckets[-1]
+            assert isinstance(last, flat_bucket.Bucket) and noted[-1] is last.behind
 
-    mine: Reducer | None = None
-    monkeypatch.setattr(endings, "reader_for", telling)
+    monkeypatch.setattr(settling, "reader_for", telling)
     md.simulate(program, 1)
-    assert len(placed) == 2 and mine is not None and placed[1] is mine.buckets[-1].flags
+    assert asked == [(torch.device("cpu"), NUM_FLAGS + 2)] * 2 and len(noted) == 3
+    assert noted[0] is not noted[1]
 
 
 def test_no_graph_is_captured_before_the_buckets_are_rebuilt(

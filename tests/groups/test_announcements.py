@@ -58,9 +58,7 @@ def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
     )
     call = Announcement.of_call("all_reduce", x, md.ReduceOp.SUM)
     assert not call.is_same_call(Announcement.of_call("all_reduce", x, md.ReduceOp.AVG))
-    assert not call.is_same_call(
-        Announcement.of_call("all_reduce", torch.ones(4), md.ReduceOp.SUM)
-    )
+    assert not call.is_same_call(Announcement.of_call("all_reduce", torch.ones(4), md.ReduceOp.SUM))
     assert not call.is_same_call(
         Announcement.of_call("all_reduce", x, md.ReduceOp.SUM, owner="0:backward")
     )

@@ -199,6 +199,42 @@ def test_a_method_meets_the_verb_of_the_same_meaning(wire: str, pool: Pool) -> N
     assert run(wire, pool, program) == [[twos, ones, ones, ones], [twos, twos, ones, ones]]
 
 
+@ON_ALL_WIRES
+def test_torchs_own_verbs_take_a_group_of_ours(wire: str, pool: Pool) -> None:
+    """As hooks written for torch call them; there is no world of torch's."""
+
+    def program() -> list[Any]:
+        group = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).get_group("dp")
+        rank = md.get_rank()
+        found: list[Any] = [dist.is_initialized(), dist.get_world_size(group)]
+
+        def mine() -> torch.Tensor:
+            return torch.tensor([1.0, 2.0]) * (rank + 1)
+
+        def two() -> list[torch.Tensor]:
+            return [torch.empty(2), torch.empty(2)]
+
+        own = {"group": group, "async_op": True}
+        for work in (
+            dist.all_reduce(mine(), **own),
+            dist.all_reduce(mine(), op=dist.ReduceOp.MAX, **own),
+            dist.all_gather(two(), mine(), **own),
+            dist.broadcast(mine(), group_src=1, **own),
+            dist.reduce_scatter(torch.empty(2), [mine(), mine() + 1], **own),
+        ):
+            future = work.get_future()
+            assert isinstance(future, torch.futures.Future)
+            found.append(future.then(lambda done: [x.tolist() for x in done.value()]).wait())
+        x = mine()
+        dist.all_reduce(x, group=group)
+        return [*found, x.tolist()]
+
+    one, two, three = [1.0, 2.0], [2.0, 4.0], [3.0, 6.0]
+    for rank, found in enumerate(run(wire, pool, program)):
+        expected = [[three], [two], [one, two], [two], [[3.0 + 2 * rank, 6.0 + 2 * rank]]]
+        assert found == [False, 2, *expected, three]
+
+
 def test_torchs_options_say_how_long_to_wait_and_whether_to() -> None:
     def program() -> tuple[str, bool]:
         group = md.group.WORLD

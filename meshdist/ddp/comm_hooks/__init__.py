@@ -1,0 +1,40 @@
+"""Communication hooks under torch's names, and the states of those that have one.
+
+``PowerSGDState``, ``PostLocalSGDState``, ``powerSGD_hook``, ``DDPCommHookType`` and
+``register_ddp_comm_hook`` are torch's own.
+"""
+
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+from .bucket import GradBucket
+from .halves import (
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from .local_sgd import post_localSGD_hook
+from .power_sgd import batched_powerSGD_hook
+from .quantizing import quantization_perchannel_hook, quantization_pertensor_hook
+from .reducing import allreduce_hook, noop_hook
+from .states import PostLocalSGDState, PowerSGDState
+
+__all__ = [
+    "DDPCommHookType",
+    "GradBucket",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "register_ddp_comm_hook",
+]

@@ -1,0 +1,266 @@
+"""A hook that a wrapper calls for each bucket, checked at its registration and its answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import GradBucket as TorchBucket
+
+from ...arrays import shape_text
+from ...dtypes import dtype_name
+from ...errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    DtypeError,
+    KindError,
+    MeshdistError,
+    ShapeError,
+)
+from ...groups.process_group import ProcessGroup
+from ...runtime.deadlines import Deadline, wait_until
+from ...wires.deferral import Deferral
+from ...wires.simulated.scheduler import find_rank_here
+from .bucket import GradBucket
+from .recognized import ours_for
+from .states import group_in_state
+
+__all__ = ["PendingBucket", "RegisteredHook", "hook_name"]
+
+_EMPTY = inspect.Parameter.empty
+_FUTURE = torch.futures.Future[torch.Tensor]
+_SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]"
+
+
+class RegisteredHook:
+    """A hook and its state, for the gradients that are averaged over one group.
+
+    Args:
+        state: what the hook is given first; None stands for ``group``.
+        hook: called with ``state`` and a ``GradBucket``; returns a Future of the averaged tensor.
+        group: over which gradients are averaged.
+
+    Raises:
+        KindError: the hook cannot be called, or not so.
+        ArgumentError: it is annotated for something else.
+    """
+
+    def __init__(self, state: Any, hook: Callable[..., Any], group: ProcessGroup) -> None:
+        _check(hook, group)
+        self.name = hook_name(hook)
+        self.group = group
+        self._hook = ours_for(hook, state)
+        self._state = group if state is None else state
+
+    def start(self, bucket: GradBucket) -> PendingBucket:
+        """Call the hook; what it returns is waited for later, in the order of the buckets.
+
+        Raises:
+            KindError: it has returned no Future. What the hook raises is raised as it is.
+        """
+        pending = PendingBucket(self, bucket)
+        pending.call(self._hook, self._state)
+        return pending
+
+    def error(
+        self, kind: type[MeshdistError], bucket: GradBucket, summary: str, **fields: str
+    ) -> MeshdistError:
+        """An error about what the hook has given for a bucket."""
+        rank = self.group.world.rank
+        where = f"rank {rank}, hook {self.name}, {bucket!r} in {self.group.group_name}"
+        return kind(f"communication hook {self.name} {summary}", where=where, **fields)
+
+
+class PendingBucket:
+    """A bucket that a hook is averaging.
+
+    Args:
+        registered: the hook.
+        bucket: the bucket that it is given.
+    """
+
+    def __init__(self, registered: RegisteredHook, bucket: GradBucket) -> None:
+        self._registered = registered
+        self._bucket = bucket
+        self._into = bucket.buffer()
+        self._deferral = Deferral()
+        self._future: Any = None
+        self._state: Any = None
+
+    def call(self, hook: Callable[..., Any], state: Any) -> None:
+        """Call the hook."""
+        self._state = state
+        with self._deferral.entered(), group_in_state(state, self._registered.group):
+            self._future = hook(state, self._bucket)
+        if not isinstance(self._future, torch._C.Future):
+            raise self._registered.error(
+                KindError,
+                self._bucket,
+                "returned no Future",
+                expected="a torch.futures.Future of the averaged tensor",
+                found=f"an object of type {type(self._future).__name__}",
+                fix="return work.get_future().then(lambda done: done.value()[0])",
+            )
+
+    def wait(self) -> bool:
+        """Return True when the averages lie in the bucket's memory.
+
+        Callbacks of the hook's futures run here, on this thread.
+
+        Raises:
+            KindError: the Future's value is no tensor.
+            ShapeError, DtypeError, ArgumentError: it is no tensor like the bucket's.
+            CollectiveTimeoutError: the Future is not completed, though the hook's verbs are done.
+            What a verb or a callback raises is raised as its future does.
+        """
+        with self._deferral.entered(), group_in_state(self._state, self._registered.group):
+            error = self._deferral.settle()
+            if not self._future.done():
+                self._await_others(error)
+            value = self._future.wait()
+        self._take(self._checked(value))
+        return True
+
+    def _await_others(self, error: Exception | None) -> None:
+        """Wait until another thread than this one, which has done its part, completes the Future.
+
+        Args:
+            error: why a verb of the hook's has failed, so that the Future may never be complete.
+        """
+        if error is not None:
+            raise error
+        timeout = self._registered.group.timeout
+        limit = timedelta(0) if find_rank_here() is not None else timeout  # there is no other
+        if wait_until(self._future.done, Deadline(limit)) is None:
+            raise self._registered.error(
+                CollectiveTimeoutError,
+                self._bucket,
+                "returned a Future that nothing has completed",
+                expected="a Future that a callback of the hook's verbs completes, or another "
+                f"thread within {timeout.total_seconds():g} s",
+                found="all verbs that the hook has started are done",
+                fix="look for a callback that raises before it calls set_result; return what "
+                "then() gives instead, which carries the error",
+            )
+
+    def _checked(self, value: Any) -> torch.Tensor:
+        """The tensor of the future's value."""
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        into = self._into
+        expected = f"{into.numel()} elements, {dtype_name(into.dtype)}, on {into.device}"
+        if not isinstance(value, torch.Tensor):
+            raise self._registered.error(
+                KindError,
+                self._bucket,
+                "gave a Future of something else than a tensor",
+                expected=f"one tensor, or a list of one: {expected}",
+                found=f"an object of type {type(value).__name__}",
+                fix="let the last callback return the averaged tensor",
+            )
+        fix = "let the last callback return bucket.buffer(), or a tensor like it"
+        fields = {"expected": expected, "fix": fix}
+        if value.numel() != into.numel() or value.layout != into.layout:
+            fields["found"] = f"shape {shape_text(value.shape)}"
+            if value.layout != into.layout:
+                fields["found"] += f", layout {str(value.layout).removeprefix('torch.')}"
+            raise self._registered.error(
+                ShapeError, self._bucket, "gave a tensor of another shape", **fields
+            )
+        if value.dtype not in (into.dtype, self._bucket.buffer().dtype):
+            fields["found"] = dtype_name(value.dtype)
+            raise self._registered.error(
+                DtypeError, self._bucket, "gave a tensor of another dtype", **fields
+            )
+        if value.device != into.device:
+            fields["found"] = str(value.device)
+            raise self._registered.error(
+                ArgumentError, self._bucket, "gave a tensor on another device", **fields
+            )
+        return value
+
+    def _take(self, value: torch.Tensor) -> None:
+        """Copy the averages to where the gradients lie, unless they lie there."""
+        into = self._into
+        if value is into:
+            return
+        if into.is_sparse:
+            into.copy_(value)
+            return
+        lies_there = value.data_ptr() == into.data_ptr() and value.dtype == into.dtype
+        if not (lies_there and value.is_contiguous()):
+            into.copy_(value.reshape(into.shape))
+
+
+def hook_name(hook: object) -> str:
+    """What messages call a hook, which may be any object that can be called."""
+    named = getattr(hook, "func", hook)  # of functools.partial
+    return str(getattr(named, "__qualname__", type(named).__name__))
+
+
+def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
+    where = f"rank {group.world.rank}"
+    if not callable(hook):
+        raise KindError(
+            f"the communication hook is of type {type(hook).__name__}",
+            where=where,
+            expected=f"a function: {_SIGNATURE}",
+            fix="pass the state first, then the hook: register_comm_hook(state, hook)",
+        )
+    signature = _find_signature(hook)
+    if signature is None:
+        return
+    name = hook_name(hook)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise KindError(
+            f"communication hook {name} does not take a state and a bucket",
+            where=where,
+            expected=_SIGNATURE,
+            found=f"{name}{signature}",
+        ) from None
+    of_bucket = [*signature.parameters.values()][1:2]
+    for parameter in of_bucket:
+        if not _is_bucket(parameter.annotation):
+            raise ArgumentError(
+                f"communication hook {name}: {parameter.name} is annotated as something else than "
+                "a GradBucket",
+                where=where,
+                expected=_SIGNATURE,
+                found=inspect.formatannotation(parameter.annotation),
+                fix="annotate it as meshdist.GradBucket or torch.distributed.GradBucket, or leave "
+                "it without",
+            )
+    if not _is_future(signature.return_annotation):
+        raise ArgumentError(
+            f"communication hook {name} is annotated to return something else than a Future of a "
+            "tensor",
+            where=where,
+            expected=_SIGNATURE,
+            found=inspect.formatannotation(signature.return_annotation),
+            fix="annotate it as torch.futures.Future[torch.Tensor], or leave it without",
+        )
+
+
+def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature; None: it has none. Annotations stay text where one names nothing."""
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except Exception:  # any, of evaluating an annotation
+        pass
+    try:
+        return inspect.signature(hook)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_bucket(annotation: Any) -> bool:
+    return isinstance(annotation, str) or annotation in (_EMPTY, Any, GradBucket, TorchBucket)
+
+
+def _is_future(annotation: Any) -> bool:
+    return isinstance(annotation, str) or annotation in (_EMPTY, Any, _FUTURE)

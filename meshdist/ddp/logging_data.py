@@ -1,0 +1,363 @@
+"""What a wrapper tells about itself: facts when it is made, times and counts in some iterations.
+
+An iteration begins with a forward whose backward is averaged. The first ten are sampled, and then
+every hundredth, or as often as the program says. In a sampled one the reducer has a ``Timing`` and
+notes on it when its parts begin and end; in the others it has None. What a sampled iteration has
+shown is told at the forward after it, when all its work is done, on a device too.
+
+Names and texts are those of torch's logging data.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..errors import ArgumentError, KindError, MeshdistError
+from ..groups.process_group import ProcessGroup
+from .arrivals import Arrivals
+from .bucket_list import AnyBucket
+from .options import ReductionOptions
+from .streams import is_capturing
+
+__all__ = ["DataLogger", "Timing", "has_sync_batch_norm", "notes_errors"]
+
+_log = logging.getLogger("meshdist.ddp")
+
+_SAMPLED_AT_FIRST = 10
+_UNSET = "N/A"
+_VARIABLES = {
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+}
+_VARIABLES_OF_WIRE = {
+    "gloo": {
+        "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+        "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+    },
+    "nccl": {
+        "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+        "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+        "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "nccl_debug": "NCCL_DEBUG",
+        "nccl_nthreads": "NCCL_NTHREADS",
+        "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+    },
+}
+_DTYPE_NAMES = {  # as C++ has them, which torch shows
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+
+# -- one sampled iteration ------------------------------------------------------------------------
+
+
+class _Mark(NamedTuple):
+    """A moment on the host, and on the device's stream where there is one."""
+
+    ns: int
+    event: Any
+
+    def ns_until(self, later: _Mark) -> int:
+        """The time from here to ``later``; waits for it on a device."""
+        if self.event is None:
+            return later.ns - self.ns
+        later.event.synchronize()
+        return int(self.event.elapsed_time(later.event) * 1_000_000)
+
+
+class Timing:
+    """When the parts of one iteration began and ended, and which gradients it brought.
+
+    Args:
+        device: of the model; its streams are timed, not the host.
+        is_timed: whether moments are noted at all.
+    """
+
+    def __init__(self, device: torch.device, *, is_timed: bool = True) -> None:
+        self._device = device
+        self._is_timed = is_timed
+        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        self._marks: dict[str, _Mark] = {}
+        self.order: list[int] = []
+        """The gradients that came, in the order in which they are known to come."""
+        self.num_buckets = 0
+        self.unused_bytes = 0
+
+    def mark(self, moment: str) -> None:
+        """Note that it is now."""
+        if not self._is_timed:
+            return
+        event = None
+        if self._accelerator is not None:
+            event = self._accelerator.Event(enable_timing=True)
+            event.record(self._accelerator.current_stream(self._device))
+        self._marks[moment] = _Mark(time.time_ns(), event)
+
+    def backward_begins(self) -> None:
+        """Note the begin of a backward; what is known of one before it is forgotten."""
+        forward = ("forward_begin", "forward_end")
+        self._marks = {name: self._marks[name] for name in forward if name in self._marks}
+        self.mark("backward_begin")
+
+    def times(self) -> dict[str, int]:
+        """How long each part took in nanoseconds; 0 for one that did not take place."""
+        return {
+            "forward_compute_time": self._ns("forward_begin", "forward_end"),
+            "backward_compute_time": self._ns("backward_begin", "backward_end"),
+            "backward_comm_time": self._ns("comm_begin", "comm_end"),
+            "backward_compute_comm_overlap_time": self._ns("comm_begin", "backward_end"),
+        }
+
+    def moments(self) -> dict[str, int]:
+        """When parts began and ended, in nanoseconds of the host's clock."""
+        fields = {
+            "forward_compute_time_start": "forward_begin",
+            "backward_compute_time_start": "backward_begin",
+            "backward_compute_time_end": "backward_end",
+            "backward_comm_time_start": "comm_begin",
+            "backward_comm_time_end": "comm_end",
+        }
+        return {
+            field: self._marks[name].ns for field, name in fields.items() if name in self._marks
+        }
+
+    def _ns(self, begin: str, end: str) -> int:
+        if begin not in self._marks or end not in self._marks:
+            return 0
+        return max(0, self._marks[begin].ns_until(self._marks[end]))
+
+
+# -- all that is told -----------------------------------------------------------------------------
+
+
+class DataLogger:
+    """The logging data of one wrapper.
+
+    Args:
+        module: the model.
+        parameters: those whose gradients are averaged.
+        group: over which.
+        options: how.
+        buckets: as they are laid now.
+        **facts: further fields.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        group: ProcessGroup,
+        options: ReductionOptions,
+        buckets: Sequence[AnyBucket],
+        **facts: str | int,
+    ) -> None:
+        self._parameters = parameters
+        self._device = parameters[0].device
+        self._is_timed = self._device.type == "cpu" or not facts["is_multi_device_module"]
+        self._rate = 100
+        self._iteration = 0
+        self._num_timed = 0
+        self._timing: Timing | None = None
+        self._is_static = True
+        self._fields: dict[str, str | int] = {
+            "module_name": type(module).__name__,
+            "iteration": 0,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+            "dtypes": ", ".join(sorted({_dtype_name(one.dtype) for one in parameters})),
+            "bucket_cap_bytes": options.caps[-1],
+            "find_unused_parameters": int(options.finds_unused),
+            "gradient_as_bucket_view": int(options.as_views),
+            "has_sync_bn": int(has_sync_batch_norm(module)),
+            **{name: os.environ.get(key, _UNSET) for name, key in _VARIABLES.items()},
+            **facts,
+        }
+        if options.is_static:
+            self._fields["static_graph"] = 1
+        self.use_group(group, buckets)
+        if get_debug_level() != DebugLevel.OFF:
+            lines = [f"{name}: {self._fields[name]}" for name in sorted(self._fields)]
+            _log.info("[rank %d]: DDP is made with\n%s", group.rank(), "\n".join(lines))
+
+    def data(self) -> dict[str, Any]:
+        """All fields, as they were last told."""
+        return dict(self._fields)
+
+    def note(self, name: str, value: str | int) -> None:
+        """Tell ``value`` as the field ``name`` from now on."""
+        self._fields[name] = value
+
+    def note_error(self, error: BaseException) -> None:
+        """Tell that the wrapper has raised."""
+        self._fields.update(has_error=1, error=str(error))
+
+    def use_group(self, group: ProcessGroup, buckets: Sequence[AnyBucket]) -> None:
+        """Tell of another group, over which these buckets are averaged."""
+        backend = group.wire_name(self._device.type)
+        variables = _VARIABLES_OF_WIRE.get(backend, {})
+        for known in _VARIABLES_OF_WIRE.values():
+            for name in known:
+                self._fields.pop(name, None)
+        self._fields.pop("gloo_num_threads", None)
+        self._fields.update(
+            rank=group.rank(),
+            world_size=group.size(),
+            backend_name=backend,
+            bucket_sizes=_sizes_text(buckets),
+            **{name: os.environ.get(key, _UNSET) for name, key in variables.items()},
+        )
+        if backend == "gloo":
+            gloo: Any = torch.distributed.ProcessGroupGloo
+            self._fields["gloo_num_threads"] = gloo._Options()._threads
+        self._laid = weakref.ref(buckets[0])
+
+    # -- iterations ---------------------------------------------------------------------------
+
+    def set_sample_rate(self, rate: int) -> None:
+        """Sample the iterations whose number ``rate`` divides, and the first ten.
+
+        Raises:
+            ArgumentError: it is below 1.
+            KindError: it is no whole number.
+        """
+        if isinstance(rate, bool) or not hasattr(rate, "__index__"):
+            raise KindError(
+                f"the sample rate {rate!r} is no whole number",
+                expected="an int of 1 or more: iterations whose number it divides are measured",
+                found=type(rate).__name__,
+                fix="pass for example 100",
+            )
+        if rate < 1:
+            raise ArgumentError(
+                f"the sample rate {rate} is below 1",
+                expected="1 or more: iterations whose number it divides are measured",
+                fix="pass 1 to measure every iteration",
+            )
+        self._rate = rate
+
+    def iteration_begins(self, buckets: Sequence[AnyBucket]) -> Timing | None:
+        """Tell what the iteration before has shown; return what to note times on, if anything.
+
+        Args:
+            buckets: as they were in the iteration before.
+        """
+        before, self._timing = self._timing, None
+        if before is not None and not is_capturing(self._device):
+            self._tell(before, buckets)
+        self._iteration += 1
+        number = self._iteration
+        if (number <= _SAMPLED_AT_FIRST or number % self._rate == 0) and not is_capturing(
+            self._device
+        ):
+            self._timing = Timing(self._device, is_timed=self._is_timed)
+            self._timing.mark("forward_begin")
+        return self._timing
+
+    def gradients_came(
+        self, came: Sequence[bool], arrivals: Arrivals, order: Sequence[int], num_buckets: int
+    ) -> None:
+        """Take what a backward has brought; called where one is sampled, or lacks gradients.
+
+        Args:
+            came: for each parameter, whether its gradient came.
+            arrivals: with the counts of this backward.
+            order: in which gradients are expected.
+            num_buckets: how many are averaged.
+        """
+        self._is_static = self._is_static and not arrivals.changes(came)
+        timing = self._timing
+        if timing is not None:
+            timing.order = [index for index in arrivals.laid_order(order) if came[index]]
+            timing.num_buckets = num_buckets
+            timing.unused_bytes = sum(
+                parameter.nbytes
+                for parameter, has_come in zip(self._parameters, came, strict=True)
+                if not has_come
+            )
+
+    def _tell(self, timing: Timing, buckets: Sequence[AnyBucket]) -> None:
+        fields = self._fields
+        fields.update(
+            iteration=self._iteration,
+            num_buckets_reduced=timing.num_buckets,
+            unused_parameter_size=timing.unused_bytes,
+            can_set_static_graph=int(self._is_static),
+        )
+        if timing.order:
+            fields["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, timing.order))
+        fields.setdefault("has_rebuilt_buckets", 0)
+        if self._laid() is not buckets[0]:
+            self._laid = weakref.ref(buckets[0])
+            fields["has_rebuilt_buckets"] = 1
+            fields["rebuilt_bucket_sizes"] = _sizes_text(buckets)
+            fields["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, bucket.indices)) for bucket in buckets
+            )
+        self._num_timed += 1
+        for name, ns in timing.times().items():
+            before = fields.get(f"avg_{name}", 0)
+            assert isinstance(before, int)
+            fields[name] = ns
+            fields[f"avg_{name}"] = before + (ns - before) // self._num_timed
+        fields.update(timing.moments())
+        if get_debug_level() == DebugLevel.DETAIL:
+            _log.info(
+                "[rank %d of %d, iteration %d]: training %s, unused_parameter_size %d; on average, "
+                "in ns: forward %d, backward %d, communication %d, overlap %d",
+                *(fields[name] for name in ("rank", "world_size", "iteration", "module_name")),
+                timing.unused_bytes,
+                *(fields[f"avg_{name}"] for name in timing.times()),
+            )
+
+
+def has_sync_batch_norm(module: torch.nn.Module) -> bool:
+    """Whether the model has torch's ``SyncBatchNorm``, ours, or one that derives from either."""
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    return any(kind.__name__ == "SyncBatchNorm" for kind in kinds)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _sizes_text(buckets: Iterable[AnyBucket]) -> str:
+    return ", ".join(str(sum(member.nbytes for member in bucket.members)) for bucket in buckets)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _HasLogger(Protocol):
+    logger: DataLogger | None
+
+
+def notes_errors(method: F) -> F:
+    """Let the errors that a method raises stand in the logging data of its object."""
+
+    @functools.wraps(method)
+    def noting(self: _HasLogger, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except MeshdistError as error:
+            if self.logger is not None:
+                self.logger.note_error(error)
+            raise
+
+    return cast(F, noting)

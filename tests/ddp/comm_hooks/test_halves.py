@@ -1,0 +1,95 @@
+"""16-bit averages: what float32 gives, rounded, whatever the size of the bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.ddp.comm_hooks import halves
+from tests.ddp.comm_hooks.test_reducing import averaged
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def gradients(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 15, 16, 17, 31, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_bits_are_those_of_a_plain_conversion(
+    name: str, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large buckets are converted in their own memory, by pieces; here a piece is 8 elements."""
+    monkeypatch.setattr(halves, "_PIECE", 8)
+    half = DTYPES[name]
+
+    def program() -> tuple[torch.Tensor, torch.Tensor]:
+        x = gradients(md.get_rank(), numel, dtype)
+        expected = x.to(half) / 3
+        md.all_reduce(expected)
+        return averaged(getattr(md.comm_hooks, f"{name}_compress_hook"), x), expected.to(dtype)
+
+    for found, expected in md.simulate(program, 3):
+        assert found.dtype is dtype and torch.equal(found, expected)
+
+
+def test_a_large_bucket_takes_no_other_memory() -> None:
+    def program() -> int:
+        x = gradients(0, 1000)
+        half = halves._shrunk(x, torch.bfloat16, 1)
+        assert half.data_ptr() == x.data_ptr() and half.dtype is torch.bfloat16
+        assert halves._grown(half, x) is x
+        return x.numel()
+
+    assert md.simulate(program, 1) == [1000]
+
+
+def test_only_what_has_room_is_converted_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "_PIECE", 8)
+    for tensor, fits in (
+        (torch.ones(9), True),
+        (torch.ones(8), False),
+        (torch.ones(9).half(), False),
+        (torch.ones(9, dtype=torch.complex64), False),
+        (torch.ones(18)[::2], False),
+        (torch.eye(9).to_sparse(), False),
+        (torch.ones(9, device="meta"), False),
+    ):
+        assert halves._fits_inside(tensor, torch.float16) is fits
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_wrapped_hook_sees_the_half_and_its_result_is_converted_back(name: str) -> None:
+    def program() -> list[Any]:
+        seen: list[Any] = []
+
+        def hook(state: Any, bucket: md.GradBucket) -> Any:
+            seen.append(bucket.buffer().dtype)
+            seen.extend(one.dtype for one in bucket.gradients())
+            work = md.all_reduce(bucket.buffer(), group=bucket.group(), async_op=True)
+            return work.get_future()  # of a list of one
+
+        wrapper = getattr(md.comm_hooks, f"{name}_compress_wrapper")
+        x = averaged(wrapper(hook), torch.tensor([1.0 + 2.0**-12, 2.0]))
+        return [seen, x.dtype, x.tolist()]
+
+    half = DTYPES[name]
+    assert md.simulate(program, 2) == [[[half] * 2, torch.float32, [2.0, 4.0]]] * 2
+
+
+def test_float16_is_divided_before_it_is_added() -> None:
+    def program() -> list[float]:
+        return averaged(md.comm_hooks.fp16_compress_hook, torch.tensor([60000.0])).tolist()
+
+    assert md.simulate(program, 4) == [[60000.0]] * 4  # the largest number is 65,504
+
+
+def test_they_have_torchs_names() -> None:
+    for name in DTYPES:
+        wrapper = getattr(md.comm_hooks, f"{name}_compress_wrapper")
+        assert wrapper(md.comm_hooks.allreduce_hook).__name__ == f"{name}_compress_wrapper_hook"
