@@ -76,11 +76,17 @@ def train(
     divides_by_all: bool,
     num_epochs: int,
     synchronize: Callable[[], None] = lambda: None,
+    hook: str = "",
 ) -> dict[str, list[float]]:
     """Some epochs of uneven batches, over two buckets; the state after the last."""
     rank = md.get_rank()
     torch.manual_seed(0)
     model = md.DDP(Net().double(), bucket_cap_mb=0.0001)
+    if hook:
+        state = None
+        if hook == "powerSGD_hook":
+            state = md.comm_hooks.PowerSGDState(None, start_powerSGD_iter=100)
+        model.register_comm_hook(state, getattr(md.comm_hooks, hook))
     for epoch in range(num_epochs):
         with model.join(divide_by_initial_world_size=divides_by_all):
             for step in range(num_steps[rank]):
@@ -130,6 +136,21 @@ def test_steps_equal_those_of_one_model_on_processes(run: Run) -> None:
     for found in run(train, 3, num_steps, False, 2):
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-9), name
+
+
+@pytest.mark.parametrize("hook", ["allreduce_hook", "powerSGD_hook"])
+def test_communication_hooks_run_on_ranks_without_data(hook: str) -> None:
+    num_steps = [0, 3, 2]
+    expected = oracle(num_steps, True, 2)
+    for found in md.simulate(train, 3, (num_steps, True, 2, lambda: None, hook)):
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-9), name
+
+
+def test_a_compressing_hook_keeps_replicas_equal() -> None:
+    arguments = ([0, 3, 2], True, 2, lambda: None, "quantization_pertensor_hook")
+    first, second, third = md.simulate(train, 3, arguments)
+    assert first == second == third
 
 
 def test_collectives_inside_the_model_are_answered() -> None:
