@@ -78,6 +78,7 @@ from .ddp.joining import (
     uneven as uneven,
 )
 from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer
+from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from .debug.pausing import breakpoint as breakpoint

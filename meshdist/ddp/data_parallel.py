@@ -282,8 +282,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
             >>> md.simulate(program, 2)
             [(1.0, 3.0), (2.0, 3.0)]
         """
-        if self._optimizers is not None:
-            self._optimizers.refuse_local_sums()
+        is_marked = not self._has_begun and marked_optimizers(self.reducer.parameters)
+        if self._optimizers is not None or is_marked:
+            InBackward.refuse_local_sums()
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:

@@ -86,13 +86,7 @@ class Bucket:
         sizes = {index: parameters[index].numel() * dtype.itemsize for index in indices}
         large = [index for index in indices if sizes[index] >= _AT_ONCE_BYTES]
         small = [index for index in indices if sizes[index] < _AT_ONCE_BYTES]
-        # When the last small one comes, the others are looked for.
-        is_seen = {
-            index: hooked is not None and self.streams is None and index not in hooked
-            for index in small[:-1]
-        }
-        small.sort(key=lambda index: not is_seen.get(index, False))
-        self.indices = (*large, *small)
+        self.indices = (*large, *small)  # equal on every rank, whatever has a hook on this one
         self.members = [parameters[index] for index in self.indices]
         self.is_trailing = is_trailing
         counts = [member.numel() for member in self.members]
@@ -118,7 +112,15 @@ class Bucket:
         )
         self._is_1d = all(view.dim() == 1 for view in self._small_views)
         self._num_large = len(large)
-        self._hook_from(len(large) + sum(is_seen.values()))
+        # When the last small one comes, the others are looked for.
+        is_looked_for = hooked is not None and self.streams is None
+        self._look_for(
+            [
+                slot
+                for slot, index in enumerate(small[:-1], len(large))
+                if is_looked_for and index not in (hooked or ())
+            ]
+        )
         self._kept: list[tuple[torch.Tensor | None, int]] | None = None
         self._knows_begin = False
         self._moved_versions: list[int] | None = None
@@ -126,15 +128,17 @@ class Bucket:
 
     def hook_all(self) -> None:
         """Expect a hook on every parameter; call it between backwards."""
-        self._hook_from(self._num_large)
+        self._look_for([])
         self.reset()
 
-    def _hook_from(self, slot: int) -> None:
-        """Expect a hook on large ones, and on small ones from ``slot`` on."""
-        num_seen = slot - self._num_large
-        self.is_hooked = [not self._num_large <= place < slot for place in range(len(self.indices))]
-        self._seen = self._small[:num_seen]
-        self._seen_views = self._small_views[:num_seen]
+    def _look_for(self, slots: Sequence[int]) -> None:
+        """Expect a hook on all but the small gradients in ``slots``."""
+        without = {*slots}
+        self.is_hooked = [slot not in without for slot in range(len(self.indices))]
+        self._seen_slots = slots
+        self._seen_places = [slot - self._num_large for slot in slots]
+        self._seen = [self.members[slot] for slot in slots]
+        self._seen_views = [self.views[slot] for slot in slots]
 
     def reset(self) -> None:
         """Be ready for the next backward."""
@@ -167,12 +171,11 @@ class Bucket:
         if self._kept is None:
             if type(None) not in {*map(type, grads)}:
                 return []
-            return [slot for slot, grad in enumerate(grads, self._num_large) if grad is None]
+            pairs = zip(self._seen_slots, grads, strict=True)
+            return [slot for slot, grad in pairs if grad is None]
         return [
             slot
-            for slot, (grad, (kept, version)) in enumerate(
-                zip(grads, self._kept, strict=True), self._num_large
-            )
+            for slot, grad, (kept, version) in zip(self._seen_slots, grads, self._kept, strict=True)
             if grad is None or (grad is kept and grad._version == version)
         ]
 
@@ -183,8 +186,8 @@ class Bucket:
         versions = self._versions()
         if versions == self._moved_versions:
             return []
-        pairs = zip(self._moved_versions, versions, strict=True)
-        return [slot for slot, (before, now) in enumerate(pairs, self._num_large) if before != now]
+        found = zip(self._seen_slots, self._moved_versions, versions, strict=True)
+        return [slot for slot, before, now in found if before != now]
 
     def _versions(self) -> list[int]:
         grads = self._seen_views if self.as_views else map(_grad_of, self._seen)
@@ -202,7 +205,8 @@ class Bucket:
     def move_in_early(self) -> bool:
         """Copy the small gradients into their views if all have come; return whether they have."""
         grads = list(map(_grad_of, self._small))
-        if not self._knows_begin or self._missing(grads[: len(self._seen)]):
+        seen = list(map(grads.__getitem__, self._seen_places))
+        if seen and (not self._knows_begin or self._missing(seen)):
             return False
         self._take_small(grads)
         if self._seen:

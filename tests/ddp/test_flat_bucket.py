@@ -64,7 +64,12 @@ def test_views_have_the_strides_of_parameters_and_version_counters_of_their_own(
 
 @pytest.mark.parametrize(
     ("hooked", "expected"),
-    [((), [True, False, False, True]), ((2,), [True, False, True, True]), (None, [True] * 4)],
+    [
+        ((), [True, False, False, True]),
+        ((2,), [True, False, True, True]),
+        ((1,), [True, True, False, True]),  # whatever has a hook here, it lies as elsewhere
+        (None, [True] * 4),
+    ],
 )
 def test_hooks_are_on_large_ones_the_last_small_one_and_those_that_need_them(
     hooked: Any, expected: list[bool]
@@ -125,6 +130,15 @@ def test_where_the_beginning_was_not_seen_nothing_goes_early() -> None:
     bucket.backward_begins()
     bucket.reset()
     assert not bucket.move_in_early()  # every backward begins anew
+
+
+def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:
+    parameters = zeros(2, LARGE)
+    bucket = bucket_of(parameters, (0, 1), hooked=None)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert bucket.move_in_early()
+    assert bucket.views[1].tolist() == [1, 1]
 
 
 def test_gradients_that_grow_after_they_have_moved_in_are_found() -> None:

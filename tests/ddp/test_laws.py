@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
@@ -163,19 +164,40 @@ def check(case: Case, **options: Any) -> None:
                     )
 
 
-@settings(max_examples=60)
-@given(cases("never"))
-def test_every_step_is_the_mean_over_the_ranks(case: Case) -> None:
+def check_never(case: Case) -> None:
     check(case)
 
 
-@settings(max_examples=120)
-@given(cases("by step"))
-def test_parameters_may_be_left_out_by_any_rank_in_any_step(case: Case) -> None:
+def check_by_step(case: Case) -> None:
     check(case, find_unused_parameters=True)
 
 
-@settings(max_examples=60)
+def check_by_rank(case: Case) -> None:
+    check(case, static_graph=True)
+
+
+LAWS = {"never": check_never, "by step": check_by_step, "by rank": check_by_rank}
+
+
+@settings(max_examples=15)
+@given(cases("never"))
+def test_every_step_is_the_mean_over_the_ranks(case: Case) -> None:
+    check_never(case)
+
+
+@settings(max_examples=25)
+@given(cases("by step"))
+def test_parameters_may_be_left_out_by_any_rank_in_any_step(case: Case) -> None:
+    check_by_step(case)
+
+
+@settings(max_examples=15)
 @given(cases("by rank"))
 def test_a_static_graph_may_leave_out_what_it_left_out_at_first(case: Case) -> None:
-    check(case, static_graph=True)
+    check_by_rank(case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("varies", [*LAWS])
+def test_the_laws_hold_for_many_models(varies: str) -> None:
+    settings(max_examples=1000)(given(cases(varies))(LAWS[varies]))()

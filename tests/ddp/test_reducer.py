@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.ddp import flat_bucket, reducer, settling
@@ -305,8 +307,8 @@ def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
         *("start of 1", last, "wait", "wait"),
         *("note", "await, to read 1", "start of 1"),
         *("note", "await, to read 1", last, "wait", "wait"),
-        *("note", *["await, to read 0"] * 3, "start of 1"),  # it lies in the bucket already
-        *(last, "wait", "wait"),
+        *("note", "await, to read 0", "start of 1"),  # it lies in the bucket already
+        *("await, to read 0", last, "wait", "wait"),
     ]
 
 
@@ -405,6 +407,396 @@ def test_many_lacking_parameters_are_counted_not_listed() -> None:
     text = md.simulate(program, 1)[0]
     assert "rank 0: 1 (index 1), 2 (index 2)" in text
     assert "20 (index 20) and 9 more\n" in text
+
+
+# -- what comes otherwise than expected -----------------------------------------------------------
+
+
+class Again(nn.Module):
+    """Uses its weights in an order; those in ``inner`` first, inside a re-entrant checkpoint."""
+
+    def __init__(self, num: int, size: int = 1) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((size,), 2.0) for _ in range(num))
+
+    def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return x * self.weights[index].sum()
+
+    def forward(self, order: list[int], inner: list[int]) -> torch.Tensor:
+        x = torch.ones(1, requires_grad=True)
+        total = x * 0
+        for index in inner:
+            total = total + checkpoint(
+                self.part, x, index, use_reentrant=True, preserve_rng_state=False
+            )
+        for index in order:
+            total = total * 1 + self.part(x, index)
+        return total.sum()
+
+
+Plan = tuple[list[int], list[int]]
+ALL: Plan = ([0, 1, 2], [])
+
+
+def steps(
+    plans: list[list[Plan]], options: dict[str, Any], size: int = 1, caps: float = 1e-6
+) -> list[Any]:
+    """By step: the error, or the gradients; ``plans`` are by step and rank."""
+    model = md.DDP(Again(3, size), bucket_cap_mb=caps, **options)
+    seen: list[Any] = []
+    for ranks in plans:
+        model.zero_grad()
+        try:
+            model(*ranks[md.get_rank()]).backward()
+        except GradientError as error:
+            assert all(p.grad is None for p in model.parameters())
+            seen.append(str(error))
+        else:
+            seen.append([None if p.grad is None else p.grad[0].item() for p in model.parameters()])
+    return seen
+
+
+UNEXPECTED = (
+    "gradients came that were not expected: those of this step are dropped\n"
+    "  where:    rank {rank}, in the world\n"
+    "  expected: the gradients that the backwards before had, each as often\n"
+    "  found:    rank 1: {found}\n"
+    "  fix:      pass find_unused_parameters=True where steps differ in the parameters they use, "
+    "and neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints be "
+    "use_reentrant=False"
+)
+EACH = [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("size", [1, 40_000])
+def test_a_gradient_that_grows_after_its_bucket_has_gone_is_an_error_on_every_rank(
+    options: dict[str, Any], size: int
+) -> None:
+    again: Plan = ([0, 1, 2], [2])
+    plans = [[ALL] * 2, [ALL] * 2, [ALL, again], [ALL] * 2, [ALL] * 2, [ALL] * 2]
+    for rank, seen in enumerate(md.simulate(steps, 2, (plans, options, size))):
+        text = UNEXPECTED.format(
+            rank=rank, found="weights.2 (index 2) got more after its bucket had been sent"
+        )
+        assert seen == [EACH, EACH, text, EACH, EACH, EACH]
+
+
+def test_a_small_one_without_a_hook_that_grows_late_is_found_by_its_version() -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Again(3), bucket_cap_mb_list=[8e-6, 4e-6])  # 2 and 1 together, then 0
+        seen: list[Any] = []
+        for number in range(5):
+            model.zero_grad()
+            loss = model(*ALL)
+            if number == 2 and md.get_rank() == 1:
+                first = model.module.weights[0].register_hook(
+                    lambda _: model.module.weights[2].grad.add_(1)
+                )
+            try:
+                loss.backward()
+            except GradientError as error:
+                first.remove() if md.get_rank() == 1 else None
+                seen.append(str(error))
+            else:
+                seen.append(gradients_of(model))
+            laid = [(bucket.indices, bucket.is_hooked) for bucket in model.reducer.buckets]
+            if number == 1:
+                assert laid == [((2, 1), [False, True]), ((0,), [True])]
+        return seen
+
+    for rank, seen in enumerate(md.simulate(program, 2)):
+        text = UNEXPECTED.format(
+            rank=rank, found="weights.2 (index 2) got more after its bucket had been sent"
+        )
+        assert seen == [EACH, EACH, text, EACH, EACH]
+
+
+def test_as_many_arrivals_as_last_time_are_waited_for() -> None:
+    again: Plan = ([0, 1, 2], [2])
+    plans = [[again] * 2, [again, ALL], [ALL] * 2, [ALL] * 2]
+    twice = [1.0, 1.0, 2.0]
+    for seen in md.simulate(steps, 2, (plans, {})):
+        assert seen == [twice, [1.0, 1.0, 1.5], EACH, EACH]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "found"),
+    [
+        (ALL, ([0, 1], []), "weights.2 (index 2) came 0 times, in the first step once"),
+        (([0, 1], []), ALL, "weights.2 (index 2) came once, in the first step 0 times"),
+        (
+            ALL,
+            ([1, 2], [0, 0]),
+            "weights.0 (index 0) came 2 times, in the first step once",
+        ),
+    ],
+)
+def test_a_static_graph_that_moved_on_one_rank_is_an_error_on_every_rank(
+    first: Plan, then: Plan, found: str
+) -> None:
+    plans = [[ALL, first], [ALL, first], [ALL, then], [ALL, first], [ALL, first]]
+    for rank, seen in enumerate(md.simulate(steps, 2, (plans, {"static_graph": True}))):
+        right = EACH if first is ALL else [1.0, 1.0, 0.5]
+        assert seen == [right, right, UNEXPECTED.format(rank=rank, found=found), right, right]
+
+
+def test_a_static_graph_may_use_a_parameter_several_times_and_others_never() -> None:
+    plan: Plan = ([2], [0, 0])
+    seen = md.simulate(steps, 2, ([[plan] * 2] * 4, {"static_graph": True}))
+    assert seen == [[[2.0, None, 1.0]] * 4] * 2
+
+
+SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+
+
+def test_what_no_rank_used_at_first_is_never_sent(events: list[str]) -> None:
+    plan: Plan = ([0, 2], [])
+    plans = [[plan] * 2] * 3
+    assert md.simulate(steps, 2, (plans, SKIPS)) == [[[1.0, None, 1.0]] * 3] * 2
+    last = f"start of {1 + NUM_FLAGS + 3}"
+    sent = [event for event in events if event != "wait"]
+    assert sent == ["start of 1", "start of 1", last, *["start of 1", last] * 2]
+
+
+def test_a_rank_that_uses_what_is_never_sent_is_an_error_on_all() -> None:
+    few: Plan = ([0, 2], [])
+    plans = [[few] * 2, [few] * 2, [few, ALL], [few] * 2, [few] * 2]
+    right = [1.0, None, 1.0]
+    found = "weights.1 (index 1) got a gradient, and is not sent: it was unused at first"
+    for rank, seen in enumerate(md.simulate(steps, 2, (plans, SKIPS))):
+        assert seen == [right, right, UNEXPECTED.format(rank=rank, found=found), right, right]
+
+
+def test_what_one_rank_used_at_first_is_sent_and_may_lack_later() -> None:
+    few: Plan = ([0, 2], [])
+    plans = [[few, ALL], [few] * 2, [ALL, few]]
+    for seen in md.simulate(steps, 2, (plans, SKIPS)):
+        assert seen == [[1.0, 0.5, 1.0], [1.0, None, 1.0], [1.0, 0.5, 1.0]]
+
+
+def test_parameters_that_a_rank_lacked_trail_and_come_back_after_16_whole_backwards() -> None:
+    few: Plan = ([0, 1], [])
+
+    def program() -> list[Any]:
+        model = md.DDP(Again(3), bucket_cap_mb=1e-6, find_unused_parameters=True)
+        laid = []
+        for number in range(22):
+            model.zero_grad()
+            is_lacking = number == 2 and md.get_rank() == 1
+            model(*(few if is_lacking else ALL)).backward()
+            assert model.module.weights[2].grad.item() == (0.5 if number == 2 else 1.0)
+            buckets = [(bucket.indices[0], bucket.is_trailing) for bucket in model.reducer.buckets]
+            if not laid or laid[-1][1] != buckets:
+                laid.append((number, buckets))
+        return laid
+
+    early = [(2, False), (1, False), (0, True)]
+    assert (
+        md.simulate(program, 2)
+        == [
+            [
+                (0, [(2, True), (1, True), (0, True)]),
+                (1, early),
+                (3, [(1, False), (0, False), (2, True)]),
+                (19, early),
+            ]
+        ]
+        * 2
+    )
+
+
+def test_where_nothing_may_be_lacking_nothing_moves() -> None:
+    few: Plan = ([0, 1], [])
+
+    def program() -> list[Any]:
+        model = md.DDP(Again(3), bucket_cap_mb=1e-6)
+        for plan in (ALL, ALL, few if md.get_rank() else ALL):
+            model.zero_grad()
+            model(*plan).backward()
+        with pytest.raises(GradientError, match=r"rank 1: weights\.2"):
+            model.check_gradients()
+        model(*ALL).backward()
+        return [bucket.indices for bucket in model.reducer.buckets]
+
+    assert md.simulate(program, 2) == [[(2,), (1,), (0,)]] * 2
+
+
+# -- models whose backward cannot be seen to begin ------------------------------------------------
+
+
+class Hidden(nn.Module):
+    """Gives no tensor: its loss waits inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((1,), 2.0) for _ in range(4))
+        self.loss = torch.zeros(())
+
+    def forward(self, scale: float, use: range) -> str:
+        self.loss = sum(self.weights[index] * scale for index in use).sum()
+        return "done"
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_model_whose_outputs_hold_no_tensor(set_to_none: bool) -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Hidden(), bucket_cap_mb=1e-5, find_unused_parameters=True)
+        seen = []
+        for number in range(4):
+            model.zero_grad(set_to_none)
+            use = range(4) if number != 2 or md.get_rank() else range(2)
+            model(1.0 + md.get_rank(), use)
+            model.module.loss.backward()
+            seen.append(gradients_of(model))
+        return seen
+
+    whole = [1.5] * 4
+    assert md.simulate(program, 2) == [[whole, whole, [1.5, 1.5, 1.0, 1.0], whole]] * 2
+
+
+def test_its_buckets_go_while_the_backward_goes_on(events: list[str]) -> None:
+    class HiddenChain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain = Chain([0, 1, 2], events if md.get_rank() == 0 else [])
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.loss = self.chain(x).sum()
+
+    def program() -> None:
+        model = md.DDP(HiddenChain(), bucket_cap_mb=1e-6)
+        for _ in range(3):
+            model.zero_grad()
+            events.clear()
+            model(torch.ones(1))
+            model.module.loss.backward()
+
+    md.simulate(program, 2)
+    assert events == [
+        *("backward of 2", "start of 1", "backward of 1", "start of 1", "backward of 0"),
+        *(f"start of {1 + NUM_FLAGS + 3}", "wait", "wait", "wait"),
+    ]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("cap", [1e-6, 25.0])
+def test_a_loss_may_use_parameters_beside_the_outputs(set_to_none: bool, cap: float) -> None:
+    def program() -> list[Any]:
+        module = Chain([0, 1, 2], [])
+        model = md.DDP(module, bucket_cap_mb=cap)
+        seen = []
+        for _ in range(4):
+            model.zero_grad(set_to_none)
+            out = model(torch.full((1,), 1.0 + md.get_rank())).sum()
+            (out + sum(w.square().sum() for w in module.weights)).backward()
+            seen.append(gradients_of(model))
+            model.zero_grad(set_to_none)
+            # beside the outputs alone
+            model(torch.ones(1))
+            sum(w.sum() * (1 + md.get_rank()) for w in module.weights).backward()
+            seen.append(gradients_of(model))
+        return seen
+
+    assert md.simulate(program, 2) == [[[10.0] * 3, [1.5] * 3] * 4] * 2
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("keeps", ["zeros", "sums"])
+def test_kept_gradients_are_seen_to_come_by_their_versions(keeps: str, as_views: bool) -> None:
+    def program() -> list[Any]:
+        model = md.DDP(
+            Again(3),
+            bucket_cap_mb_list=[8e-6, 4e-6],
+            gradient_as_bucket_view=as_views,
+            find_unused_parameters=True,
+        )
+        seen: list[Any] = []
+        for number in range(5):
+            if keeps == "zeros":
+                model.zero_grad(set_to_none=False)
+            use = [0, 1] if number == 3 and md.get_rank() == 1 else [0, 1, 2]
+            model(use, []).backward()
+            seen.append(gradients_of(model))
+        return seen
+
+    last = [1.0, 1.0, 1.0, 0.5, 1.0]
+    sums = [[n + 1.0] * 2 + [sum(last[: n + 1])] for n in range(5)]
+    expected = sums if keeps == "sums" else [[1.0, 1.0, one] for one in last]
+    assert md.simulate(program, 2) == [expected] * 2
+
+
+# -- delayed parameters ---------------------------------------------------------------------------
+
+
+def test_delayed_parameters_go_together_behind_the_one_that_they_wait_for(
+    events: list[str],
+) -> None:
+    def program() -> list[Any]:
+        module = Chain([0, 1, 2, 3, 4], events if md.get_rank() == 0 else [])
+        named = dict(module.named_parameters())
+        delayed = [(name, named[name]) for name in ("weights.3", "weights.4")]
+        model = md.DDP(
+            module,
+            bucket_cap_mb=1e-6,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=named["weights.1"],
+        )
+        seen: list[Any] = []
+        for _ in range(3):
+            model.zero_grad()
+            events.clear()
+            model(torch.ones(1) + md.get_rank()).sum().backward()
+            seen.append(gradients_of(model))
+            seen.append([bucket.indices for bucket in model.reducer.buckets])
+        return seen
+
+    grads, laid = [24.0] * 5, [(2,), (1,), (4, 3), (0,)]
+    assert md.simulate(program, 2) == [[grads, laid] * 3] * 2
+    assert events == [
+        *("backward of 4", "backward of 3", "backward of 2", "start of 1"),
+        *("backward of 1", "start of 1", "start of 2", "backward of 0"),
+        *(f"start of {1 + NUM_FLAGS + 5}", *["wait"] * 4),
+    ]
+
+
+# -- no_sync --------------------------------------------------------------------------------------
+
+
+def test_an_exception_inside_no_sync_ends_it() -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Again(3))
+        model.zero_grad()
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            model(*ALL).backward(1 / 0)
+        seen = [model.require_backward_grad_sync]
+        with model.no_sync():
+            with pytest.raises(ZeroDivisionError), model.no_sync():
+                assert 1 / 0
+            seen.append(model.require_backward_grad_sync)  # the outer one goes on
+        model.zero_grad()
+        (model(*ALL) * (1 + md.get_rank())).backward()
+        return [*seen, gradients_of(model)]
+
+    assert md.simulate(program, 2) == [[True, False, [1.5] * 3]] * 2
+
+
+def test_a_backward_that_raises_under_no_sync_concerns_its_rank_alone() -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Again(3))
+        for _ in range(3):
+            model.zero_grad()
+            with model.no_sync():
+                loss = model(*ALL)
+                if md.get_rank() == 1:
+                    loss.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError) if md.get_rank() else nullcontext():
+                    loss.backward()
+            model.zero_grad()
+            (model(*ALL) * (1 + md.get_rank())).backward()
+        return gradients_of(model)
+
+    assert md.simulate(program, 2) == [[1.5] * 3] * 2
 
 
 def test_tensors_are_found_in_nested_outputs() -> None:

@@ -1,0 +1,235 @@
+"""The methods of torch's wrapper that trainers call, each by what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import meshdist as md
+from meshdist.errors import ArgumentError, GradientError
+from tests.ddp.models import Fragile, Two
+
+
+def one_weight() -> nn.Module:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def step(model: Any, value: float) -> float:
+    model.zero_grad()
+    model(torch.full((1, 1), value)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+# -- _set_static_graph ----------------------------------------------------------------------------
+
+
+def test_a_static_graph_may_be_promised_before_the_first_backward() -> None:
+    def program() -> list[Any]:
+        model = md.DDP(Two())
+        model._set_static_graph()
+        seen: list[Any] = [model.static_graph]
+        for _ in range(3):
+            model(torch.ones(1, 1), use="left").backward()
+        return [*seen, model.module.right.weight.grad]
+
+    assert md.simulate(program, 2) == [[True, None]] * 2
+
+
+def test_a_static_graph_cannot_be_promised_later() -> None:
+    def program() -> str:
+        model = md.DDP(one_weight())
+        step(model, 1.0)
+        with pytest.raises(GradientError) as error:
+            model._set_static_graph()
+        return str(error.value)
+
+    for rank, text in enumerate(md.simulate(program, 2)):
+        assert text == (
+            "is_static was set after a backward\n"
+            f"  where:    rank {rank}, in the world\n"
+            "  expected: it set before the first backward, on every rank\n"
+            "  fix:      set it right after the model is wrapped"
+        )
+
+
+def test_a_promise_that_is_given_twice_or_beside_unused_parameters_warns() -> None:
+    def program() -> None:
+        model = md.DDP(one_weight(), static_graph=True)
+        with pytest.warns(UserWarning, match="static_graph is True already"):
+            model._set_static_graph()
+        model = md.DDP(one_weight(), find_unused_parameters=True)
+        with pytest.warns(UserWarning, match="no effect beside a static graph"):
+            model._set_static_graph()
+        assert model.static_graph
+
+    md.simulate(program, 1)
+
+
+# -- parameters and buffers that are left alone ---------------------------------------------------
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = one_weight()
+        self.own = one_weight()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(x) * self.own(x)
+
+
+def test_ignored_parameters_and_buffers_are_each_ranks_own() -> None:
+    def program() -> list[float]:
+        rank = md.get_rank()
+        module = Partly()
+        module.count.fill_(rank)
+        with torch.no_grad():
+            module.own.weight.fill_(1.0 + rank)
+        md.DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "count"])
+        model = md.DDP(module)
+        assert model.parameters_to_ignore == {"own.weight", "count"}
+        model(torch.ones(1, 1)).sum().backward()
+        grads = [module.shared.weight.grad.item(), module.own.weight.grad.item()]
+        return [*grads, module.own.weight.item(), module.count.item()]
+
+    # d/d shared = own: 1 and 2; d/d own = shared = 1
+    assert md.simulate(program, 2) == [[1.5, 1.0, 1.0, 0.0], [1.5, 1.0, 2.0, 1.0]]
+
+
+def test_torchs_wrapper_finds_the_same_names_and_ours_those_that_torchs_has_noted() -> None:
+    ours, theirs = Partly(), Partly()
+    md.DDP._set_params_and_buffers_to_ignore_for_model(ours, ["own.weight", "count"])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        theirs, ["own.weight", "count"]
+    )
+    noted = "_ddp_params_and_buffers_to_ignore"
+    assert getattr(ours, noted) == getattr(theirs, noted)
+    for module in (ours, theirs):
+        for wrapper in (md.DDP, DistributedDataParallel):
+            assert list(wrapper._get_data_parallel_params(module)) == [module.shared.weight]
+        # torch's gives the ignored ones too where names are asked for
+        ((name, parameter),) = md.DDP._get_data_parallel_params(module, named_params=True)
+        assert name == "shared.weight" and parameter is module.shared.weight
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (
+            ["own.bias", "count"],
+            "Partly has no parameter or buffer named 'own.bias'\n"
+            "  expected: names as named_parameters() and named_buffers() give them\n"
+            "  found:    1 of 2 names unknown\n"
+            "  fix:      take the names from dict(module.named_parameters())",
+        ),
+        ([".count"], "  fix:      pass 'count'"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused(names: list[str], text: str) -> None:
+    module = Partly()
+    with pytest.raises(ArgumentError) as error:
+        md.DDP._set_params_and_buffers_to_ignore_for_model(module, names)
+    assert text in str(error.value)
+    assert not hasattr(module, "_ddp_params_and_buffers_to_ignore")
+
+
+# -- the group, the end of a backward, hooks ------------------------------------------------------
+
+
+def test_another_group_averages_from_the_next_forward_on() -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = md.DDP(one_weight(), device_mesh=mesh["dp"])
+        seen = [step(model, 1.0 + md.get_rank()) for _ in range(2)]
+        model._update_process_group(mesh.get_group("tp"))
+        assert model.process_group is mesh.get_group("tp")
+        return [*seen, *(step(model, 1.0 + md.get_rank()) for _ in range(3))]
+
+    assert md.simulate(program, 4) == [
+        [2.0, 2.0, 1.5, 1.5, 1.5],
+        [3.0, 3.0, 1.5, 1.5, 1.5],
+        [2.0, 2.0, 3.5, 3.5, 3.5],
+        [3.0, 3.0, 3.5, 3.5, 3.5],
+    ]
+
+
+def test_a_backward_that_was_interrupted_has_not_ended() -> None:
+    def program() -> str:
+        model = md.DDP(Fragile())
+        model._check_reducer_finalized()
+        model(torch.ones(1, 1)).sum().backward()
+        model._check_reducer_finalized()
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(1, 1), fails=True).sum().backward()
+        with pytest.raises(GradientError) as error:
+            model._check_reducer_finalized()
+        model(torch.ones(1, 1)).sum().backward()
+        model._check_reducer_finalized()
+        return str(error.value)
+
+    for rank, text in enumerate(md.simulate(program, 2)):
+        assert text == (
+            "the last backward has not ended\n"
+            f"  where:    rank {rank}, in the world\n"
+            "  found:    it raised, or is running\n"
+            "  fix:      run the forward again, which completes it on all ranks"
+        )
+
+
+def test_without_hooks_gradients_stay_local() -> None:
+    def program() -> list[float]:
+        model = md.DDP(one_weight())
+        before = step(model, 1.0 + md.get_rank())
+        model._remove_autograd_hooks()
+        model.zero_grad()
+        model.module(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
+        return [before, model.module.weight.grad.item()]
+
+    assert md.simulate(program, 2) == [[1.5, 1.0], [1.5, 2.0]]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_outputs_are_the_modules_own_whatever_is_set(value: bool) -> None:
+    class Kept(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.out = super().forward(x)
+            return self.out
+
+    def program() -> bool:
+        model = md.DDP(Kept(1, 1))
+        model._set_ddp_sink_clone(value)
+        return model(torch.ones(1, 1)) is model.module.out
+
+    assert md.simulate(program, 1) == [True]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_set_static_graph",
+        "_register_fused_optim",
+        "_set_params_and_buffers_to_ignore_for_model",
+        "_get_data_parallel_params",
+        "_update_process_group",
+        "_check_reducer_finalized",
+        "_remove_autograd_hooks",
+        "_set_ddp_sink_clone",
+        "no_sync",
+    ],
+)
+def test_methods_take_what_torchs_take(name: str) -> None:
+    def names(method: Callable[..., Any]) -> list[str]:
+        return [*method.__code__.co_varnames[: method.__code__.co_argcount]]
+
+    ours, theirs = (getattr(one, name) for one in (md.DDP, DistributedDataParallel))
+    assert names(getattr(ours, "__wrapped__", ours)) == names(
+        getattr(theirs, "__wrapped__", theirs)
+    )
