@@ -71,6 +71,12 @@ from .ddp.averaging import (
 from .ddp.comm_hooks.bucket import GradBucket as GradBucket
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
+from .ddp.joining import (
+    Join as Join,
+    Joinable as Joinable,
+    JoinHook as JoinHook,
+    uneven as uneven,
+)
 from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
@@ -91,6 +97,7 @@ from .errors import (
     DtypeError as DtypeError,
     GradientError as GradientError,
     GroupClosedError as GroupClosedError,
+    JoinError as JoinError,
     KindError as KindError,
     LengthError as LengthError,
     MeshdistError as MeshdistError,

@@ -34,6 +34,7 @@ __all__ = [
     "DtypeError",
     "GradientError",
     "GroupClosedError",
+    "JoinError",
     "KindError",
     "LengthError",
     "MeshError",
@@ -125,6 +126,10 @@ class CollectiveTimeoutError(BackendError, TimeoutError):
 
 class AbortedError(BackendError):
     """The group was aborted, by this rank or by another."""
+
+
+class JoinError(MeshdistError, RuntimeError):
+    """A rank that has no data left, or has left its loop, cannot give what a call asks of it."""
 
 
 class NestedVerbError(MeshdistError, RuntimeError):

@@ -51,6 +51,7 @@ class Collectives {
   Status run(Job& job);
 
   const Failure& failure() const { return rounds_.failure; }
+  bool is_awaited() const { return rounds_.is_awaited(); }
   bool reads_others() const { return reads_others_; }
   Tuning tuning;
   // For measurements: keep to one kind of stores, whatever the probe finds. Set on all members, as

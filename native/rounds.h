@@ -71,6 +71,14 @@ class Rounds {
     return Status::ok;
   }
 
+  // Whether a member has published the round that this one publishes next: it has come to a call.
+  bool is_awaited() const {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (j != end_.rank && has_published(j, next_)) return true;
+    }
+    return false;
+  }
+
   // Of the last mismatch: whether the calls may differ in the order of the elements alone. All
   // members find the same.
   bool layouts_differ = false;

@@ -21,6 +21,7 @@ CAUGHT_BY = {
     "DtypeError": (ValueError, TypeError, RuntimeError),
     "GradientError": (RuntimeError,),
     "GroupClosedError": (ValueError, RuntimeError),
+    "JoinError": (RuntimeError,),
     "KindError": (TypeError, ValueError),
     "LengthError": (ValueError, RuntimeError, IndexError),
     "MeshError": (ValueError, RuntimeError),

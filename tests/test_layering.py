@@ -140,6 +140,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "verb_methods",
             "process_group",
             "group_calls",
+            "announcements",
+            "whereabouts",
+            "waits",
+            "shadowing",
         ),
         "worlds": ("initialization", "simulation", "spawned", "spawning"),
         "mesh": (
@@ -171,6 +175,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "monitored",
             "functional",
             "shared_buffers",
+            "neutral_answers",
         )
     },
     {
@@ -220,6 +225,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "in_backward",
             "buffers",
             "torch_methods",
+            "joining",
+            "joined_replica",
             "data_parallel",
             "sampler",
             "sync_batch_norm",

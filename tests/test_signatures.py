@@ -143,6 +143,8 @@ METHODS = (
     "DistributedDataParallel._set_static_graph",
     "DistributedDataParallel._update_process_group",
     "DistributedDataParallel.forward",
+    "DistributedDataParallel.join",
+    "DistributedDataParallel.join_hook",
     "DistributedDataParallel.no_sync",
     "DistributedDataParallel.register_comm_hook",
     "DistributedSampler.__init__",

@@ -151,6 +151,18 @@ class HeaderTable:
             self._find_missing()
         return self._sees_all and not self._missing
 
+    @property
+    def reaches_all_words(self) -> bool:
+        """Whether all members are on this host, so that their words are seen sooner or later."""
+        return self._sees_all
+
+    def is_awaited(self, sequence: int) -> bool:
+        """Whether a member whose words are seen has come to call ``sequence``, or a later one."""
+        if self._missing:
+            self._find_missing()
+        place = sequence % WINDOW
+        return any(not _is_behind(view[place] >> 32, sequence) for _, view in tuple(self._views))
+
     def leave(self) -> None:
         """Announce to the others that this process exits normally."""
         self._mine[self._left_word] = 1

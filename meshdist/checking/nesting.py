@@ -9,7 +9,8 @@ on another group. It is refused before anything is sent.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident, main_thread
 from typing import ParamSpec, TypeVar
@@ -18,7 +19,14 @@ from ..bootstrap.world import find_world
 from ..errors import NestedVerbError
 from .call_sites import call_site, show_site
 
-__all__ = ["run_unnested", "check_unnested", "is_nested", "never_nested", "under_way"]
+__all__ = [
+    "check_unnested",
+    "is_nested",
+    "never_nested",
+    "run_unnested",
+    "set_aside",
+    "under_way",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +84,19 @@ def never_nested(function: Callable[P, R]) -> Callable[P, R]:
         return run_unnested(verb, function, *args, **kwargs)
 
     return call
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Let the verb that this thread is in call others before it goes on, as steps of its own."""
+    if get_ident() != _main_thread:
+        yield
+        return
+    verb, under_way[0] = under_way[0], None
+    try:
+        yield
+    finally:
+        under_way[0] = verb
 
 
 def _forget_in_child() -> None:

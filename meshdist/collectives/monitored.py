@@ -19,6 +19,7 @@ from ..groups.agreement import digest_of_ranks
 from ..groups.other_members import last_call_text
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.registry import get_registry
+from ..groups.shadowing import find_shadowing
 from ..groups.signal_thread import ask
 from ..runtime.timeouts import check_timeout
 from ..wires.simulated.scheduler import find_rank_here
@@ -72,6 +73,9 @@ monitoredBarrier
     target.check_usable()
     if target.size() == 1:
         return
+    context = find_shadowing(target.world)
+    if context is not None:
+        context.announce_call(target, _NAME)
     if target.world.is_simulated:
         _meet_simulated(target)
     else:

@@ -36,6 +36,7 @@ from .parcels import (
 from .point_to_point import ANSWER_TAG, Message, check_not_me, start_together
 
 __all__ = [
+    "AnyLength",
     "all_gather_object",
     "broadcast_object_list",
     "gather_object",
@@ -47,6 +48,11 @@ __all__ = [
 
 _MARK = int.from_bytes(b"objects\0", "little")
 """The first number of every list of objects that is sent, so that nothing else is taken for one."""
+_ANY_LENGTH = -1
+
+
+class AnyLength(list[Any]):
+    """A list that ``broadcast_object_list`` fills, however many objects its source has."""
 
 
 @verb()
@@ -170,7 +176,8 @@ def broadcast_object_list(
     root = rounds.root = get_root(rounds.group, src, group_src, rounds.name, "src")
     check_is_list(object_list, "object_list", rounds.name, is_written=not rounds.is_root)
     parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
-    sizes = rounds.agree(parcel, len(object_list))
+    length = _ANY_LENGTH if isinstance(object_list, AnyLength) else len(object_list)
+    sizes = rounds.agree(parcel, length)
     arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
     if not rounds.is_root:
         object_list[:] = rounds.unpack(arrived, root)
@@ -361,7 +368,7 @@ class _Rounds(Collective):
             texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
             raise_unpicklable(failed, self.name, parcel.error)
-        if len(set(lengths)) > 1:
+        if len({*lengths} - {_ANY_LENGTH}) > 1:
             entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
             raise other_length(self.name, self.group, grouped_text(entries))
         return list(signed_sizes)

@@ -17,6 +17,8 @@ _BACKWARDS_TO_RETURN = 16
 """So often a trailing parameter must have come on every rank, in a row, to be sent early again: to
 lay buckets anew costs more than some late ones."""
 
+_NEVER = 1 << 60
+
 
 class Arrivals:
     """The arrivals of the running backward, and those that are expected.
@@ -49,6 +51,16 @@ class Arrivals:
         self.is_learned = False
         self._streaks: dict[int, int] = {}
 
+    def is_absent(self, order: Iterable[int]) -> None:
+        """While arrivals are learned: this rank has no backward, and waits for the end of its next.
+
+        Args:
+            order: in which gradients are expected.
+        """
+        self.expected = [_NEVER] * self._num
+        self.by_count.update(range(self._num))
+        self.order = self.order or list(order)
+
     def backward_begins(self) -> None:
         """Count anew."""
         self.counts[:] = [0] * self._num
@@ -69,12 +81,17 @@ class Arrivals:
         """
         if not self.is_learned or max(self.counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in self.counts]
-        if not self.is_learned:
+        if not (self.is_learned and self.learned):
             counts = zip(self.counts, came, strict=True)
             self.learned = tuple(max(count, int(has_come)) for count, has_come in counts)
 
     def changes(self, came: Sequence[bool]) -> list[int]:
-        """Return what came otherwise than in the backward from which all was learned."""
+        """Return what came otherwise than in the backward from which all was learned.
+
+        Nothing on a rank that had none then.
+        """
+        if not self.learned:
+            return []
         return [
             index
             for index, (count, has_come, learned) in enumerate(

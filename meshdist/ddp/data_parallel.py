@@ -20,6 +20,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
 from .buffers import Buffers
 from .in_backward import InBackward, marked_optimizers
+from .joined_replica import JoinedReplica, JoinMethods
 from .logging_data import DataLogger
 from .options import ReductionOptions
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
@@ -41,7 +42,7 @@ __all__ = ["DDP", "DistributedDataParallel"]
 _PREFIX = "module."
 
 
-class DistributedDataParallel(TorchMethods, nn.Module):
+class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
     """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
 
     Making it, each forward that synchronises buffers, and each backward are collective over the
@@ -352,8 +353,12 @@ class DistributedDataParallel(TorchMethods, nn.Module):
                     expected="parameters that are trained to be so when the model is wrapped",
                     fix="del ddp, and wrap the model again; or wrap first, and freeze then",
                 )
+        joined = self._join_config
+        if joined.context is not None and isinstance(joined.hook, JoinedReplica):
+            joined.hook.begin_forward(joined.context, self)
         self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
-        self._synchronise_buffers(is_before=True)
+        if self.takes_buffers(is_before=True):
+            self.take_buffers()
 
     def _begin(self) -> None:
         """The first forward: look for optimizers that are noted on parameters."""
@@ -362,18 +367,24 @@ class DistributedDataParallel(TorchMethods, nn.Module):
         if marked:
             self._step_in_backward(InBackward(marked, keeps_gradients=False))
 
-    def _synchronise_buffers(self, *, is_before: bool) -> None:
+    def takes_buffers(self, *, is_before: bool) -> bool:
+        """Whether buffers are made equal at this forward, before it or behind it."""
         buffers = self._buffers_of_model
-        if (
+        return (
             self.forward_sync_buffers
             and self.require_forward_param_sync
             and buffers.is_synchronised_now(is_before=is_before)
-        ):
-            self.reducer.awaited += buffers.synchronise(self.process_group)
+        )
+
+    def take_buffers(self) -> None:
+        """Make buffers equal, as a forward does."""
+        source = self.reducer.source
+        self.reducer.awaited += self._buffers_of_model.synchronise(self.process_group, source)
 
     @leave_untraced
     def _end_forward(self, outputs: Any) -> Any:
-        self._synchronise_buffers(is_before=False)
+        if self.takes_buffers(is_before=False):
+            self.take_buffers()
         if torch.is_grad_enabled():
             self.require_forward_param_sync = self.require_backward_grad_sync
             if self.require_backward_grad_sync:
@@ -432,6 +443,7 @@ class DistributedDataParallel(TorchMethods, nn.Module):
             "_buffers_of_model",
             "_cast",
             "_optimizers",
+            "_join_config",
         )
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 

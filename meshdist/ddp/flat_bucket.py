@@ -292,6 +292,10 @@ class Bucket:
 
     # -- handing out ------------------------------------------------------------------------------
 
+    def scale_average(self, factor: float) -> None:
+        """Multiply the averages."""
+        self.flat.mul_(factor)
+
     def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
         """Let ``.grad`` hold the averages.
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Reducer:
         awaited: futures that the end of the next backward waits for.
         when_averaged: is called with the parameters of each bucket whose gradients are averages.
         logger: is told of iterations and errors, if there is one.
+        source: the member whose buffers and order of buckets the others take.
+        calls_inside: a context for the calls of one backward.
     """
 
     def __init__(
@@ -112,6 +115,9 @@ class Reducer:
         self.logger: DataLogger | None = None
         self._timing: Timing | None = None  # in a sampled iteration
         self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+        self.source = 0
+        self._share = 1.0  # by which averages over all members are multiplied
+        self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
         self._lay()
 
@@ -132,7 +138,7 @@ class Reducer:
         """
         if torch._C._current_graph_task_id() != -1:  # a forward computed again by a checkpoint
             return
-        self._end_backward()
+        self.end_last()
         if not torch.is_grad_enabled():
             return
         self._settling.forward_begins(is_synchronised=is_synchronised)
@@ -158,7 +164,7 @@ class Reducer:
         """
         if torch._C._current_graph_task_id() != -1:
             raise self._reports.running()
-        self._complete_open()
+        self.complete_open()
         is_absent = self._has_begun and not self._has_ended
         self._has_begun = self._has_ended = False
         if is_absent and not is_capturing(self._list.behind.device):
@@ -209,7 +215,7 @@ class Reducer:
 
     def change_group(self, group: ProcessGroup) -> None:
         """Average over ``group`` from now on, and learn arrivals anew."""
-        self._complete_open()
+        self.complete_open()
         self._group = group
         self._reports = self._reports.of(group)
         self.arrivals.forget()
@@ -279,7 +285,7 @@ class Reducer:
         if self.arrivals.is_learned and self.arrivals.order:
             order = self.arrivals.laid_order(self._list.order)
             agreed = torch.tensor(order, dtype=torch.int64, device=self._list.behind.device)
-            broadcast(agreed, group=self._group, group_src=0)
+            broadcast(agreed, group=self._group, group_src=self.source)
             self.arrivals.order.clear()
             self._list.order = tuple(agreed.tolist())
         self._lay()
@@ -403,13 +409,15 @@ class Reducer:
         is_last = bucket is self.buckets[-1]
         args = bucket.members, bucket.views, self._next, is_last, self._group
         try:
-            return hook.start(GradBucket(bucket.flat, *args))
+            with self.calls_inside():
+                return hook.start(GradBucket(bucket.flat, *args))
         except Exception as failure:  # after which verbs of the hook's, no other rank knows
             self._failure = failure
             raise
 
     def _average(self, sent: torch.Tensor) -> Pending:
-        work = all_reduce(sent, self._op, self._group, async_op=True)
+        with self.calls_inside():
+            work = all_reduce(sent, self._op, self._group, async_op=True)
         assert work is not None
         return work
 
@@ -462,7 +470,7 @@ class Reducer:
             ]
         return lines
 
-    def _send_rest(self, ending: Ending, has_gradient: Sequence[bool] | None = None) -> None:
+    def _send_rest(self, ending: Ending | None, has_gradient: Sequence[bool] | None = None) -> None:
         """Start the reductions of all buckets that have not gone."""
         rest = self.buckets[self._next :]
         if rest:
@@ -472,12 +480,17 @@ class Reducer:
         if rest and (self.hook is not None or not self._list.rides):
             self._behind_work = self._average(self._list.behind)
 
-    def _end_backward(self) -> None:
-        """Finish what the last backward left open, and learn how it ended on the other ranks."""
-        self._complete_open()
+    def end_last(self) -> None:
+        """Finish what the last backward left open, and learn how it ended on the other ranks.
+
+        Raises:
+            GradientError: it was interrupted on some ranks, or brought what was not expected.
+        """
+        self.complete_open()
         self._settling.read()
 
-    def _complete_open(self) -> None:
+    def complete_open(self) -> None:
+        """Finish what the last backward left open here."""
         if self._failure is not None:
             raise self._reports.stopped(self._failure) from self._failure
         has_not_ended = self._is_open or self._task is not None
@@ -499,21 +512,46 @@ class Reducer:
         self._send_rest(ending)
         self._wait(ending, is_complete=False)
 
+    def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
+        """Know which members have data, while some may have none.
+
+        Args:
+            at_work: for each member, whether it has.
+            divides_by_all: whether averages are over all members, or those that have data.
+        """
+        self.source = list(at_work).index(True)
+        self._share = 1.0 if divides_by_all else len(at_work) / sum(at_work)
+        self._settling.num_at_work = sum(at_work)
+
+    def take_part(self) -> None:
+        """Take part in a backward of the others, on a rank that has no data for one.
+
+        What all ranks learn of it is learned here, too; gradients stay as they are.
+        """
+        self._settling.has_no_data()
+        if not self.arrivals.is_learned:
+            self.arrivals.is_absent(self._list.order)
+        self._has_ended = True
+        self._stand_in(None)
+
     @torch.no_grad()
-    def _stand_in(self) -> None:
+    def _stand_in(self, ending: Ending | None = Ending.ABSENT) -> None:
         """Take part with zeros in the backward of the others: here none has reached the model.
 
         Where no rank has had one, all is as before.
+
+        Args:
+            ending: what this rank says of its own; None says nothing.
         """
         dense = self._list.dense()
         kept = [bucket.flat.clone() for bucket in dense]
         for bucket in self.buckets:
             bucket.clear()
-        self._send_rest(Ending.ABSENT)
+        self._send_rest(ending)
         self._wait_for_buckets()
         self._next = 0
         try:
-            self._settling.note(self._list.behind, Ending.ABSENT)
+            self._settling.note(self._list.behind, ending)
             self._settling.read()
         finally:
             for bucket, before in zip(dense, kept, strict=True):
@@ -525,7 +563,8 @@ class Reducer:
         try:
             for bucket in self.buckets:
                 assert bucket.work is not None
-                bucket.work.wait()
+                with self.calls_inside():  # of a sparse bucket, or a hook's callbacks
+                    bucket.work.wait()
             if self._behind_work is not None:
                 self._behind_work.wait()
                 self._behind_work = None
@@ -541,6 +580,8 @@ class Reducer:
         self._settling.note(self._list.behind, ending)
         is_used = self._settling.find_used(is_complete=is_complete)
         for bucket in self.buckets:
+            if self._share != 1.0 and self.hook is None:
+                bucket.scale_average(self._share)
             bucket.hand_out(is_used, is_complete=is_complete)
             bucket.reset()
         self._next = 0

@@ -72,12 +72,14 @@ class Settling:
         """How many numbers travel behind the last bucket."""
         self._lacking: Sequence[int] = range(len(parameters))
         self._someone_lacks = False  # equal on every rank
-        self._ending = Ending.WHOLE  # here, of the backward that is read next
+        self._ending: Ending | None = Ending.WHOLE  # here, of the backward that is read next
         self._unexpected: list[str] = []  # here, of that backward
         self._counts: list[float] | None = None  # the averaged flags, until all is raised
         self._shares: list[float] | None = None  # the averaged map, if it was needed
         self.must_rebuild = False
         """Whether the buckets are to be laid anew; equal on every rank."""
+        self.num_at_work = group.size()
+        """How many ranks have data; the others have no part in the map."""
         self.stays = False
         """Whether buckets stay as they are once laid: a communication hook's state knows them."""
 
@@ -138,10 +140,20 @@ class Settling:
             return Ending.LACKING
         return Ending.WHOLE if is_complete else Ending.PARTIAL
 
+    def has_no_data(self) -> None:
+        """Expect no gradient of this rank."""
+        self._lacking, self._unexpected = (), []
+
     def write(
-        self, behind: torch.Tensor, ending: Ending, has_gradient: Sequence[bool] | None
+        self, behind: torch.Tensor, ending: Ending | None, has_gradient: Sequence[bool] | None
     ) -> None:
-        """Write this rank's numbers; ``has_gradient`` is None where all or none have one."""
+        """Write this rank's numbers; ``has_gradient`` is None where all or none have one.
+
+        A rank that has no data says nothing: its ``ending`` is None.
+        """
+        if ending is None:
+            behind.zero_()
+            return
         if ending is Ending.WHOLE:
             behind.copy_(self._whole)
             return
@@ -154,7 +166,7 @@ class Settling:
 
     # -- what all ranks learn ---------------------------------------------------------------------
 
-    def note(self, behind: torch.Tensor, ending: Ending) -> None:
+    def note(self, behind: torch.Tensor, ending: Ending | None) -> None:
         """Take the averaged numbers of a backward that ended here with ``ending``."""
         if self._reader.note(behind):
             self._ending = ending
@@ -228,7 +240,8 @@ class Settling:
     def _settle(self) -> None:
         shares, self._shares = self._shares, None
         all_or_none = 0.5 / self._group.size()
-        limit = all_or_none if self.options.skips_unused else 1 - all_or_none
+        most = self.num_at_work / self._group.size()
+        limit = all_or_none if self.options.skips_unused else most - all_or_none
         trailing = [i for i, share in enumerate(shares or ()) if share < limit]
         was_learned = self._arrivals.is_learned
         may_move = self.options.may_move and not self.stays if was_learned else True

@@ -80,6 +80,11 @@ class SingleBucket:
         """Send nothing of what is here."""
         self._mine = None
 
+    def scale_average(self, factor: float) -> None:
+        """Multiply the average."""
+        if self.average is not None:
+            self.average = self.average * factor
+
     def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
         """Let ``.grad`` be the average."""
         index = self.indices[0]

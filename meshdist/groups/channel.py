@@ -101,6 +101,55 @@ class Channel:
         if entry is not None:
             self.fast_path = self.communicator.fast_path(entry, self.explain, self.timeout)
 
+    def intercept(
+        self, enter: Callable[..., None], check_message: Callable[[str, Any, int | None], None]
+    ) -> None:
+        """Let ``enter`` stand in for this method, and ``check_message`` come before each message.
+
+        Its group then takes no call by the fast path. It costs nothing while it is not in use.
+
+        Args:
+            enter: given what ``enter`` is given; calls it by ``enter_uncovered``.
+            check_message: given the verb, the tensor and the peer, before anything is sent.
+        """
+        note_message, compare_message = self.note_message, self.compare_message
+
+        def note(verb: str, tensor: Any, peer: int | None, *more: Any, **named: Any) -> None:
+            check_message(verb, tensor, peer)
+            note_message(verb, tensor, peer, *more, **named)
+
+        def compare(verb: str, tensor: Any, peer: int | None, *more: Any, **named: Any) -> Any:
+            if self.communicator.posts_at_once and not named["is_send"]:  # it is noted later
+                check_message(verb, tensor, peer)
+            return compare_message(verb, tensor, peer, *more, **named)
+
+        self.demands_layouts = False  # of members that know only how much is sent
+        # Attributes of the object come before methods of its class.
+        self.__dict__.update(enter=enter, note_message=note, compare_message=compare)
+
+    def release(self) -> None:
+        """End ``intercept``."""
+        self.demands_layouts = self.opened.sees_all_calls
+        for name in ("enter", "note_message", "compare_message"):
+            self.__dict__.pop(name, None)
+
+    def enter_uncovered(self, *given: Any, **named: Any) -> None:
+        """``enter``, also where it is intercepted."""
+        Channel.enter(self, *given, **named)
+
+    @property
+    def shows_calls(self) -> bool:
+        """Whether ``is_awaited`` sees the calls of all members."""
+        table = self.header_table
+        return self.communicator.shows_calls if table is None else table.reaches_all_words
+
+    def is_awaited(self) -> bool:
+        """Whether a member has come to the collective that follows this member's last one."""
+        table = self.header_table
+        if table is None:
+            return self.communicator.is_awaited()
+        return table.is_awaited(self.recorder.sequence + 1)
+
     def enter(
         self,
         verb: str,

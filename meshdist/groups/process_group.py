@@ -217,6 +217,18 @@ class ProcessGroup(VerbMethods):
         waiting = [one for one in opened if not one.communicator.on_stream]
         return [*enqueueing.values(), *waiting[:1]]
 
+    @property
+    def channels(self) -> list[Channel]:
+        """Its open channels."""
+        return list(dict.fromkeys(self._channels.values()))
+
+    def release(self) -> None:
+        """Let plain calls go by the fast path again, and no channel be intercepted."""
+        for channel in self._channels.values():
+            channel.release()
+        cpu = self._channels.get("cpu")
+        self.fast_path = None if cpu is None else cpu.fast_path
+
     def check_open(self) -> None:
         """Raise where the group, or its world, was closed."""
         if self.is_closed:
@@ -315,7 +327,9 @@ class ProcessGroup(VerbMethods):
         self._channels[device_type] = channel
         self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)
-        if device_type == "cpu":
+        if registry.shadowing is not None:
+            registry.shadowing.cover(self)
+        elif device_type == "cpu":
             self.fast_path = channel.fast_path
         where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"
         _log.info("%s, on wire %s for %s tensors", where, wire.name, device_type)

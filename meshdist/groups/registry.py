@@ -100,6 +100,8 @@ class Registry:
         """Calls that go through the store instead of a communicator."""
         self.header_tables = HeaderTables(world)
         self.endings = Endings(world)
+        self.shadowing: Any = None
+        """What ranks without data answer the others' calls by, while this rank may become one."""
         self._agreements = Agreements(world)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
@@ -290,7 +292,7 @@ class Registry:
         if self._signals is not None:
             self._signals.stop()
             self._signals = None
-        opened = self._all_opened()
+        opened = self.all_opened()
         for entry in opened:
             for user in entry.users:
                 user.forget_channels()
@@ -306,7 +308,8 @@ class Registry:
                 _log.exception("%s could not be closed", entry.label)
         self.header_tables.close()
 
-    def _all_opened(self) -> list[OpenCommunicator]:
+    def all_opened(self) -> list[OpenCommunicator]:
+        """The communicators that are open."""
         with self._lock:
             return list(self._by_label.values())
 
@@ -321,7 +324,7 @@ class Registry:
         if self.world.process_id != os.getpid():
             return
         self._leave(ending_text())
-        for entry in self._all_opened():
+        for entry in self.all_opened():
             if not is_ending_by_exception():
                 entry.leave()
             if self.world.server == self.world.rank:  # others may need this process for long

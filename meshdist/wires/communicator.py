@@ -63,6 +63,9 @@ class Communicator(ABC):
     posts_at_once = False
     """Whether starting a receive neither waits nor needs the terms' number."""
 
+    shows_calls: ClassVar[bool] = False
+    """Whether ``is_awaited`` can tell; else a header table does, where there is one."""
+
     holds_callers: ClassVar[bool] = False
     """Whether a caller that waits for a collective is on the host until all have come to it."""
 
@@ -172,6 +175,10 @@ class Communicator(ABC):
         Raises:
             WireFailure: the members did not connect.
         """
+
+    def is_awaited(self) -> bool:
+        """Whether a member has come to the collective that follows this member's last one."""
+        return False
 
     def take_error(self) -> MeshdistError | None:
         """The error of a call that has failed while nobody waited for it; None from then on."""

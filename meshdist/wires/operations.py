@@ -69,6 +69,10 @@ class Operation(ABC):
     def poll(self) -> bool:
         """Let it go on, without waiting; return whether it is done, or has failed."""
 
+    def is_ready(self) -> bool:
+        """As ``poll``; on simulated ranks no other rank runs meanwhile."""
+        return self.poll()
+
     def has_ended(self) -> bool:
         """As ``poll``, but asks no device, which may capture a graph; raises its failure."""
         return self.poll()

@@ -102,6 +102,7 @@ class ShmCommunicator(Communicator):
     """
 
     averages_at_once = True
+    shows_calls = True
 
     def __init__(self, opening: Opening, core: Any) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
@@ -257,6 +258,7 @@ class ShmCommunicator(Communicator):
         runner = _core.ShmRunner(core, fail, give_up, LARGEST_TAG, timeout.total_seconds())
         return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
 
+    is_awaited = handed_to("_core", "is_awaited")
     abort = handed_to("_core", "abort")
     leave = handed_to("_core", "announce_end")
     close = handed_to("_core", "close")

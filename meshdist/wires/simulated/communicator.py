@@ -47,6 +47,7 @@ class SimulatedCommunicator(Communicator):
     """
 
     averages_at_once = True
+    shows_calls = True
 
     def __init__(self, meeting: Meeting, opening: Opening, rank: Rank) -> None:
         super().__init__("simulated", opening.rank, len(opening.ranks))
@@ -144,6 +145,9 @@ class SimulatedCommunicator(Communicator):
         receive = Receive(self._meeting, self.rank, self._rank, call, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
+
+    def is_awaited(self) -> bool:
+        return self._started + 1 in self._meeting.rounds
 
     def abort(self) -> None:
         """Fail everything that is not done, on all members, and free the ranks that wait for it."""

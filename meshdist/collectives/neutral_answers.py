@@ -1,0 +1,225 @@
+"""What a rank without data gives to a call of the others: what changes nothing for them.
+
+That is the neutral element of a reduction, zeros where tensors are gathered or exchanged, None
+where objects are. The call is made by the verb itself, so that it is compared and carried out like
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..groups.announcements import Announcement
+from ..groups.process_group import ProcessGroup
+from ..groups.verb_methods import verbs
+from ..reduce_ops import ReduceKind, ReduceOp
+from .monitored import monitored_barrier
+from .objects import (
+    AnyLength,
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    scatter_object_list,
+)
+from .shared_buffers import shared_empty
+
+__all__ = ["answer", "answered_verbs", "neutral"]
+
+
+def answer(
+    group: ProcessGroup, device_type: str, said: Sequence[Announcement], call: Announcement
+) -> None:
+    """Take part in ``call`` with what changes nothing.
+
+    Args:
+        group: whose members are at the call.
+        device_type: of its tensors.
+        said: what each member says of it.
+        call: what those that go on call.
+    """
+    _ANSWERS[call.verb](_Answer(group, device_type, said, call))
+
+
+def neutral(op: ReduceKind | None, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """``count`` elements that change no result of ``op``; zeros where it is None.
+
+    Example:
+        >>> neutral(ReduceOp.MAX, torch.int8, 2).tolist(), neutral(ReduceOp.BAND, torch.bool, 1)
+        ([-128, -128], tensor([True]))
+    """
+    if op == ReduceOp.PRODUCT:
+        return torch.ones(count).to(dtype)
+    is_least = op == ReduceOp.MAX
+    if not is_least and op not in (ReduceOp.MIN, ReduceOp.BAND):
+        return torch.zeros(count, dtype=dtype)
+    if dtype.is_floating_point:
+        return torch.full((count,), _extreme(dtype, is_least=is_least)).to(dtype)
+    if op == ReduceOp.BAND or not dtype.is_signed:
+        value = 1 if dtype is torch.bool else 255
+        bits = torch.full((count * dtype.itemsize,), 0 if is_least else value, dtype=torch.uint8)
+        return bits.view(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.full((count,), limits.min if is_least else limits.max, dtype=dtype)
+
+
+def _extreme(dtype: torch.dtype, *, is_least: bool) -> float:
+    """What no number of a floating dtype is below or above."""
+    infinity = float("-inf" if is_least else "inf")
+    if bool(torch.tensor(infinity).to(dtype).float().isinf()):
+        return infinity
+    limits = torch.finfo(dtype)
+    return limits.min if is_least else limits.max
+
+
+class _Answer:
+    """The arguments of one answer.
+
+    Args:
+        group, device_type, said, call: as for ``answer``.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device_type: str,
+        said: Sequence[Announcement],
+        call: Announcement,
+    ) -> None:
+        self.group = group
+        self.call = call
+        self.root = call.root
+        self.size = group.size()
+        self.is_root = call.root == group.rank()
+        is_scaled = call.op == "PREMUL_SUM"
+        self._kind = getattr(ReduceOp, "SUM" if is_scaled else call.op) if call.op else None
+        self.op: Any = ReduceOp.premul_sum(1) if is_scaled else self._kind
+        self._said = said
+        bound = group.device
+        self._device = bound if bound and bound.type == device_type else torch.device(device_type)
+
+    def tensor(self, count: int | None = None) -> torch.Tensor:
+        """As many neutral elements; None means as many as the call's one tensor has."""
+        own_count, dtype = self.call.parts[0]
+        return self._neutral(own_count if count is None else count, dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Neutral elements like each of the call's tensors."""
+        return [self._neutral(*part) for part in self.call.parts]
+
+    def _neutral(self, count: int, dtype: str) -> torch.Tensor:
+        return neutral(self._kind, getattr(torch, dtype), count).to(self._device)
+
+    def gathered(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Room for the tensors of an all_gather, and this rank's own.
+
+        All members take the same of each; of one without data what the others expect.
+        """
+        taken = self.call.taken
+        counts = [
+            taken[member] if one.has_joined else one.sent[0]
+            for member, one in enumerate(self._said)
+        ]
+        return [self.tensor(count) for count in counts], self.tensor(taken[self.group.rank()])
+
+    def exchanged(self) -> tuple[list[int], list[int]]:
+        """How much comes from and goes to each member of an all-to-all: what those expect.
+
+        Nothing goes between two that have no data.
+        """
+        me = self.group.rank()
+        takes = [0 if one.has_joined else one.sent[me] for one in self._said]
+        gives = [0 if one.has_joined else one.taken[me] for one in self._said]
+        return takes, gives
+
+
+def _all_to_all_single(it: _Answer) -> None:
+    takes, gives = it.exchanged()
+    output, source = it.tensor(sum(takes)), it.tensor(sum(gives))
+    verbs["all_to_all_single"](output, source, takes, gives, it.group)
+
+
+def _all_to_all(it: _Answer) -> None:
+    outputs, inputs = ([it.tensor(count) for count in counts] for counts in it.exchanged())
+    verbs["all_to_all"](outputs, inputs, it.group)
+
+
+def _reduce_scatter(it: _Answer) -> None:
+    inputs = it.tensors()
+    verbs["reduce_scatter"](inputs[it.group.rank()].clone(), inputs, it.op, it.group)
+
+
+def _all_gather_into_tensor(it: _Answer) -> None:
+    tensor = it.tensor()
+    verbs[it.call.verb](tensor.new_empty(it.size * tensor.numel()), tensor, it.group)
+
+
+def _reduce_scatter_tensor(it: _Answer) -> None:
+    tensor = it.tensor()
+    output = tensor.new_empty(tensor.numel() // it.size)
+    verbs[it.call.verb](output, tensor, it.op, it.group)
+
+
+def _gather(it: _Answer) -> None:
+    outputs = [it.tensor() for _ in range(it.size)] if it.is_root else None
+    verbs["gather"](it.tensor(), outputs, group=it.group, group_dst=it.root)
+
+
+def _all_gather_coalesced(it: _Answer) -> None:
+    verbs["all_gather_coalesced"]([it.tensors() for _ in range(it.size)], it.tensors(), it.group)
+
+
+def _all_gather_multigpu(it: _Answer) -> None:
+    inputs = it.tensors()
+    outputs = [[it.tensor() for _ in range(it.size * len(inputs))] for _ in inputs]
+    verbs["all_gather_multigpu"](outputs, inputs, it.group)
+
+
+def _rooted_multigpu(it: _Answer) -> None:
+    assert it.root is not None
+    root, op = it.group.ranks[it.root], () if it.op is None else (it.op,)
+    verbs[it.call.verb](it.tensors(), root, *op, group=it.group)
+
+
+def _gather_object(it: _Answer) -> None:
+    found = [None] * it.size if it.is_root else None
+    gather_object(None, found, group=it.group, group_dst=it.root)
+
+
+_ANSWERS: dict[str, Callable[[_Answer], object]] = {
+    "all_reduce": lambda it: verbs["all_reduce"](it.tensor(), it.op, it.group),
+    "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](it.tensors(), it.op, it.group),
+    "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](it.tensors(), it.op, it.group),
+    "reduce": lambda it: verbs["reduce"](it.tensor(), None, it.op, it.group, False, it.root),
+    "reduce_multigpu": _rooted_multigpu,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter_single": _reduce_scatter_tensor,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": lambda it: verbs["broadcast"](it.tensor(), group=it.group, group_src=it.root),
+    "broadcast_multigpu": _rooted_multigpu,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_single": _all_gather_into_tensor,
+    "all_gather": lambda it: verbs["all_gather"](*it.gathered(), it.group),
+    "all_gather_coalesced": _all_gather_coalesced,
+    "all_gather_multigpu": _all_gather_multigpu,
+    "gather": _gather,
+    "scatter": lambda it: verbs["scatter"](it.tensor(), group=it.group, group_src=it.root),
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "barrier": lambda it: verbs["barrier"](it.group),
+    "monitored_barrier": lambda it: monitored_barrier(it.group),
+    "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
+    "all_gather_object": lambda it: all_gather_object([None] * it.size, None, it.group),
+    "gather_object": _gather_object,
+    "broadcast_object_list": lambda it: broadcast_object_list(
+        AnyLength(), group=it.group, group_src=it.root
+    ),
+    "scatter_object_list": lambda it: scatter_object_list(
+        [None], group=it.group, group_src=it.root
+    ),
+}
+
+answered_verbs = frozenset(_ANSWERS)
+"""All collectives."""

@@ -1,0 +1,147 @@
+"""A model's part in a join context: what it says there, and what it does on ranks without data.
+
+A rank that has joined follows the others' forwards and backwards with its own buckets, so that what
+it has learned of them stays equal to what they have: it takes part where buckets are laid anew, in
+the broadcast of buffers, and in each backward with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..collectives.verbs import all_reduce
+from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceOp
+from .joining import Join, Joinable, ReplicaHook
+from .replicas import broadcast_from
+from .wrapping import module_state
+
+__all__ = ["JoinMethods", "JoinedReplica"]
+
+_BACKWARD = "backward"
+_FORWARD = "forward"
+_SYNCHRONISED = "synchronised"
+_BUFFERS = "buffers"
+
+
+class JoinedReplica(ReplicaHook):
+    """The hook of one wrapped model.
+
+    Args:
+        model: the wrapper.
+        divides_by_all: whether averages are over all members, or those that have data.
+    """
+
+    def __init__(self, model: Any, *, divides_by_all: bool) -> None:
+        self._model = model
+        self._reducer = model.reducer
+        self._group: ProcessGroup = model.process_group
+        self._divides_by_all = divides_by_all
+
+    def begin(self, context: Join, joinable: Joinable) -> None:
+        """Let the context know which calls are the backward's; ``end`` ends it."""
+        self._reducer.calls_inside = lambda: context.owned_by(joinable, _BACKWARD)
+
+    def end(self) -> None:
+        """Let the reducer go on as outside of the context."""
+        self._reducer.calls_inside = nullcontext
+        self._reducer.work_among([True] * self._group.size(), divides_by_all=True)
+
+    def begin_forward(self, context: Join, joinable: Joinable) -> None:
+        """Say that a forward begins here, and learn which ranks have data."""
+        if torch._C._current_graph_task_id() != -1:  # one computed again, in a backward
+            return
+        self._reducer.complete_open()  # before others are told of the next step
+        said = [_FORWARD]
+        if torch.is_grad_enabled() and self._model.require_backward_grad_sync:
+            said.append(_SYNCHRONISED)
+        if self._model.takes_buffers(is_before=True):
+            said.append(_BUFFERS)
+        at_work = context.announce(joinable, " ".join(said))
+        self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
+
+    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
+        """Follow a forward or a backward of the ranks with data."""
+        if what == _BACKWARD:
+            self._reducer.take_part()
+            return
+        self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
+        if _SYNCHRONISED in what:
+            with torch.enable_grad():
+                self._reducer.before_forward()
+        else:
+            self._reducer.end_last()
+        if _BUFFERS in what:
+            self._model.take_buffers()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all ranks the parameters and buffers of one that joined last."""
+        found = module_state(self._model.module, self._model.parameters_to_ignore)
+        state = [one.detach() for one in found.values()]
+        mine = self._group.rank() if is_last_joiner else -1
+        source = torch.tensor([mine], device=state[0].device)
+        all_reduce(source, ReduceOp.MAX, self._group)
+        broadcast_from(int(source), state, self._group)
+
+
+class JoinMethods(Joinable):
+    """Mixed into ``DistributedDataParallel``."""
+
+    device: torch.device
+    process_group: ProcessGroup
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """The context ``Join([self])``, in which ranks may have unequally many steps.
+
+        After the last rank has joined, all have its parameters and buffers.
+
+        Args:
+            divide_by_initial_world_size: whether gradients are divided by the number of ranks;
+                False divides them by the number of those that still have data.
+            enable, throw_on_early_termination: as in ``Join``.
+
+        Raises:
+            ArgumentError, JoinError: as ``Join``.
+
+        Example:
+            >>> import meshdist as md, torch
+            >>> def program():
+            ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False))
+            ...     with model.join(divide_by_initial_world_size=False):
+            ...         for _ in range(1 + md.get_rank()):  # rank 1 has one step more
+            ...             model.zero_grad()
+            ...             model(torch.ones(1, 1)).sum().backward()
+            ...     return model.module.weight.grad.item()
+            >>> md.simulate(program, 2)
+            [1.0, 1.0]
+        """
+        divide = divide_by_initial_world_size
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
+
+    def join_hook(self, **kwargs: Any) -> JoinedReplica:
+        """What this model does in a join context on ranks that have no data left.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, as in ``join``.
+        """
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return JoinedReplica(self, divides_by_all=divides_by_all)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the module's first parameter."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group over which gradients are averaged."""
+        return self.process_group

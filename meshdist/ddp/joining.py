@@ -1,0 +1,375 @@
+"""Loops whose ranks have unequally many steps: ``Join`` around models, ``uneven`` without one.
+
+The interface is torch's (``torch.distributed.algorithms.join``). In place of hooks that repeat each
+joinable's calls by hand, a rank without data answers every collective of the others by itself
+(``groups/shadowing``); hooks that do repeat them run as in torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ..collectives.neutral_answers import answer
+from ..errors import ArgumentError, JoinError, LengthError
+from ..groups.announcements import Announcement
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.shadowing import Shadowing
+from ..wires.operations import DONE
+from ..wires.work import Work
+
+__all__ = ["Join", "JoinHook", "Joinable", "ReplicaHook", "Uneven", "uneven"]
+
+T = TypeVar("T")
+
+_ITERATION = "iteration"
+
+
+class JoinHook:
+    """What a joinable does on a rank that has no data left. Both methods do nothing here."""
+
+    def main_hook(self) -> None:
+        """Call what the joinable calls in one step on ranks with data; once for each of theirs.
+
+        Calls that it leaves out are answered without it.
+        """
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Bring all ranks to one state, after the last has joined; runs on all of them.
+
+        Args:
+            is_last_joiner: whether this rank was among the last to join.
+        """
+
+
+class ReplicaHook(JoinHook, ABC):
+    """A hook that takes part in what its joinable announces, or owns, step by step."""
+
+    @abstractmethod
+    def begin(self, context: Join, joinable: Joinable) -> None:
+        """The context begins, in which ``joinable`` is."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The context ends; post-hooks follow."""
+
+    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
+        """Take part in what the joinable does on the ranks with data.
+
+        Args:
+            what: it does.
+            at_work: which members have data, by their place in the group.
+        """
+
+
+@dataclass(frozen=True)
+class _JoinConfig:
+    """What a joinable knows of the context that it is in.
+
+    Args:
+        context: the context; None outside of one.
+        index: its place among the joinables.
+        hook: its hook there.
+    """
+
+    context: Join | None = None
+    index: int = 0
+    hook: JoinHook | None = None
+
+    @property
+    def enable(self) -> bool:
+        """Whether it is in a context."""
+        return self.context is not None
+
+    @property
+    def throw_on_early_termination(self) -> bool:
+        """Whether all ranks raise as soon as one has no data left."""
+        return self.context is not None and self.context.is_strict
+
+    @property
+    def is_first_joinable(self) -> bool:
+        """Whether it is the one that says when a step begins."""
+        return self.context is not None and self.index == 0
+
+
+_OUTSIDE = _JoinConfig()
+
+
+class Joinable(ABC):
+    """What can be given to ``Join``."""
+
+    _join_config = _OUTSIDE
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one context; ``kwargs`` are those given to ``Join``."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of what the context itself sends."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The group whose members leave the context together."""
+
+
+class Join:
+    """A context in which ranks may have unequally many steps; all of them leave it together.
+
+    A rank that reaches the end of the context has *joined*. From then on it answers each collective
+    of the others, on any group that it is in, with what changes nothing: the neutral element of a
+    reduction (0, 1, the extremes, all bits), zeros where tensors are gathered or exchanged, None
+    where objects are. After the last rank has joined each joinable's ``post_hook`` runs. All
+    members of the groups that are used inside must be in a context, and the groups open before it.
+
+    Args:
+        joinables: of one group and device, for example models wrapped in ``DDP``. On ranks that
+            have joined their hooks run in this order.
+        enable: False makes the context do nothing.
+        throw_on_early_termination: let all ranks raise as soon as one has no data left.
+        kwargs: given to each joinable's ``join_hook``.
+
+    Cost: in the context a round before each collective, one small all-gather; the fast path is off.
+        Nothing outside.
+
+    Raises:
+        ArgumentError: no joinable, or several groups or devices; a context inside another.
+        JoinError: a rank has no data left, and ``throw_on_early_termination``; a broadcast or
+            scatter from such a rank, or a message to or from it; a member has left by an exception.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False), device_mesh=mesh["dp"])
+        ...     with md.Join([model]):
+        ...         for _ in range(1 + md.get_rank()):  # rank 1 has one step more
+        ...             model.zero_grad()
+        ...             model(torch.ones(1, 1)).sum().backward()
+        ...     return model.module.weight.grad.item()
+        >>> md.simulate(program, 2)
+        [1.0, 0.5]
+    """
+
+    def __init__(
+        self,
+        joinables: list[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not joinables:
+            raise LengthError(
+                "Join needs at least one joinable",
+                found="an empty list",
+                fix="pass the models: Join([model]); for a loop without one use uneven()",
+            )
+        self._joinables = list(joinables)
+        self._enable = enable
+        self.is_strict = throw_on_early_termination
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        self._group, device = self._find_group()
+        self._shadowing = Shadowing(self._group, device.type, answer, self.handle, self.is_strict)
+
+    def __enter__(self) -> None:
+        if not self._enable:
+            return
+        self._shadowing.begin()
+        for index, (one, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
+            one._join_config = _JoinConfig(self, index, hook)
+            if isinstance(hook, ReplicaHook):
+                hook.begin(self, one)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._enable:
+            return
+        is_last = self._leave(error)
+        if error is None:
+            for hook in self._hooks:
+                hook.post_hook(is_last)
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """Join, unless there is an error; return whether this rank was among the last."""
+        try:
+            return error is None and self._shadowing.join()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._shadowing.end(error)
+            for one, hook in zip(self._joinables, self._hooks, strict=True):
+                one._join_config = _OUTSIDE
+                if isinstance(hook, ReplicaHook):
+                    hook.end()
+
+    def handle(self, call: Announcement, at_work: Sequence[bool]) -> None:
+        """Take part in what a joinable announces or calls on the ranks with data."""
+        index, what = (call.notice or call.owner).split(":", 1)
+        own = self._hooks[int(index)]
+        hooks = self._hooks
+        if isinstance(own, ReplicaHook) and what != _ITERATION:
+            own.take_part(what, at_work)
+            hooks = hooks[1:]
+        if call.notice and int(index) == 0:
+            for hook in hooks:
+                hook.main_hook()
+
+    def announce(self, joinable: Joinable, what: str) -> list[bool]:
+        """Say that ``joinable`` begins something, which its hook takes part in elsewhere.
+
+        Returns:
+            Which members have data, by their place in the group.
+        """
+        return self._shadowing.announce(f"{joinable._join_config.index}:{what}")
+
+    def owned_by(self, joinable: Joinable, what: str) -> Any:
+        """A context of calls in which the hook of ``joinable`` takes part elsewhere."""
+        return self._shadowing.owned_by(f"{joinable._join_config.index}:{what}")
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Say that this rank begins a step; a joinable calls it before its first collective.
+
+        Only the first of the joinables says so. Elsewhere, and outside of a context, nothing is
+        done.
+
+        Returns:
+            A Work that is done, whose result is the number of ranks that have not joined; None
+            where nothing was done.
+
+        Raises:
+            JoinError: a rank has joined, and ``throw_on_early_termination``.
+        """
+        config = joinable._join_config
+        context = config.context
+        if context is None or not config.is_first_joinable:
+            return None
+        at_work = context.announce(joinable, _ITERATION)
+        count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
+        channel = context._group.open_channel(count.device.type)
+        return channel.work(DONE, [count], verb="notify_join_context")
+
+    def _find_group(self) -> tuple[ProcessGroup, torch.device]:
+        """The one group and device of all joinables."""
+        groups = [resolve_group(one.join_process_group) for one in self._joinables]
+        devices = [torch.device(one.join_device) for one in self._joinables]
+        for what, found in (("groups", groups), ("devices", devices)):
+            different = [one for one in found if one != found[0]]
+            if different:
+                shown = [str(getattr(one, "name", one)) for one in (found[0], different[0])]
+                raise ArgumentError(
+                    f"Join was given joinables of different {what}",
+                    expected=f"one of the {what} for all joinables of a context",
+                    found=" and ".join(shown),
+                    fix="let each group's joinables have a loop of their own",
+                )
+        return groups[0], devices[0]
+
+
+class Uneven(Generic[T]):
+    """A loop over data of which ranks may have unequally many; made by ``uneven``."""
+
+    def __init__(self, data: Iterable[T], group: Any = None) -> None:
+        self._data = data
+        target = resolve_group(group)
+        self._shadowing = Shadowing(target, target.first_device_type(), answer)
+        self._is_entered = False
+
+    def __iter__(self) -> Iterator[T]:
+        if self._is_entered:
+            yield from self._data
+            return
+        self._shadowing.begin()
+        try:
+            yield from self._data
+        except GeneratorExit:
+            self._shadowing.end(
+                JoinError(
+                    "the loop over uneven(...) was left before its data had ended, by a break, a "
+                    "return or an exception",
+                    fix="where a loop may break off write: with uneven(...) as batches: "
+                    "for batch in batches: ...",
+                )
+            )
+            raise
+        except BaseException as error:
+            self._shadowing.end(error)
+            raise
+        self._join()
+
+    def __enter__(self) -> Uneven[T]:
+        self._shadowing.begin()
+        self._is_entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_entered = False
+        if error is None:
+            self._join()
+        else:
+            self._shadowing.end(error)
+
+    def _join(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._shadowing.join()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._shadowing.end(error)
+
+
+def uneven(data: Iterable[T], group: Any = None) -> Uneven[T]:
+    """Loop over data of which ranks may have unequally many; all leave the loop together.
+
+    A rank whose data have ended answers the collectives of the others, as in ``Join``, until none
+    has data. A loop that may break off is written with a context, where a break ends this rank's
+    data alone: ``with md.uneven(batches, group) as mine: for batch in mine: ...``.
+
+    Args:
+        data: this rank's, for example a loader.
+        group: whose members leave together: a ProcessGroup, a mesh, or None for the world.
+
+    Returns:
+        An iterable of ``data``, and a context.
+
+    Cost: as that of ``Join``.
+
+    Raises:
+        ArgumentError: inside a join context. JoinError: as ``Join``.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     sums = []
+        ...     for x in md.uneven(range(1 + md.get_rank())):
+        ...         total = torch.tensor([x + 1])
+        ...         md.all_reduce(total)
+        ...         sums.append(total.item())
+        ...     return sums
+        >>> md.simulate(program, 2)
+        [[2], [2, 2]]
+    """
+    return Uneven(data, group)

@@ -1,0 +1,183 @@
+"""What each member says to the others in the round that comes before a call, inside a join context.
+
+A round is one small all-gather on the communicator of the call. It is noted and compared as other
+collectives are, so that a member outside of every join context is found to disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..checking.calls import Tensors
+from ..dtypes import dtype_name
+from ..reduce_ops import ReduceKind
+from ..wires.failures import WireFailure
+from ..wires.operations import Operation, Terms
+from .channel import Channel
+
+__all__ = ["NAME", "Announcement", "Round", "from_bytes", "to_bytes"]
+
+NAME = "Join"
+"""What the recorder and messages call a round."""
+
+_NUM_BYTES = 256
+_HEAD_BYTES = 4
+_AT_ONCE = timedelta(milliseconds=1)
+_NUM_KEPT = 1024  # programs repeat their calls
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What one member says in a round.
+
+    Args:
+        verb: the call that it is about to start; "" for none.
+        parts: of that call the number of elements and the dtype of each tensor.
+        is_list: whether it is called on a list of tensors.
+        op: the name of its reduction, or "".
+        root: the place of its source or destination.
+        sent, taken: how many elements go to and come from each member, where members may differ.
+        owner: what of the joinables knows how to take part in it; "" for none.
+        notice: what a joinable begins, in place of a call; "" for none.
+        has_joined: whether the member has no data left.
+        is_late: of such a member: whether no other has gone on since.
+    """
+
+    verb: str = ""
+    parts: tuple[tuple[int, str], ...] = ()
+    is_list: bool = False
+    op: str = ""
+    root: int | None = None
+    sent: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
+    owner: str = ""
+    notice: str = ""
+    has_joined: bool = False
+    is_late: bool = False
+
+    @classmethod
+    def of_call(
+        cls,
+        verb: str,
+        tensor: Tensors,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sent: Sequence[int] = (),
+        taken: Sequence[int] = (),
+        **more: Any,
+    ) -> Announcement:
+        """The announcement of a call, from what ``Channel.enter`` is given."""
+        is_list = not (tensor is None or isinstance(tensor, torch.Tensor))
+        tensors: Any = tensor if is_list else () if tensor is None else (tensor,)
+        parts = tuple((one.numel(), dtype_name(one.dtype)) for one in tensors)
+        name = "" if op is None else op.name
+        return cls(verb, parts, is_list, name, root, tuple(sent), tuple(taken), **more)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the member brings nothing of its own."""
+        return not (self.verb or self.notice)
+
+    def is_same_call(self, other: Announcement) -> bool:
+        """Whether both are one call, apart from what members may differ in."""
+        kinds = [
+            replace(one, sent=(), taken=(), has_joined=False, is_late=False)
+            for one in (self, other)
+        ]
+        if self.sent and other.sent:  # sizes may differ, the dtype may not
+            kinds = [replace(one, parts=tuple((0, kind) for _, kind in one.parts)) for one in kinds]
+        return kinds[0] == kinds[1]
+
+    @property
+    def text(self) -> str:
+        """The call, for messages."""
+        shown = [f"({count},) {dtype}" for count, dtype in self.parts]
+        arguments = [f"[{', '.join(shown)}]" if self.is_list else ", ".join(shown), self.op]
+        return f"{self.verb}({', '.join(filter(None, arguments))})"
+
+
+_DEFAULTS = vars(Announcement())
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def to_bytes(announcement: Announcement) -> bytes:
+    """What travels; the inverse of ``from_bytes``."""
+    given = vars(announcement).items()
+    fields = {name: value for name, value in given if value != _DEFAULTS[name]}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def from_bytes(data: bytes) -> Announcement:
+    """The announcement that was sent; the inverse of ``to_bytes``."""
+    fields = json.loads(data)
+    fields["parts"] = tuple((count, dtype) for count, dtype in fields.get("parts", ()))
+    for name in ("sent", "taken"):
+        fields[name] = tuple(fields.get(name, ()))
+    return Announcement(**fields)
+
+
+class Round:
+    """One round that has been started; the announcements of all members, once it is done.
+
+    Args:
+        channel: of the call.
+        mine: what this member says.
+        timeout: how long it may take.
+    """
+
+    def __init__(self, channel: Channel, mine: Announcement, timeout: timedelta) -> None:
+        self._channel = channel
+        self._data = to_bytes(mine)
+        self._timeout = timeout
+        head = len(self._data).to_bytes(_HEAD_BYTES, "little")
+        self._gathered, self._operation = self._gather(head + self._data, _NUM_BYTES)
+
+    def is_ready(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self._operation.is_ready()
+
+    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
+        """Return what each member says, in group order.
+
+        Raises:
+            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as the group
+                explains.
+        """
+        rows = self._rows(self._gathered, self._operation, timeout)
+        sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
+        longest = max(sizes)
+        if longest <= _NUM_BYTES - _HEAD_BYTES:
+            rows = [row[_HEAD_BYTES:] for row in rows]
+        else:  # all have come, and know that they do not fit
+            rows = self._rows(*self._gather(self._data, longest), self._timeout)
+        return [from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather(self, data: bytes, num_bytes: int) -> tuple[torch.Tensor, Operation]:
+        channel = self._channel
+        padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
+        gathered = mine.new_empty((channel.communicator.size, num_bytes))
+        channel.enter_uncovered(NAME, mine)
+        recorder = channel.recorder
+        terms = Terms(self._timeout, NAME, recorder.sequence, False, None, recorder.num_notes)
+        try:
+            return gathered, channel.communicator.all_gather(gathered.view(-1), mine, terms)
+        except WireFailure as failure:
+            raise channel.explain(failure) from None
+
+    def _rows(
+        self, gathered: torch.Tensor, operation: Operation, timeout: timedelta
+    ) -> list[bytes]:
+        try:
+            operation.finish(timeout)
+        except WireFailure as failure:
+            raise self._channel.explain(failure) from None
+        return [bytes(row) for row in gathered.cpu().numpy()]

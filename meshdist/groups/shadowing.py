@@ -1,0 +1,377 @@
+"""Ranks without data answer the others' calls, whatever they are, until all ranks have none.
+
+While a rank is in a join context each of its collectives comes behind a round in which all members
+of the group say what they are about to call (``announcements``). A rank whose data have ended, one
+that has *joined*, waits until a member of any of its groups begins such a round; it takes part in
+it, and then answers the call with the neutral element. So every collective is answered. Programs
+outside of join contexts pay nothing: channels are intercepted in the context alone.
+
+* *The end.* A rank that joins begins a round on the main group at once. Where all members of a
+  round there have joined, all of them leave. What they say shows which ranks joined last.
+* *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
+  and polls them. It begins one where it sees that a member has come to the next call: in the header
+  table, in shared memory, in a simulated meeting. Where it cannot see all members, since they are
+  on several hosts, it begins one at once, if all of them are in the main group.
+* *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
+  place of the neutral answer. A verb that a handler calls waits for the members' same call; others
+  that come before it are answered.
+* *Exceptions.* A rank that leaves by an exception says so in the store. A rank that waits for it
+  looks there, ends the group's communication for all, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from ..bootstrap.world import World
+from ..checking.nesting import set_aside
+from ..error_text import ranks_text
+from ..errors import ArgumentError, BackendError, JoinError
+from ..verb_table import VERBS, WIRE_VERBS
+from .announcements import Announcement, Round
+from .channel import Channel
+from .process_group import ProcessGroup, world_group
+from .registry import OpenCommunicator, get_registry
+from .waits import Waits
+from .whereabouts import Whereabouts
+
+__all__ = ["Shadowing", "find_shadowing"]
+
+_NEVER = timedelta(days=3650)
+
+_SOURCED_VERBS = frozenset(
+    verb.name
+    for verb in VERBS.values()
+    if any(WIRE_VERBS[one].root == "from" for one in verb.wire_verbs)
+)
+"""The public verbs whose root gives what the others take."""
+
+
+@dataclass(eq=False)
+class Place:
+    """One communicator on which this rank may be needed.
+
+    Args:
+        group: one that uses it.
+        channel: that group's.
+    """
+
+    group: ProcessGroup
+    channel: Channel
+    round: Round | None = field(default=None, init=False)
+    """Of a rank that has joined: the one that it has begun."""
+    is_over: bool = field(default=False, init=False)
+    """Whether all members have joined."""
+    is_held: bool = field(default=False, init=False)
+    """Whether a call that this rank has begun waits for that round."""
+
+
+@dataclass(eq=False)
+class Shadowing:
+    """One join context of this rank.
+
+    Args:
+        group: whose members leave together.
+        device_type: of the group's rounds.
+        answer: calls the verb that is announced with neutral arguments, given the group, the
+            type of its device, what all members say, and the call.
+        handle: takes part in what a joinable begins or calls: given the announcement, and which
+            members have not joined.
+        is_strict: whether all ranks raise as soon as one has joined.
+    """
+
+    group: ProcessGroup
+    device_type: str
+    answer: Callable[[ProcessGroup, str, Sequence[Announcement], Announcement], None]
+    handle: Callable[[Announcement, Sequence[bool]], None] = lambda *_: None
+    is_strict: bool = False
+    owner: str = field(default="", init=False)
+    """Of the calls that are started now."""
+    _places: dict[OpenCommunicator, Place] = field(default_factory=dict, init=False)
+    _has_joined: bool = field(default=False, init=False)
+    _is_late: bool = field(default=True, init=False)
+    _refusal: JoinError | None = field(default=None, init=False)
+    """What was raised here of a call that cannot be answered."""
+    _admitted: Announcement | None = field(default=None, init=False)
+    """The call of which the round has been, which this rank is to start next."""
+
+    def begin(self) -> None:
+        """Let all calls of this rank's groups be announced; opens the main group.
+
+        Raises:
+            ArgumentError: the rank is in such a context already.
+        """
+        self._registry = get_registry(self.group.world)
+        if self._registry.shadowing is not None:
+            raise ArgumentError(
+                "join contexts cannot be nested",
+                where=f"rank {self.group.world.rank}, {self.group.name}",
+                expected="one join context at a time",
+                fix="give all joinables to one: Join([first, second])",
+            )
+        self._main = self.group.open_channel(self.device_type).opened
+        world = self.group.world
+        if len(self.group.ranks) == world.size:  # who joins at once has not opened it by a call
+            world_group(world).open_channel(self.device_type)
+        self._whereabouts = Whereabouts(self.group.world)
+        self._waits = Waits(self.group.world, self._whereabouts)
+        self._registry.shadowing = self
+        for opened in self._registry.all_opened():
+            for user in opened.users:
+                if isinstance(user, ProcessGroup):
+                    self.cover(user)
+
+    def cover(self, group: ProcessGroup) -> None:
+        """Let all calls of ``group`` be announced, as far as it is open."""
+        group.fast_path = None
+        for channel in group.channels:
+            if channel.communicator.size > 1:
+                check = partial(self._check_message, channel)
+                place = self._places.setdefault(channel.opened, Place(group, channel))
+                channel.intercept(partial(self._enter, place, channel), check)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leave the context, which ``error`` ends; calls are not announced any more."""
+        self._registry.shadowing = None
+        for opened in self._registry.all_opened():
+            for user in opened.users:
+                if isinstance(user, ProcessGroup):
+                    user.release()
+        if error is not None:
+            # Members of a broken group are told by what broke it.
+            labels = [one.label for one in self._places if one.label not in one.aborts]
+            self._whereabouts.leave(labels, self._refusal or error)
+
+    # -- ranks that have data ---------------------------------------------------------------------
+
+    def announce(self, notice: str) -> list[bool]:
+        """Say to the main group that a joinable begins something; return who has not joined.
+
+        Raises:
+            JoinError: a member has joined, in a strict context.
+        """
+        place = self._places.get(self._main)
+        if place is None:  # a group of one
+            return [True]
+        said = self._agree(place, place.channel, Announcement(notice=notice))
+        return [not one.has_joined for one in said]
+
+    @contextmanager
+    def owned_by(self, owner: str) -> Iterator[None]:
+        """Calls inside are a joinable's: on ranks that have joined its handler takes part."""
+        before, self.owner = self.owner, owner
+        try:
+            yield
+        finally:
+            self.owner = before
+
+    def _enter(self, place: Place, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
+        """What stands in for ``Channel.enter``."""
+        described = {name: value for name, value in named.items() if name != "layouts"}
+        mine = Announcement.of_call(verb, *given[:5], **described, owner=self.owner)
+        self._agree(place, channel, mine)
+        channel.enter_uncovered(verb, *given, **named)
+
+    def announce_call(self, group: ProcessGroup, verb: str) -> None:
+        """Say to all members that a call follows that goes by no channel."""
+        channel = group.open_channel(group.first_device_type())
+        if channel.opened in self._places:
+            self._agree(self._places[channel.opened], channel, Announcement(verb))
+
+    def _agree(self, place: Place, channel: Channel, mine: Announcement) -> list[Announcement]:
+        """Return when the members that go on are at the same call as this one."""
+        mine = replace(mine, has_joined=self._has_joined)
+        admitted, self._admitted = self._admitted, None
+        if admitted is not None and admitted.is_same_call(mine):
+            return []
+        while True:
+            begun = Round(channel, mine, channel.timeout)
+            if self._has_joined:
+                self._serve_until(place, begun)
+            said = self._finish(channel, begun)
+            call = self._check(place, said)
+            if not self._has_joined or call is None or call.is_same_call(mine):
+                return said
+            self._respond(place, said, call)
+
+    def _serve_until(self, place: Place, begun: Round) -> None:
+        """Answer calls on other groups until a round is done that a call here has begun."""
+        place.round, place.is_held = begun, True
+        try:
+            while not begun.is_ready():
+                due = self._find_due()
+                if due is None:
+                    self._wait_for_any(begun)
+                else:
+                    self._serve(due)
+        finally:
+            place.round, place.is_held = None, False
+
+    def _check(self, place: Place, said: Sequence[Announcement]) -> Announcement | None:
+        """Return what the members that go on call; None where all have joined.
+
+        Raises:
+            JoinError: it cannot be answered; on every member alike.
+        """
+        call = next((one for one in said if not one.has_joined), None)
+        where = self._where(place.channel)
+        if call is None:
+            hooks = next((one for one in said if not one.is_waiting), None)
+            if hooks is not None:
+                raise self._refused(
+                    f"{hooks.text} is called on ranks that have joined alone",
+                    where=where,
+                    expected="in a hook only calls that ranks with data make, too",
+                    fix="call in main_hook what the joinable calls in one step, in this order",
+                )
+            return None
+        joined = [rank for rank, one in zip(place.group.ranks, said, strict=True) if one.has_joined]
+        if self.is_strict and joined and place.channel.opened is self._main:
+            me = self.group.world.rank
+            raise self._refused(
+                f"rank {me} has no data left, and others have"
+                if me in joined
+                else "a rank has no data left, and this one has",
+                where=where,
+                expected="equally many steps on every rank: throw_on_early_termination is true",
+                found=f"{ranks_text(joined)} joined first",
+            )
+        if call.verb in _SOURCED_VERBS and call.root is not None:
+            source = said[call.root]
+            if source.has_joined and not source.is_same_call(call):
+                rank = place.group.ranks[call.root]
+                raise self._refused(
+                    f"{call.text} cannot come from rank {rank}, which has no data left",
+                    where=where,
+                    expected="a source that goes on as long as any rank does",
+                    found=f"{ranks_text(joined)} joined",
+                    fix="let another rank be the source, or call it outside of the join context",
+                )
+        return call
+
+    def _refused(self, summary: str, **fields: str) -> JoinError:
+        """The error of a call that cannot be answered; told to ranks that wait for this one."""
+        self._refusal = JoinError(summary, **fields)
+        return self._refusal
+
+    def _where(self, channel: Channel) -> str:
+        return f"rank {self.group.world.rank}, {channel.group.name}"
+
+    def _check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
+        """Raise where a message is for, or from, a rank that has joined."""
+        rank = None if peer is None else channel.group.ranks[peer]
+        if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
+            return
+        raise self._refused(
+            f"{Announcement.of_call(verb, tensor).text}: rank {rank} has no data left",
+            where=self._where(channel),
+            expected="messages between ranks that go on",
+            fix="exchange by a collective, such as all_to_all, or outside of the join context",
+        )
+
+    # -- a rank that has none left ----------------------------------------------------------------
+
+    def join(self) -> bool:
+        """Answer the others' calls until no rank has data left.
+
+        Returns:
+            Whether this rank was among the last to join.
+        """
+        self._has_joined = True
+        main = self._places.get(self._main)
+        if main is None:
+            return True
+        self._whereabouts.join()
+        for place in tuple(self._places.values()):
+            if place is main or self._begins_at_once(place):
+                self._begin_round(place)
+        while not (main.is_over and all(one.round is None for one in self._places.values())):
+            due = self._find_due()
+            if due is None:
+                self._wait_for_any()
+            else:
+                self._serve(due)
+        return self._is_late
+
+    def _serve(self, place: Place) -> None:
+        """Begin the round that others wait for, or answer what one that is done announces."""
+        if place.round is None:
+            self._begin_round(place)
+            return
+        begun, place.round = place.round, None
+        said = self._finish(place.channel, begun)
+        call = self._check(place, said)
+        if call is None:
+            place.is_over = True
+            return
+        if place.channel.opened is self._main:
+            self._is_late = False
+        self._respond(place, said, call)
+        if self._begins_at_once(place):
+            self._begin_round(place)
+
+    def _begins_at_once(self, place: Place) -> bool:
+        """Whether a round is always under way there, since calls of others cannot be seen."""
+        return not place.channel.shows_calls and set(place.group.ranks) <= set(self.group.ranks)
+
+    def _begin_round(self, place: Place) -> None:
+        mine = Announcement(has_joined=True, is_late=self._is_late)
+        place.round = Round(place.channel, mine, _NEVER)
+
+    def _find_due(self) -> Place | None:
+        """Where there is something to do: a round is done, or a member waits for this one."""
+        for place in tuple(self._places.values()):
+            if place.round is not None:
+                if not place.is_held and place.round.is_ready():
+                    return place
+            elif not (place.is_over or place.group.is_closed) and place.channel.is_awaited():
+                return place
+        return None
+
+    def _respond(self, place: Place, said: Sequence[Announcement], call: Announcement) -> None:
+        """Take part in what the members that go on begin."""
+        with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
+            if call.notice:
+                self.handle(call, [not one.has_joined for one in said])
+                return
+            self._admitted = call
+            if call.owner:
+                self.handle(call, [not one.has_joined for one in said])
+            else:
+                self.answer(place.group, place.channel.device_type, said, call)
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _finish(self, channel: Channel, begun: Round) -> list[Announcement]:
+        """Return what is said in a round, once all members have come to it."""
+        timeout = _NEVER if self._has_joined else channel.timeout
+        try:
+            self._waits.until(begun.is_ready, [channel], timeout)
+            return begun.finish()
+        except BackendError:  # perhaps since a member has left, and has closed the group by now
+            self._waits.raise_left([channel])
+            raise
+
+    def _wait_for_any(self, begun: Round | None = None) -> None:
+        """Return when ``begun`` is done, or there is something else to do."""
+        under_way = [one.channel for one in self._places.values() if one.round is not None]
+        main = self._places[self._main]
+        is_idle = main.round is None and not main.is_over
+        if is_idle:
+            under_way.append(main.channel)
+
+        def is_ready() -> bool:
+            return bool((begun is not None and begun.is_ready()) or self._find_due())
+
+        self._waits.until(is_ready, under_way, _NEVER, main.channel if is_idle else None)
+
+
+def find_shadowing(world: World) -> Shadowing | None:
+    """The join context that this rank is in, if it is in one."""
+    found = get_registry(world).shadowing
+    return found if isinstance(found, Shadowing) else None
