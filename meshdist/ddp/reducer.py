@@ -301,7 +301,11 @@ class Reducer:
 
     def _put_hook(self, bucket: AnyBucket, slot: int) -> None:
         hook = self._make_hook(bucket.indices[slot], bucket, slot)
-        self._handles.append(bucket.members[slot].register_post_accumulate_grad_hook(hook))
+        member = bucket.members[slot]
+        is_trained = member.requires_grad  # else it may be again, and keeps its hook meanwhile
+        member.requires_grad_(True)
+        self._handles.append(member.register_post_accumulate_grad_hook(hook))
+        member.requires_grad_(is_trained)
 
     def _make_hook(
         self, index: int, bucket: AnyBucket, slot: int
