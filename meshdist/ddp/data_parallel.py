@@ -130,6 +130,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
         self.parameters_to_ignore = ignored_names(module)
         check_module(module, self.parameters_to_ignore)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self._caps)
+        self.bucket_bytes_cap_list = list(self._caps) if bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         trainable = list(trainable_parameters(module, self.parameters_to_ignore).values())
         self._delayed = delayed_indices(
             trainable, delay_all_reduce_named_params, param_to_hook_all_reduce
@@ -475,6 +478,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
 
 
 DDP = DistributedDataParallel
+# Trainers and torch's own checkpoints unwrap what is an instance of torch's class.
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
 def _let_go(reducer: Reducer, cast: CastParameters | None) -> None:

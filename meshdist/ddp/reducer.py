@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -192,6 +192,20 @@ class Reducer:
                 can_tell = True
         if not can_tell:
             self._hook_all()
+
+    def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
+        """Let the next backward be averaged, whatever was said at its forward.
+
+        Torch's pipeline stages, and trainers with several losses, call this on a wrapper's reducer:
+        their forwards run under ``no_sync``, since only later they know which backward is the last.
+        """
+        self.before_forward()
+        self.after_forward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs), self)
+
+    @staticmethod
+    def _rebuild_buckets() -> bool:
+        """What those trainers call before: here buckets are laid anew without being told."""
+        return False
 
     def check_finished(self) -> None:
         """Raise if a backward has begun and not ended.

@@ -31,6 +31,20 @@ class TorchMethods:
     _buffers_of_model: Any
     _has_begun: bool
     _optimizers: InBackward | None
+    broadcast_bucket_size = 250 * 1024 * 1024
+    """Torch's; without effect: buffers travel together, see ``broadcast_from``."""
+    use_side_stream_for_tensor_copies = False
+    """Inputs are moved to the module's device on the current stream."""
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are made equal, by name."""
+        return self._buffers_of_model.named()  # type: ignore[no-any-return]
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The same without names."""
+        return list(self.named_module_buffers.values())
 
     def _set_static_graph(self) -> None:
         """Promise that all backwards bring the gradients that the first one brought.

@@ -1,4 +1,4 @@
-"""Torch's own wrapper over Gloo, in two processes, gives what ours gives over both wires: bit for bit.
+"""Torch's own wrapper over Gloo, in two processes, gives what ours gives: bit for bit.
 
 One pair of processes runs every program with torch's; each test reads what came of one. A program
 that torch's wrapper cannot run, or whose gradients it leaves unreduced, is compared with a program
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
 import optree
