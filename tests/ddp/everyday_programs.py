@@ -405,12 +405,12 @@ class MixedDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.half = nn.Linear(4, 4).half()
-        self.single = nn.Linear(4, 4)
-        self.double = nn.Linear(4, 2).double()
+        self.of_half = nn.Linear(4, 4).half()
+        self.of_single = nn.Linear(4, 4)
+        self.of_double = nn.Linear(4, 2).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.double(self.single(self.half(x.half()).float()).double())
+        return self.of_double(self.of_single(self.of_half(x.half()).float()).double())
 
 
 @program
