@@ -147,7 +147,11 @@ class BucketList:
                         missing.add(index)
             if bucket.work is None:
                 missing.update(bucket.indices[slot] for slot in bucket.find_missing())
-        missing.update(index for index in by_count if not counts[index])
+        missing.update(
+            index
+            for index in by_count
+            if not counts[index] or self._parameters[index].grad is None  # undefined
+        )
         return missing
 
     def find_gradients(self, came: Sequence[bool], *, has_local_sums: bool) -> list[bool]:

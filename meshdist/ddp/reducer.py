@@ -347,11 +347,13 @@ class Reducer:
             return gradient_is_watched
         goes_at_once = bucket.at_once[slot]
 
-        def gradient_came(_: torch.Tensor) -> None:
+        def gradient_came(parameter: torch.Tensor) -> None:
             if not self._is_synchronised:
                 return
             if not self._is_open:
                 self._open()
+            if parameter.grad is None:  # a backward of its own has left it undefined
+                arrivals.by_count.add(index)
             counts[index] += 1
             if streams is not None:
                 streams.note()

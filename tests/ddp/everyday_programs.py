@@ -142,6 +142,60 @@ def unused_parameters_are_not_sent(wrap: Wrap, rank: int, size: int) -> Tree:
     return run_parts(model, rank, size, [[[0, 2], [0, 2]]] * 4)
 
 
+class Undefined(torch.autograd.Function):
+    """Its backward has a gradient for the weight only where it is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, is_defined: bool) -> torch.Tensor:
+        ctx.is_defined, ctx.like = is_defined, weight
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        defined = torch.ones_like(ctx.like) * grad.sum() if ctx.is_defined else None
+        return grad, defined, None
+
+
+class MayBeUndefined(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4).double()
+        self.weight = nn.Parameter(torch.ones(num, dtype=torch.float64) / num)
+
+    def forward(self, x: torch.Tensor, is_defined: bool = False) -> torch.Tensor:
+        return Undefined.apply(self.inner(x), self.weight, is_defined)
+
+
+def undefined(num: int, by_step: list[tuple[bool, bool]], **options: Any) -> Program:
+    """``by_step``: on which of two ranks the gradient is defined."""
+
+    def one(wrap: Wrap, rank: int, size: int) -> Tree:
+        model = wrap(MayBeUndefined(num), **options)
+        seen = []
+        for step, by_rank in enumerate(by_step):
+            model.zero_grad()
+            x = batch_of(step)[rank::size]
+            model(x, by_rank[rank % 2]).square().mean().backward()
+            seen.append(grads_of(model))
+        return seen
+
+    return one
+
+
+_MIXED = [(True, True), (False, True), (True, True), (False, False), (True, False)]
+for _num, _size in ((1, "small"), (20_000, "large")):
+    PROGRAMS[f"{_size}_undefined_by_rank_and_step"] = undefined(
+        _num, _MIXED, find_unused_parameters=True
+    )
+    PROGRAMS[f"{_size}_undefined_in_a_static_graph"] = undefined(
+        _num, [(False, True)] * 4, static_graph=True
+    )
+    PROGRAMS[f"{_size}_undefined_everywhere"] = undefined(
+        _num, [(False, False)] * 4, find_unused_parameters=True
+    )
+
+
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -490,6 +544,19 @@ def outputs_without_elements(wrap: Wrap, rank: int, size: int) -> Tree:
     full, empty = model(batch_of(0)[rank::size])
     (full.square().mean() + empty.sum()).backward()
     return grads_of(model), empty.shape
+
+
+@program
+def outputs_changed_in_place(wrap: Wrap, rank: int, size: int) -> Tree:
+    model = wrap(mlp())
+    seen = []
+    for step in range(NUM_STEPS):
+        model.zero_grad()
+        y = model(batch_of(step)[rank::size])
+        y += 1
+        y.square_().mean().backward()
+        seen.append(grads_of(model))
+    return seen
 
 
 @program

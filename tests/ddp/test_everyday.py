@@ -7,7 +7,7 @@ no counterpart on one device, since ranks differ on purpose, is told there or be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 import meshdist as md
-from tests.ddp.everyday_programs import PROGRAMS, run_quietly
+from meshdist.errors import GradientError
+from tests.ddp.everyday_programs import PROGRAMS, MayBeUndefined, run_quietly
+from tests.ddp.models import Two
+from tests.pool import Pool
+
+Run = Callable[..., list[Any]]
 
 # Ranks differ on purpose, or gradients that are not averaged are looked at.
 BY_RANK = {
@@ -31,6 +36,8 @@ BY_RANK = {
     "evaluation_between_steps",
     "ignored_parameters_and_buffers",
     "inputs_without_rows",
+    *(f"{size}_undefined_by_rank_and_step" for size in ("small", "large")),
+    *(f"{size}_undefined_in_a_static_graph" for size in ("small", "large")),
     "unused_by_rank_and_step",
     "unused_with_copies",
 }
@@ -92,17 +99,153 @@ def by_rank(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return md.simulate(run_ours, request.param)
 
 
+@pytest.fixture(params=["simulated", "shm"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """``run(fn, num_ranks)`` on simulated ranks, and on processes with shared memory."""
+    if request.param == "simulated":
+        return md.simulate
+    pool: Pool = request.getfixturevalue("pool")
+    return lambda fn, num_ranks: pool.run(fn, num_ranks, backend="shm")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_come_to_what_one_device_does(
     by_rank: list[dict[str, Any]], whole: dict[str, Any], name: str
 ) -> None:
-    tolerance = ROUGH.get(name, 1e-10)
     expected, form = optree.tree_flatten(whole[name], none_is_leaf=True)
     for outcomes in by_rank:
         found, found_form = optree.tree_flatten(outcomes[name], none_is_leaf=True)
         assert found_form == form
         for mine, other in zip(found, expected, strict=True):
             if isinstance(mine, torch.Tensor):
+                tolerance = ROUGH.get(name, 1e-10 if mine.dtype.itemsize >= 8 else 1e-6)
                 torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
             else:
                 assert mine == other
+
+
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(run: Run) -> None:
+    def program() -> list[Any]:
+        model = md.DDP(nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        seen = []
+        for step in range(3):
+            before = model.module.weight.item()
+            optimizer.zero_grad()
+            bad = step == 1 and md.get_rank() == 1
+            loss = model(torch.ones(1, 1)).sum() * (float("inf") if bad else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((round(model.module.weight.item() - before, 5), scaler.get_scale()))
+        return seen
+
+    assert run(program, 2) == [[(-1.0, 4.0), (0.0, 2.0), (-1.0, 2.0)]] * 2
+
+
+def test_the_example_of_accumulation(run: Run) -> None:
+    """SEMANTICS' numbers: 1 and 2 alone, then again: 3 on both."""
+
+    def program() -> list[float]:
+        layer = nn.Linear(1, 1, bias=False)
+        model = md.DDP(layer)
+        x = torch.full((1, 1), 1.0 + md.get_rank())
+        seen = []
+        for _ in range(2):
+            model.zero_grad()
+            with model.no_sync():
+                model(x).sum().backward()
+            seen.append(layer.weight.grad.item())
+            model(x).sum().backward()
+            seen.append(layer.weight.grad.item())
+        return seen
+
+    assert run(program, 2) == [[1.0, 3.0, 1.0, 3.0], [2.0, 3.0, 2.0, 3.0]]
+
+
+def test_the_forward_behind_one_that_is_not_synchronised_leaves_buffers_alone() -> None:
+    def program() -> list[float]:
+        model = md.DDP(nn.BatchNorm1d(1))
+        mean = model.module.running_mean
+        seen = []
+        for is_alone in (True, False, False):
+            mean.fill_(float(md.get_rank()))
+            with model.no_sync() if is_alone else contextlib.nullcontext():
+                model.eval()(torch.ones(2, 1)).sum().backward()
+            seen.append(mean.item())
+        return seen
+
+    assert md.simulate(program, 2) == [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+
+
+def test_gradients_of_a_loss_by_themselves_are_not_averaged() -> None:
+    def program() -> float:
+        model = md.DDP(nn.Linear(1, 1, bias=False))
+        loss = model(torch.full((1, 1), 1.0 + md.get_rank())).sum()
+        (grad,) = torch.autograd.grad(loss, list(model.parameters()))
+        model(torch.ones(1, 1)).sum().backward()
+        return grad.item()
+
+    assert md.simulate(program, 2) == [1.0, 2.0]
+
+
+def test_what_is_added_to_the_module_later_stays_local() -> None:
+    def program() -> list[float]:
+        module = nn.Linear(1, 1, bias=False)
+        model = md.DDP(module)
+        added = nn.Parameter(torch.ones(1))
+        module.register_parameter("added", added)
+        x = torch.full((1, 1), 1.0 + md.get_rank())
+        (model(x) * module.added).sum().backward()
+        return [module.weight.grad.item(), added.grad.item() / module.weight.item()]
+
+    (one, alone), (two, other) = md.simulate(program, 2)
+    assert one == two == 1.5
+    assert (alone, other) == pytest.approx((1.0, 2.0))
+
+
+def test_a_quarter_where_one_of_four_ranks_uses_it(run: Run) -> None:
+    def program() -> list[float | None]:
+        model = md.DDP(Two(), find_unused_parameters=True)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 1), "both" if md.get_rank() == 3 else "left").backward()
+        used, some = (p.grad.item() for p in model.parameters())
+        model.zero_grad()
+        model(torch.ones(1, 1), "left").backward()
+        return [used, some, model.module.right.weight.grad]
+
+    assert run(program, 4) == [[1.0, 0.25, None]] * 4
+
+
+def test_outputs_without_a_gradient_need_no_backward() -> None:
+    class Detached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = super().forward(x)
+            return y, y.detach() + 1
+
+    def program() -> float:
+        model = md.DDP(Detached(1, 1, bias=False))
+        for step in range(4):
+            model.zero_grad()
+            y, detached = model(torch.full((1, 1), 1.0 + md.get_rank()))
+            assert y.requires_grad and not detached.requires_grad
+            if step % 2:
+                y.sum().backward()
+        return model.module.weight.grad.item()
+
+    assert md.simulate(program, 2) == [1.5, 1.5]
+
+
+def test_an_undefined_gradient_is_missing_where_none_may_be() -> None:
+    def program() -> str:
+        model = md.DDP(MayBeUndefined(1))
+        model(torch.ones(1, 4).double(), md.get_rank() == 1).sum().backward()
+        assert model.module.weight.grad is not None
+        with pytest.raises(GradientError) as error:
+            model(torch.ones(1, 4).double())
+        return str(error.value)
+
+    for text in md.simulate(program, 2):
+        assert "found:    rank 0: weight (index 0)" in text
