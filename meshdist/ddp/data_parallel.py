@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 import torch
 from torch import nn
 
 from ..collectives.instruments import leave_untraced
-from ..errors import ArgumentError, GradientError, KindError, MeshError
-from ..groups.process_group import ProcessGroup, resolve_group, world_group
+from ..errors import KindError
+from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
 from .buffers import Buffers
 from .in_backward import InBackward, marked_optimizers
 from .joined_replica import JoinedReplica, JoinMethods
 from .logging_data import DataLogger
+from .model_state import WrappedModel
 from .options import ReductionOptions
+from .outputs import moved
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
 from .replicas import broadcast_from, check_equal_lines, tensor_line
@@ -33,16 +33,16 @@ from .wrapping import (
     find_devices,
     ignored_names,
     module_state,
+    refuse_both,
+    refuse_unfrozen,
     sparse_parameters,
     trainable_parameters,
 )
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
-_PREFIX = "module."
 
-
-class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
+class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
 
     Making it, each forward that synchronises buffers, and each backward are collective over the
@@ -56,7 +56,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
     gradient of the whole batch; where it is a *sum*, gradients are smaller than the whole batch's
     by the number of ranks. Inputs are not split: see ``DistributedSampler``.
 
-    Every backward averages, also a second one on a retained graph. Every parameter must get a
+    Every backward that passes outputs of the model averages, also a second one on a retained graph.
+    Unless ``find_unused_parameters`` or ``static_graph`` says so, every parameter must get a
     gradient on every rank before the next forward, which raises otherwise; ``check_gradients``
     raises before. Do not add, remove, replace or convert parameters afterwards.
 
@@ -70,15 +71,27 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
         device_ids: the one device of a CUDA module, to which inputs are moved; None for CPU modules
             and modules on several devices.
         output_device: where outputs are moved; by default the device of ``device_ids``.
-        dim: torch's; without effect.
+        dim, batched_grad_copy, check_reduction: torch's, without effect; the last one warns.
         broadcast_buffers: False leaves buffers alone, also on construction.
         init_sync: False skips comparing and broadcasting on construction.
         process_group: over which ranks gradients are averaged; or
         device_mesh: an axis, ``mesh["dp"]``, or several, ``mesh["dp", "cp"]``, taken as one. With
             neither, the world.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
+        bucket_cap_mb_list: sizes of the first bucket, the second, ..., in its place; the last one
+            holds for all that follow.
+        find_unused_parameters: whether a rank may lack gradients: a parameter that some rank uses
+            gets the mean over all ranks, one that none uses keeps the ``.grad`` that it has.
         gradient_as_bucket_view: False keeps gradients outside the buckets, at the price of their
             memory and a copy.
+        static_graph: a promise that every backward brings the gradients that the first one brought,
+            each as often; then what is missing from the start is no error.
+        delay_all_reduce_named_params: parameters, with names, whose gradients are sent together
+            once that of
+        param_to_hook_all_reduce: is there; they are averages when ``backward()`` returns.
+        mixed_precision: dtypes of forward, backward and of what is sent, see ``MixedPrecision``.
+        skip_all_reduce_unused_params: a promise that what no rank used in the first step is never
+            used: it is not sent.
         forward_sync_buffers: False leaves buffers alone after construction.
 
     Cost: one all-reduce of all gradients a backward, in buckets that overlap with it; one broadcast
@@ -140,12 +153,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
         if mixed_precision is not None:
             check_precision(mixed_precision)
         self.mixed_precision = mixed_precision
-        if broadcast_buffers is not None and forward_sync_buffers is not None:
-            raise ArgumentError(
-                "broadcast_buffers and forward_sync_buffers were both given",
-                expected="one of them",
-                fix="drop broadcast_buffers, the older name",
-            )
         self.device_ids, self.output_device = find_devices(module, device_ids, output_device)
         if check_reduction:
             warnings.warn(
@@ -154,12 +161,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
                 stacklevel=2,
             )
         self.dim = dim
-        if process_group is not None and device_mesh is not None:
-            raise MeshError(
-                "process_group and device_mesh were both given",
-                expected="one of them, or neither for the world",
-                fix="pass device_mesh=mesh['dp'] alone",
-            )
+        older, newer = broadcast_buffers, forward_sync_buffers
+        refuse_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
+        refuse_both(MeshError, process_group=process_group, device_mesh=device_mesh)
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         self.find_unused_parameters = find_unused_parameters
@@ -167,7 +171,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
-        given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        given = older if newer is None else newer
         self.forward_sync_buffers = True if given is None else bool(given)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -253,12 +257,12 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
         """
         self._begin_forward()
         if self.device_ids is not None:
-            inputs, kwargs = _moved((inputs, kwargs), self.device)
+            inputs, kwargs = moved((inputs, kwargs), self.device)
         if self._cast is not None:
             inputs, kwargs = self._cast.cast_inputs((inputs, kwargs))
         outputs = self.module(*inputs, **kwargs)
         if self.output_device is not None and self.output_device != self.device:
-            outputs = _moved(outputs, self.output_device)
+            outputs = moved(outputs, self.output_device)
         return self._end_forward(outputs)
 
     @contextmanager
@@ -348,14 +352,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
     def _begin_forward(self) -> None:
         if not self._has_begun:
             self._begin()
-        for name, parameter in self._left_frozen:
-            if parameter.requires_grad:
-                raise GradientError(
-                    f"{name} requires a gradient, and did not when the model was wrapped",
-                    where=f"rank {self.process_group.world.rank}",
-                    expected="parameters that are trained to be so when the model is wrapped",
-                    fix="del ddp, and wrap the model again; or wrap first, and freeze then",
-                )
+        refuse_unfrozen(self._left_frozen, self.process_group)
         joined = self._join_config
         if joined.context is not None and isinstance(joined.hook, JoinedReplica):
             joined.hook.begin_forward(joined.context, self)
@@ -394,88 +391,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, nn.Module):
                 self.reducer.after_forward(outputs, self)
         return outputs
 
-    # -- state ------------------------------------------------------------------------------------
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state of this wrapper (names begin with ``module.``) or of the module alone.
-
-        Load the same state on every rank; nothing is sent.
-
-        Raises:
-            ArgumentError: ``assign`` is true, which would replace the parameters.
-        """
-        if assign:
-            raise ArgumentError(
-                "load_state_dict(assign=True) would replace the parameters whose gradients are "
-                "averaged",
-                expected="assign=False, which copies into them",
-                fix="load into the module before it is wrapped",
-            )
-        own = self.state_dict().keys()
-        num_wrapped = sum(name in own for name in state_dict)
-        num_bare = sum(_PREFIX + name in own for name in state_dict)
-        if num_bare > num_wrapped:
-            return self.module.load_state_dict(state_dict, strict=strict)
-        return super().load_state_dict(state_dict, strict=strict)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> DistributedDataParallel:
-        def kinds() -> list[tuple[torch.dtype, torch.device]]:
-            return [(p.dtype, p.device) for p in self.module.parameters()]
-
-        before = kinds()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if kinds() != before:
-            raise GradientError(
-                "the parameters were converted after the model was wrapped",
-                where=f"rank {self.process_group.world.rank}, {type(self.module).__name__}",
-                expected="the dtype and device that they had, in which gradients are reduced",
-                fix="convert first, then wrap: DDP(module.to(...)); this wrapper is unusable now",
-            )
-        return self
-
-    # -- copies -----------------------------------------------------------------------------------
-
-    def _portable_state(self) -> dict[str, Any]:
-        bound = (
-            "process_group",
-            "device_mesh",
-            "reducer",
-            "logger",
-            "_buffers_of_model",
-            "_cast",
-            "_optimizers",
-            "_join_config",
-        )
-        return {name: value for name, value in self.__dict__.items() if name not in bound}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A copy over the same group, with a copy of the module; nothing is sent."""
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        state = copy.deepcopy(self._portable_state(), memo)
-        clone.__setstate__(
-            {**state, "process_group": self.process_group, "device_mesh": self.device_mesh}
-        )
-        return clone
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not world_group(self.process_group.world):
-            raise KindError(
-                "a DistributedDataParallel over a part of the world cannot be pickled",
-                where=f"its group is {self.process_group.group_name}",
-                expected="the world as its group, or the model alone",
-                fix="save ddp.state_dict() or ddp.module, and wrap again after loading",
-            )
-        return self._portable_state()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if "process_group" not in state:
-            self.process_group, self.device_mesh = resolve_group(None), None
-        self._adopt(self.module)
-
 
 DDP = DistributedDataParallel
 # Trainers and torch's own checkpoints unwrap what is an instance of torch's class.
@@ -486,12 +401,3 @@ def _let_go(reducer: Reducer, cast: CastParameters | None) -> None:
     reducer.close()
     if cast is not None:
         cast.close()
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    """``tree`` with its tensors on ``device``."""
-    return optree.tree_map(
-        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
-        tree,
-        none_is_leaf=True,
-    )

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import ArgumentError, GradientError, KindError
+from ..errors import ArgumentError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from .reducer import is_reduced
+from .gradient_hooks import is_reduced
 
 __all__ = [
     "check_module",
@@ -20,6 +20,8 @@ __all__ = [
     "find_devices",
     "ignored_names",
     "module_state",
+    "refuse_both",
+    "refuse_unfrozen",
     "sparse_parameters",
     "trainable_parameters",
 ]
@@ -114,6 +116,33 @@ def check_module(module: object, ignored: Iterable[str]) -> None:
             expected="a module to train",
             fix="use the module itself: there is nothing to average",
         )
+
+
+def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
+    """Raise an error of ``kind`` where both ``arguments``, which say one thing, were given."""
+    if None not in arguments.values():
+        first, second = arguments
+        raise kind(
+            f"{first} and {second} were both given",
+            expected="one of them, or neither",
+            fix=f"pass {second} alone",
+        )
+
+
+def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
+    """Raise where a parameter that was frozen when the model was wrapped is no longer.
+
+    Raises:
+        GradientError: its gradient would stay local.
+    """
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise GradientError(
+                f"{name} requires a gradient, and did not when the model was wrapped",
+                where=f"rank {group.world.rank}",
+                expected="parameters that are trained to be so when the model is wrapped",
+                fix="del ddp, and wrap the model again; or wrap first, and freeze then",
+            )
 
 
 def delayed_indices(

@@ -23,6 +23,7 @@ _LOOK_S = 0.1
 _LOOK_AT_LIVES_S = 0.5
 _LEAVING_S = 0.5
 _NUM_YIELDS = 20
+_PAUSE_S = 0.001  # the others wait meanwhile
 
 
 class Waits:
@@ -87,7 +88,7 @@ class Waits:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
                 self._raise_ended(idle)
 
-        wait_until(is_ready, Deadline(timeout), check)
+        wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
     def raise_left(self, channels: Sequence[Channel]) -> None:
         """Raise where a member has left the context, which no rank may wait for then."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp import flat_bucket, reducer, settling
+from meshdist.ddp import flat_bucket, sending, settling
 from meshdist.ddp.flags import DeferredReader, FlagReader
 from meshdist.ddp.streams import GradientStreams
 
@@ -90,7 +90,7 @@ class EnqueuedWork:
 def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     """Let reducers take the CPU for each rank's accelerator, which this gives."""
     of_rank: dict[int, Accelerator] = {}
-    all_reduce = reducer.all_reduce
+    all_reduce = sending.all_reduce
 
     def here() -> Accelerator:
         return of_rank.setdefault(md.get_rank(), Accelerator())
@@ -105,7 +105,7 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
         return GradientStreams(device, here())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "all_reduce", enqueue)
+        patch.setattr(sending, "all_reduce", enqueue)
         patch.setattr(flat_bucket, "streams_for", streams_for)
         patch.setattr(settling, "reader_for", reader_for)
         yield here

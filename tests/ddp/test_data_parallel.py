@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp import reducer
+from meshdist.ddp import sending
+from meshdist.ddp.outputs import tensors_in
 from meshdist.errors import (
     AgreementError,
     ArgumentError,
@@ -345,13 +346,13 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_reduce_once(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    all_reduce = reducer.all_reduce
+    all_reduce = sending.all_reduce
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         started.append(md.get_rank())
         return all_reduce(*args, **kwargs)
 
-    monkeypatch.setattr(reducer, "all_reduce", counting)
+    monkeypatch.setattr(sending, "all_reduce", counting)
 
     def program() -> int:
         torch.manual_seed(0)
@@ -886,7 +887,7 @@ def test_outputs_of_every_documented_kind_pass_through() -> None:
         model = md.DDP(Wrapping(1, 1))
         outputs = model(torch.ones(1, 1))
         (output,) = outputs["a"][0]
-        return output.note, len(list(reducer.tensors_in(outputs)))
+        return output.note, len(list(tensors_in(outputs)))
 
     assert md.simulate(program, 2) == [("kept", 1)] * 2
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp import flat_bucket, reducer, settling
+from meshdist.ddp import flat_bucket, reducer, sending, settling
 from meshdist.ddp.flags import FlagReader
 from meshdist.ddp.options import ReductionOptions
-from meshdist.ddp.reducer import Reducer, tensors_in
+from meshdist.ddp.outputs import tensors_in
+from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.settling import Ending
 from meshdist.errors import BackendError, GradientError
 
@@ -79,7 +80,7 @@ def gradients_of(module: nn.Module) -> list[float | None]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens on rank 0: reductions started, reductions waited for, the backward's steps."""
     told: list[str] = []
-    all_reduce = reducer.all_reduce
+    all_reduce = sending.all_reduce
 
     def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(tensor, *args, **kwargs)
@@ -94,7 +95,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return Telling()
 
-    monkeypatch.setattr(reducer, "all_reduce", telling)
+    monkeypatch.setattr(sending, "all_reduce", telling)
     return told
 
 
@@ -262,7 +263,7 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
     def program() -> str:
         module = Chain([0], [])
         mine = reducer_of(module, ALL_IN_ONE)
-        monkeypatch.setattr(reducer, "all_reduce", lambda *_, **__: Failing())
+        monkeypatch.setattr(sending, "all_reduce", lambda *_, **__: Failing())
         with pytest.raises(BackendError, match="failed on wire"):
             step(module, mine, torch.ones(1))
         for _ in range(2):

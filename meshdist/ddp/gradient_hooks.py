@@ -1,0 +1,145 @@
+"""Hooks on parameters, which autograd calls when a gradient is in ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .arrivals import Arrivals
+from .bucket_list import AnyBucket
+
+__all__ = ["Backward", "GradientHooks", "is_reduced"]
+
+_reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be pickled with it
+
+
+def is_reduced(parameter: torch.Tensor) -> bool:
+    """Whether a Reducer averages the gradient of ``parameter``."""
+    return parameter in _reduced_parameters
+
+
+class Backward(Protocol):
+    """What the hooks know and tell of the running backward."""
+
+    is_synchronised: bool
+    """Whether it is averaged."""
+    is_open: bool
+    """Whether a gradient has come."""
+    task: int | None
+    """The number that autograd has given it, once it is known to have begun."""
+    late: list[int]
+    """What came after its bucket had gone."""
+
+    def open(self) -> None:
+        """The first gradient has come."""
+
+    def start_full_buckets(self) -> None:
+        """A bucket has all that is expected."""
+
+
+class GradientHooks:
+    """The hooks of one reducer.
+
+    Args:
+        parameters: those that it averages.
+        arrivals: which the hooks count.
+        backward: whom they tell.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], arrivals: Arrivals, backward: Backward
+    ) -> None:
+        self._parameters = parameters
+        self._arrivals = arrivals
+        self._backward = backward
+        self._handles: list[RemovableHandle] = []
+
+    def put(self, buckets: Sequence[AnyBucket]) -> None:
+        """Put hooks on the parameters of buckets that expect them, in place of all others."""
+        self.close()
+        for parameter in self._parameters:
+            _reduced_parameters[parameter] = True
+        for bucket in buckets:
+            for slot, is_hooked in enumerate(bucket.is_hooked):
+                if is_hooked:
+                    self._put_one(bucket, slot)
+
+    def put_all(self, buckets: Sequence[AnyBucket]) -> None:
+        """Put hooks on the other parameters, too."""
+        for bucket in buckets:
+            bare = [slot for slot, is_hooked in enumerate(bucket.is_hooked) if not is_hooked]
+            if bare:
+                bucket.hook_all()
+            for slot in bare:
+                self._put_one(bucket, slot)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for parameter in self._parameters:
+            _reduced_parameters.pop(parameter, None)
+
+    def _put_one(self, bucket: AnyBucket, slot: int) -> None:
+        index, member = bucket.indices[slot], bucket.members[slot]
+        if self._arrivals.is_learned:
+            hook = self._counting(index, bucket, slot)
+        else:
+            hook = self._watching(index, bucket)
+        is_trained = member.requires_grad  # else it may be again, and keeps its hook meanwhile
+        member.requires_grad_(True)
+        self._handles.append(member.register_post_accumulate_grad_hook(hook))
+        member.requires_grad_(is_trained)
+
+    def _watching(self, index: int, bucket: AnyBucket) -> Callable[[torch.Tensor], None]:
+        """A hook that learns what comes."""
+        backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
+
+        def gradient_is_watched(parameter: torch.Tensor) -> None:
+            if not backward.is_synchronised:
+                return
+            if backward.task is None or parameter.grad is None:
+                arrivals.by_count.add(index)
+            if not backward.is_open:
+                backward.open()
+            if streams is not None:
+                streams.note()
+            arrivals.note_first(index)
+
+        return gradient_is_watched
+
+    def _counting(self, index: int, bucket: AnyBucket, slot: int) -> Callable[[torch.Tensor], None]:
+        """A hook that knows what is expected; it does as little as it can."""
+        backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
+        counts = arrivals.counts
+        goes_at_once = bucket.at_once[slot]
+
+        def gradient_came(parameter: torch.Tensor) -> None:
+            if not backward.is_synchronised:
+                return
+            if not backward.is_open:
+                backward.open()
+            if parameter.grad is None:  # a backward of its own has left it undefined
+                arrivals.by_count.add(index)
+            counts[index] += 1
+            if streams is not None:
+                streams.note()
+            more = counts[index] - arrivals.expected[index]
+            if more < 0:
+                return
+            if bucket.work is not None or slot in bucket.taken:
+                backward.late.append(index)
+                return
+            if goes_at_once:
+                bucket.move_in(slot)
+            if more == 0:
+                bucket.num_pending -= 1
+                if not bucket.num_pending:
+                    backward.start_full_buckets()
+
+        return gradient_came

@@ -1,0 +1,173 @@
+"""What a reducer averages, over which group, how; and its changes before the first backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..collectives.verbs import broadcast
+from ..groups.process_group import ProcessGroup
+from .arrivals import Arrivals
+from .bucket_list import AnyBucket, BucketList
+from .comm_hooks.registered import RegisteredHook
+from .gradient_hooks import GradientHooks
+from .logging_data import DataLogger, notes_errors
+from .options import ReductionOptions
+from .reports import Reports
+from .sending import Sending
+from .settling import Settling
+
+__all__ = ["ReductionSetup"]
+
+
+class ReductionSetup(ABC):
+    """What is averaged over which group, and how; ``Reducer`` does it.
+
+    Args:
+        parameters: those that require gradients, in the same order on every rank.
+        names: one per parameter, for messages.
+        group: over whose members gradients are averaged; open for the parameters' devices.
+        options: how.
+
+    Attributes:
+        parameters: as given.
+        buckets: in the order in which they are sent.
+        arrivals: what is expected of the next backward.
+        awaited: futures that the end of the next backward waits for.
+        when_averaged: is called with the parameters of each bucket whose gradients are averages.
+        logger: is told of iterations and errors, if there is one.
+        source: the member whose buffers and order of buckets the others take.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        group: ProcessGroup,
+        options: ReductionOptions,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._reports = Reports(names, group)
+        self._group = group
+        self._options = options
+        self._lock = threading.RLock()  # a module on several devices has a thread on each
+        self.buckets: list[AnyBucket] = []
+        self.arrivals = Arrivals(len(self.parameters))
+        self._settling = Settling(self.parameters, self.arrivals, options, self._reports, group)
+        self._list = BucketList(self.parameters, self._settling.size, self._reports)
+        self._sending = Sending(self._list, group)
+        self._hooks = GradientHooks(self.parameters, self.arrivals, self)
+        self.is_synchronised = True  # as the last forward said
+        self._has_local_sums = False  # a forward was not synchronised since gradients were averaged
+        self.is_open = False  # a gradient has come, and the backward has not ended
+        self.task: int | None = None  # the backward that will call _finish
+        self._has_graph = False  # gradients of that backward could be differentiated again
+        self.late: list[int] = []  # what came after its bucket had gone
+        self._has_begun = False  # a synchronised forward, since the last check
+        self._has_ended = False  # a backward, since the last check
+        self.awaited: list[Any] = []
+        self.logger: DataLogger | None = None
+        self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+        self.source = 0
+        self._share = 1.0  # by which averages over all members are multiplied
+        self._lay()
+
+    @abstractmethod
+    def open(self) -> None:
+        """The first gradient of a backward has come."""
+
+    @abstractmethod
+    def start_full_buckets(self) -> None:
+        """A bucket has all that is expected."""
+
+    @abstractmethod
+    def complete_open(self) -> None:
+        """Finish what the last backward left open here."""
+
+    @property
+    def hook(self) -> RegisteredHook | None:
+        """The communication hook, if one is registered."""
+        return self._sending.hook
+
+    def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make the calls of each backward inside of such a context."""
+        self._sending.calls_inside = inside
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay local from then on."""
+        self._hooks.close()
+
+    @notes_errors
+    def change_options(self, **changes: Any) -> None:
+        """Change options before the first backward.
+
+        Raises:
+            GradientError: a backward has been run.
+        """
+        if self._has_ended or self.arrivals.is_learned:
+            raise self._reports.too_late(next(iter(changes)))
+        self._options = self._settling.options = dataclasses.replace(self._options, **changes)
+
+    def change_group(self, group: ProcessGroup) -> None:
+        """Average over ``group`` from now on, and learn arrivals anew."""
+        self.complete_open()
+        self._group = group
+        self._sending.change_group(group)
+        self._reports = self._reports.of(group)
+        self.arrivals.forget()
+        stays = self._settling.stays
+        self._settling = Settling(
+            self.parameters, self.arrivals, self._options, self._reports, group
+        )
+        self._settling.stays = stays
+        self._has_begun = self._has_ended = False
+        self._lay()
+
+    @notes_errors
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let a communication hook average the buckets from now on.
+
+        Raises:
+            KindError, ArgumentError: the hook does not fit, is not the first, or comes too late.
+        """
+        if self._options.dtype is not None or self.when_averaged is not None:
+            is_stepping = self.when_averaged is not None
+            raise self._reports.hook_beside(
+                "an optimizer in the backward" if is_stepping else "mixed_precision"
+            )
+        if self.hook is not None:
+            raise self._reports.hook_again(self.hook.name)
+        if self.is_open or self._has_ended or self.arrivals.is_learned:
+            raise self._reports.hook_late()
+        self._sending.hook = RegisteredHook(state, hook, self._group)
+        self._settling.stays = True
+        self._lay()
+
+    def _lay(self) -> None:
+        """Make the buckets anew, and put hooks on their parameters."""
+        with torch.no_grad():
+            scale = self._sending.find_scale(self.parameters[0].device)
+            self._list.lay(self.arrivals, self._options, self._group, scale)
+        self.buckets = self._list.all
+        self._settling.place(self._list.behind, 1.0 if scale is None else scale)
+        self._hooks.put(self.buckets)
+
+    def _rebuild(self) -> None:
+        """Lay the buckets anew: the first time as gradients came on group rank 0.
+
+        What changes later is known to all ranks already, so nothing is sent for it.
+        """
+        self._settling.must_rebuild = False
+        if self.arrivals.is_learned and self.arrivals.order:
+            order = self.arrivals.laid_order(self._list.order)
+            agreed = torch.tensor(order, dtype=torch.int64, device=self._list.behind.device)
+            broadcast(agreed, group=self._group, group_src=self.source)
+            self.arrivals.order.clear()
+            self._list.order = tuple(agreed.tolist())
+        self._lay()
