@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..collectives.instruments import leave_untraced
-from ..errors import KindError
+from ..errors import ArgumentError, KindError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
