@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..collectives.instruments import leave_untraced
-from ..errors import ArgumentError, KindError, MeshError
+from ..errors import ArgumentError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
@@ -31,7 +31,6 @@ from .wrapping import (
     check_module,
     delayed_indices,
     find_devices,
-    ignored_names,
     module_state,
     refuse_both,
     refuse_unfrozen,
@@ -136,12 +135,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise KindError(
-                f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
-            )
-        self.parameters_to_ignore = ignored_names(module)
-        check_module(module, self.parameters_to_ignore)
+        self.parameters_to_ignore = check_module(module)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps)
         self.bucket_bytes_cap_list = list(self._caps) if bucket_cap_mb_list else []

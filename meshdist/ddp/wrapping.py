@@ -84,12 +84,15 @@ def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def check_module(module: object, ignored: Iterable[str]) -> None:
-    """Refuse what cannot be trained so, before anything is sent."""
-    assert isinstance(module, nn.Module)
-    left_out = set(ignored)
+def check_module(module: object) -> frozenset[str]:
+    """Refuse what cannot be trained so, before anything is sent; return the names to ignore."""
+    if not isinstance(module, nn.Module):
+        raise KindError(
+            f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
+        )
+    ignored = ignored_names(module)
     for name, parameter in module.named_parameters():
-        if name in left_out:
+        if name in ignored:
             continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise GradientError(
@@ -116,6 +119,7 @@ def check_module(module: object, ignored: Iterable[str]) -> None:
             expected="a module to train",
             fix="use the module itself: there is nothing to average",
         )
+    return ignored
 
 
 def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
