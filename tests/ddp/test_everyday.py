@@ -17,7 +17,14 @@ from torch import nn
 
 import meshdist as md
 from meshdist.errors import GradientError
-from tests.ddp.everyday_programs import PROGRAMS, MayBeUndefined, run_quietly
+from tests.ddp.everyday_programs import (
+    PROGRAMS,
+    MayBeUndefined,
+    batch_of,
+    grads_of,
+    mlp,
+    run_quietly,
+)
 from tests.ddp.models import Two
 from tests.pool import Pool
 
@@ -249,3 +256,112 @@ def test_an_undefined_gradient_is_missing_where_none_may_be() -> None:
 
     for text in md.simulate(program, 2):
         assert "found:    rank 0: weight (index 0)" in text
+
+
+def test_layers_are_frozen_and_thawed_between_steps(run: Run) -> None:
+    """Without being told that parameters may lack: what is frozen is not missed."""
+
+    def program() -> list[list[float | None]]:
+        model = md.DDP(Two(), bucket_cap_mb=1e-6)
+        seen = []
+        for is_frozen in (False, True, True, False, True, False):
+            model.module.right.requires_grad_(not is_frozen)
+            model.zero_grad()
+            model(torch.full((1, 1), 1.0 + md.get_rank())).backward()
+            grads = [p.grad for p in model.parameters()]
+            seen.append([None if grad is None else grad.item() for grad in grads])
+        return seen
+
+    trained, frozen = [1.5, 1.5], [1.5, None]
+    expected = [trained, frozen, frozen, trained, frozen, trained]
+    assert run(program, 2) == [expected] * 2
+
+
+def test_what_one_rank_freezes_alone_gets_the_mean_there_too() -> None:
+    def program() -> list[float]:
+        model = md.DDP(Two(), find_unused_parameters=True)
+        for _ in range(3):
+            model.module.right.requires_grad_(md.get_rank() == 1)
+            model.zero_grad()
+            model(torch.full((1, 1), 1.0 + md.get_rank())).backward()
+        return [p.grad.item() for p in model.parameters()]
+
+    assert md.simulate(program, 2) == [[1.5, 1.0]] * 2
+
+
+class Smoothing(nn.Linear):
+    """Its buffer takes half of each input's mean."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean += (x.detach().mean() - self.mean) / 2
+        return super().forward(x)
+
+
+def test_buffers_of_several_forwards_before_a_backward(run: Run) -> None:
+    def program() -> tuple[list[float], float]:
+        model = md.DDP(Smoothing())
+        loss = torch.zeros(())
+        means = []
+        for _ in range(3):
+            loss = loss + model(torch.full((1, 1), 2.0 + 2 * md.get_rank())).sum()
+            means.append(model.module.mean.item())
+        loss.backward()
+        return means, model.module.weight.grad.item()
+
+    # The first rank's inputs are 2, the second's 4: each forward begins with the first one's mean.
+    assert run(program, 2) == [([1.0, 1.5, 1.75], 9.0), ([2.0, 2.5, 2.75], 9.0)]
+
+
+@pytest.mark.parametrize("of", ["wrapper", "module"])
+def test_a_compiled_model_with_a_static_graph(of: str) -> None:
+    def program() -> list[list[torch.Tensor]]:
+        module = mlp()
+        if of == "module":
+            model = md.DDP(torch.compile(module, backend="aot_eager"), static_graph=True)
+        else:
+            model = torch.compile(md.DDP(module, static_graph=True), backend="aot_eager")
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            model(batch_of(step)[md.get_rank() :: 2]).square().mean().backward()
+            seen.append(grads_of(model))
+        return seen
+
+    whole = mlp()
+    for mine, other in zip(*md.simulate(program, 2), strict=True):
+        assert all(map(torch.equal, mine, other))
+    for step, grads in enumerate(md.simulate(program, 2)[0]):
+        whole.zero_grad()
+        whole(batch_of(step)).square().mean().backward()
+        for mine, expected in zip(grads, grads_of(whole), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+class Nested(nn.Module):
+    """The documented example: ``a.weight`` is unused, inside of a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(1, 1, bias=False)
+        self.body = nn.Sequential(nn.Linear(1, 1, bias=False), Two())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body[1](self.body[0](x), "left")
+
+
+def test_nested_parameters_that_lack_gradients_are_named(run: Run) -> None:
+    def program() -> str:
+        model = md.DDP(Nested())
+        model(torch.ones(1, 1)).backward()
+        with pytest.raises(GradientError) as error:
+            model(torch.ones(1, 1))
+        return str(error.value)
+
+    for text in run(program, 2):
+        assert text.startswith("parameters got no gradient in the backward since the last forward")
+        assert "found:    ranks 0-1: a.weight (index 0), body.1.right.weight (index 3)" in text
+        assert "find_unused_parameters=True" in text
