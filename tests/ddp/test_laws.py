@@ -7,7 +7,9 @@ second is one device with the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
+from tests.pool import Pool
 
+Run = Callable[..., list[Any]]
 SIZES = [(3, 4), (150, 120), (5,), (2, 3), (130, 130), (1,)]  # two of them are moved at once
 
 
@@ -152,9 +156,13 @@ def oracle(case: Case) -> list[list[Any]]:
     return seen
 
 
-def check(case: Case, **options: Any) -> None:
+def simulated(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    return md.simulate(fn, num_ranks, args)
+
+
+def check(case: Case, run: Run = simulated, **options: Any) -> None:
     expected = oracle(case)
-    for seen in md.simulate(train, case.num_ranks, (case, options)):
+    for seen in run(train, case.num_ranks, case, options):
         for number, (mine, theirs) in enumerate(zip(seen, expected, strict=True)):
             for index, (grad, right) in enumerate(zip(mine, theirs, strict=True)):
                 assert (grad is None) == (right is None), (number, index)
@@ -195,6 +203,23 @@ def test_parameters_may_be_left_out_by_any_rank_in_any_step(case: Case) -> None:
 @given(cases("by rank"))
 def test_a_static_graph_may_leave_out_what_it_left_out_at_first(case: Case) -> None:
     check_by_rank(case)
+
+
+@settings(max_examples=6)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("varies", "options"),
+    [
+        ("never", {}),
+        ("by step", {"find_unused_parameters": True}),
+        ("by rank", {"static_graph": True}),
+    ],
+)
+@given(st.data())
+def test_the_laws_hold_on_processes(
+    pool: Pool, backend: str, varies: str, options: dict[str, bool], data: st.DataObject
+) -> None:
+    check(data.draw(cases(varies)), partial(pool.run, backend=backend), **options)
 
 
 @pytest.mark.soak
