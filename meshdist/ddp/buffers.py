@@ -62,7 +62,9 @@ class Buffers:
     def synchronise(self, group: ProcessGroup, source: int = 0) -> list[Any]:
         """Take the buffers of one rank; return the futures that a hook asks to be awaited."""
         if self._hook is None:
-            broadcast_from(source, list(self.named().values()), group)
+            # Through ``.data``, whose version is its own: an earlier forward may have saved a
+            # buffer for its backward, as batch norm does, which does not read it there.
+            broadcast_from(source, [one.data for one in self.named().values()], group)
             return []
         state, hook, _ = self._hook
         futures = hook(state, self.named())

@@ -358,6 +358,20 @@ def two_forwards_before_a_backward(wrap: Wrap, rank: int, size: int) -> Tree:
 
 
 @program
+def two_forwards_with_batch_norm_before_a_backward(wrap: Wrap, rank: int, size: int) -> Tree:
+    """As a discriminator that looks at real and at made samples."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
+    seen = []
+    for step in range(NUM_STEPS):
+        model.zero_grad()
+        real, made = (model(batch_of(2 * step + one)[rank::size]) for one in range(2))
+        (real.square().mean() - made.mean()).backward()
+        seen.append(grads_of(model))
+    return seen, state_of(model)
+
+
+@program
 def evaluation_between_steps(wrap: Wrap, rank: int, size: int) -> Tree:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()

@@ -45,6 +45,7 @@ BY_RANK = {
     "inputs_without_rows",
     *(f"{size}_undefined_by_rank_and_step" for size in ("small", "large")),
     *(f"{size}_undefined_in_a_static_graph" for size in ("small", "large")),
+    "two_forwards_with_batch_norm_before_a_backward",
     "unused_by_rank_and_step",
     "unused_with_copies",
 }
