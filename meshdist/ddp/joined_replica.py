@@ -44,6 +44,7 @@ class JoinedReplica(ReplicaHook):
 
     def begin(self, context: Join, joinable: Joinable) -> None:
         """Let the context know which calls are the backward's; ``end`` ends it."""
+        self._model.logger.note("join_uneven_inputs", 1)
         self._reducer.set_calls_inside(lambda: context.owned_by(joinable, _BACKWARD))
 
     def end(self) -> None:

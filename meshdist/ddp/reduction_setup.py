@@ -104,14 +104,14 @@ class ReductionSetup(ABC):
         self._hooks.close()
 
     @notes_errors
-    def change_options(self, **changes: Any) -> None:
-        """Change options before the first backward.
+    def change_options(self, what: str, **changes: Any) -> None:
+        """Change options before the first backward; ``what`` names the change in messages.
 
         Raises:
             GradientError: a backward has been run.
         """
         if self._has_ended or self.arrivals.is_learned:
-            raise self._reports.too_late(next(iter(changes)))
+            raise self._reports.too_late(what)
         self._options = self._settling.options = dataclasses.replace(self._options, **changes)
 
     def change_group(self, group: ProcessGroup) -> None:
@@ -119,6 +119,8 @@ class ReductionSetup(ABC):
         self.complete_open()
         self._group = group
         self._sending.change_group(group)
+        if self.hook is not None:
+            self.hook.change_group(group)
         self._reports = self._reports.of(group)
         self.arrivals.forget()
         stays = self._settling.stays

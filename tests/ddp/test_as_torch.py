@@ -181,7 +181,7 @@ def test_a_static_graph_is_promised_before_the_first_backward() -> None:
         late(torch.ones(1, 1)).backward()
         with pytest.raises(GradientError) as error:
             late._set_static_graph()
-        assert "is_static was set after a backward" in str(error.value)
+        assert "static_graph was set after a backward" in str(error.value)
         assert "fix:      set it right after the model is wrapped" in str(error.value)
 
     md.simulate(program, 1)  # warnings are caught for all ranks at once

@@ -286,6 +286,17 @@ def test_another_group_and_a_copy() -> None:
     assert [told[2:] for told in md.simulate(program, 4)] == [(0, 2), (1, 2)] * 2
 
 
+def test_uneven_inputs_are_told() -> None:
+    def program() -> list[bool]:
+        model = md.DDP(Parts())
+        told = ["join_uneven_inputs" in model._get_ddp_logging_data()]
+        with model.join():
+            step(model)
+        return [*told, "join_uneven_inputs" in model._get_ddp_logging_data()]
+
+    assert md.simulate(program, 2) == [[False, True]] * 2
+
+
 # -- iterations -----------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def test_a_static_graph_cannot_be_promised_later() -> None:
 
     for rank, text in enumerate(md.simulate(program, 2)):
         assert text == (
-            "is_static was set after a backward\n"
+            "static_graph was set after a backward\n"
             f"  where:    rank {rank}, in the world\n"
             "  expected: it set before the first backward, on every rank\n"
             "  fix:      set it right after the model is wrapped"
@@ -158,6 +158,17 @@ def test_another_group_averages_from_the_next_forward_on() -> None:
         [2.0, 2.0, 3.5, 3.5, 3.5],
         [3.0, 3.0, 3.5, 3.5, 3.5],
     ]
+
+
+def test_a_hook_without_a_state_follows_into_another_group() -> None:
+    def program() -> float:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = md.DDP(one_weight(), device_mesh=mesh["dp"])
+        model.register_comm_hook(None, md.comm_hooks.allreduce_hook)
+        model._update_process_group(mesh.get_group("tp"))
+        return step(model, 1.0 + md.get_rank())
+
+    assert md.simulate(program, 4) == [1.5, 1.5, 3.5, 3.5]
 
 
 def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:

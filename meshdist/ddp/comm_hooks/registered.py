@@ -53,7 +53,14 @@ class RegisteredHook:
         self.name = hook_name(hook)
         self.group = group
         self._hook = ours_for(hook, state)
+        self._has_group_as_state = state is None
         self._state = group if state is None else state
+
+    def change_group(self, group: ProcessGroup) -> None:
+        """Average over ``group`` from now on; the program sees to groups in a state of its own."""
+        self.group = group
+        if self._has_group_as_state:
+            self._state = group
 
     def start(self, bucket: GradBucket) -> PendingBucket:
         """Call the hook; what it returns is waited for later, in the order of the buckets.
