@@ -329,16 +329,15 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
 def main() -> None:
     """Read the command line and start both ranks."""
     parser = parser_of(__doc__, rounds=21)
-    sides = SIDES if hasattr(md, "comm_hooks") else SIDES[:-1]
     parser.add_argument("--models", type=some_of(MODELS), default=[*MODELS])
-    parser.add_argument("--sides", type=some_of(sides), default=[*sides])
+    parser.add_argument("--sides", type=some_of(SIDES), default=[*SIDES])
     parser.add_argument("--quick", action="store_true", help="small models, two rounds")
     parser.add_argument(
         "--profile", nargs=2, metavar=("SIDE", "MODEL"), help="show where a step's CPU time goes"
     )
     options = parser.parse_args()
     if options.profile:
-        for text, known in zip(options.profile, (sides, MODELS), strict=True):
+        for text, known in zip(options.profile, (SIDES, MODELS), strict=True):
             if text not in known:
                 parser.error(f"--profile: {text!r} is none of {', '.join(known)}")
     if options.quick:
