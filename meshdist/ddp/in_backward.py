@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,9 +19,18 @@ _MARK = "_in_backward_optimizers"
 def marked_optimizers(
     parameters: Sequence[torch.nn.Parameter],
 ) -> dict[torch.nn.Parameter, list[torch.optim.Optimizer]]:
-    """The optimizers that torch has noted on parameters."""
+    """The optimizers that torch has noted on parameters.
+
+    Torch's own hooks, which would step with the gradients of this rank alone, are taken off.
+    """
     found = {parameter: list(getattr(parameter, _MARK, ())) for parameter in parameters}
-    return {parameter: optimizers for parameter, optimizers in found.items() if optimizers}
+    marked = {parameter: optimizers for parameter, optimizers in found.items() if optimizers}
+    noted = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = getattr(noted, "param_to_optim_hook_handle_map", {})
+    for parameter in marked:
+        for handle in handles.pop(parameter, ()):
+            handle.remove()
+    return marked
 
 
 class InBackward:

@@ -34,9 +34,9 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
-def mark(model: nn.Module) -> None:
+def mark(model: nn.Module, *, has_hooks: bool = False) -> None:
     _apply_optimizer_in_backward(
-        torch.optim.SGD, list(model.parameters()), SGD, register_hook=False
+        torch.optim.SGD, list(model.parameters()), SGD, register_hook=has_hooks
     )
 
 
@@ -47,8 +47,8 @@ def inputs(step: int) -> torch.Tensor:
 
 def train(how: str, options: dict[str, Any]) -> list[torch.Tensor]:
     net = Net()
-    if how == "marks before":
-        mark(net)
+    if how.startswith("marks before"):
+        mark(net, has_hooks=how.endswith("with hooks"))
     model = md.DDP(net, **options)
     if how == "marks after":
         mark(model)
@@ -65,7 +65,9 @@ def train(how: str, options: dict[str, Any]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("how", ["marks before", "marks after", "fused"])
+@pytest.mark.parametrize(
+    "how", ["marks before", "marks before, with hooks", "marks after", "fused"]
+)
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-3}, {"gradient_as_bucket_view": 0}])
 def test_steps_in_the_backward_equal_a_plain_optimizers(how: str, options: dict[str, Any]) -> None:
     mine = md.simulate(train, 2, (how, options))
