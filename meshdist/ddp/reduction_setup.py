@@ -119,8 +119,6 @@ class ReductionSetup(ABC):
         self.complete_open()
         self._group = group
         self._sending.change_group(group)
-        if self.hook is not None:
-            self.hook.change_group(group)
         self._reports = self._reports.of(group)
         self.arrivals.forget()
         stays = self._settling.stays

@@ -44,12 +44,14 @@ class Sending:
         self.failure: Exception | None = None
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.timing: Timing | None = None
-        self._behind_work: Pending | None = None  # where those numbers do not ride with a bucket
+        self._behind_work: Pending | None = None  # of the numbers behind, where they do not ride
         self._op = ReduceOp.AVG
 
     def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on."""
+        """Average over ``group`` from now on, also by a hook whose state is None."""
         self._group = group
+        if self.hook is not None:
+            self.hook.group = group
 
     def find_scale(self, device: torch.device) -> float | None:
         """By what gradients are multiplied as they are copied; None where the wire averages.

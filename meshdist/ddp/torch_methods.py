@@ -61,8 +61,8 @@ class TorchMethods:
             warnings.warn(
                 "find_unused_parameters has no effect beside a static graph", stacklevel=2
             )
-        self.static_graph = True
         self.reducer.change_options("static_graph", is_static=True)
+        self.static_graph = True
         self.logger.note("static_graph", 1)
 
     def _register_buffer_comm_hook(

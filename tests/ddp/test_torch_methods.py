@@ -47,6 +47,7 @@ def test_a_static_graph_cannot_be_promised_later() -> None:
         step(model, 1.0)
         with pytest.raises(GradientError) as error:
             model._set_static_graph()
+        assert not model.static_graph
         return str(error.value)
 
     for rank, text in enumerate(md.simulate(program, 2)):
@@ -160,17 +161,6 @@ def test_another_group_averages_from_the_next_forward_on() -> None:
     ]
 
 
-def test_a_hook_without_a_state_follows_into_another_group() -> None:
-    def program() -> float:
-        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = md.DDP(one_weight(), device_mesh=mesh["dp"])
-        model.register_comm_hook(None, md.comm_hooks.allreduce_hook)
-        model._update_process_group(mesh.get_group("tp"))
-        return step(model, 1.0 + md.get_rank())
-
-    assert md.simulate(program, 4) == [1.5, 1.5, 3.5, 3.5]
-
-
 def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:
     def program() -> list[Any]:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -188,6 +178,17 @@ def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:
 
     found = md.simulate(program, 4)
     assert found == [[[True], [mean, mean]] for mean in (1.5, 1.5, 3.5, 3.5)]
+
+
+def test_a_hook_without_a_state_averages_over_the_other_group_too() -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = md.DDP(one_weight(), device_mesh=mesh["dp"])
+        model.register_comm_hook(None, md.comm_hooks.allreduce_hook)
+        model._update_process_group(mesh.get_group("tp"))
+        return [step(model, 1.0 + md.get_rank()) for _ in range(2)]
+
+    assert md.simulate(program, 4) == [[mean] * 2 for mean in (1.5, 1.5, 3.5, 3.5)]
 
 
 def test_a_backward_that_was_interrupted_has_not_ended() -> None:

@@ -41,7 +41,7 @@ class RegisteredHook:
     Args:
         state: what the hook is given first; None stands for ``group``.
         hook: called with ``state`` and a ``GradBucket``; returns a Future of the averaged tensor.
-        group: over which gradients are averaged.
+        group: over which gradients are averaged; it may be set to another between backwards.
 
     Raises:
         KindError: the hook cannot be called, or not so.
@@ -53,14 +53,7 @@ class RegisteredHook:
         self.name = hook_name(hook)
         self.group = group
         self._hook = ours_for(hook, state)
-        self._has_group_as_state = state is None
-        self._state = group if state is None else state
-
-    def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on; the program sees to groups in a state of its own."""
-        self.group = group
-        if self._has_group_as_state:
-            self._state = group
+        self._state = state
 
     def start(self, bucket: GradBucket) -> PendingBucket:
         """Call the hook; what it returns is waited for later, in the order of the buckets.
@@ -69,7 +62,7 @@ class RegisteredHook:
             KindError: it has returned no Future. What the hook raises is raised as it is.
         """
         pending = PendingBucket(self, bucket)
-        pending.call(self._hook, self._state)
+        pending.call(self._hook, self.group if self._state is None else self._state)
         return pending
 
     def error(
