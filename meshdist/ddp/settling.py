@@ -79,7 +79,8 @@ class Settling:
         self.must_rebuild = False
         """Whether the buckets are to be laid anew; equal on every rank."""
         self.num_at_work = group.size()
-        """How many ranks have data; the others have no part in the map."""
+        """How many ranks have data in this step; the others have no part in the map."""
+        self._num_in_map = group.size()  # of the backward that is read next
         self.stays = False
         """Whether buckets stay as they are once laid: a communication hook's state knows them."""
 
@@ -170,6 +171,7 @@ class Settling:
         """Take the averaged numbers of a backward that ended here with ``ending``."""
         if self._reader.note(behind):
             self._ending = ending
+            self._num_in_map = self.num_at_work
 
     def find_used(self, *, is_complete: bool) -> list[bool] | None:
         """Return for every parameter whether any rank had a gradient.
@@ -240,7 +242,9 @@ class Settling:
     def _settle(self) -> None:
         shares, self._shares = self._shares, None
         all_or_none = 0.5 / self._group.size()
-        most = self.num_at_work / self._group.size()
+        most = self._num_in_map / self._group.size()
+        # In half precision the sum may fall short of what all have: the parameter trails then, on
+        # every rank alike, which costs overlap and nothing else.
         limit = all_or_none if self.options.skips_unused else most - all_or_none
         trailing = [i for i, share in enumerate(shares or ()) if share < limit]
         was_learned = self._arrivals.is_learned

@@ -117,6 +117,23 @@ def test_ranks_raise_together_where_some_were_interrupted(
 
 
 @pytest.mark.usefixtures("accelerator")
+def test_the_map_is_read_by_the_number_of_ranks_that_had_data_then() -> None:
+    """Also where it is read at the next forward, by when a rank may have joined."""
+
+    def program() -> frozenset[int]:
+        settling, _, arrivals = settling_of(2, finds_unused=True)
+        settle(settling, [True, True])
+        has = [True, md.get_rank() > 0]
+        ending = settling.backward_ends(has, ())
+        settling.note(reduced(settling, ending, has, torch.float32), ending)
+        settling.num_at_work = 2
+        settling.read()
+        return arrivals.trailing
+
+    assert md.simulate(program, 3) == [{1}] * 3
+
+
+@pytest.mark.usefixtures("accelerator")
 def test_what_came_unexpected_is_raised_on_every_rank_and_all_is_learned_anew() -> None:
     def program() -> tuple[str, list[bool]]:
         settling, parameters, arrivals = settling_of(2)
