@@ -25,6 +25,7 @@ __all__ = [
     "dense_stride",
     "items_of",
     "lay_out",
+    "views_into",
 ]
 
 _MIB = 1024 * 1024
@@ -185,6 +186,20 @@ def lay_out(
         early[place:place] = together
     last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
     return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
+
+
+def views_into(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a view into ``flat`` of the shape of each of ``likes``, one after the other.
+
+    Example:
+        >>> flat = torch.arange(5)
+        >>> views_into(flat, [torch.zeros(1), torch.zeros(2, 2)])
+        [tensor([0]), tensor([[1, 2], [3, 4]])]
+    """
+    parts = zip(flat.split([one.numel() for one in likes]), likes, strict=True)
+    return [
+        part.as_strided(one.shape, dense_stride(one.shape, one.stride())) for part, one in parts
+    ]
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import torch
 
-from .buckets import dense_stride
+from .buckets import views_into
 from .reports import Reports
 from .streams import streams_for
 
@@ -94,10 +94,7 @@ class Bucket:
         self.sent = allocate(sum(counts) + num_behind, dtype, first.device).zero_()
         self.flat, self.behind = self.sent.split([sum(counts), num_behind])
         # A view taken through ``.data`` has a version counter of its own.
-        self.views: list[torch.Tensor] = [
-            part.as_strided(member.shape, dense_stride(member.shape, member.stride())).data
-            for part, member in zip(self.flat.split(counts), self.members, strict=True)
-        ]
+        self.views = [view.data for view in views_into(self.flat, self.members)]
         self.at_once = [True] * len(large) + [False] * len(small)
         self.as_views = as_views and dtype == first.dtype
         self.work: Pending | None = None
@@ -256,7 +253,8 @@ class Bucket:
         except RuntimeError:  # checked only now, since checking costs as much as copying
             for member in members:
                 self._refuse_sparse(member, member.grad)
-            raise
+            # One may lie in its place already, as another tensor: ``grad = grad.detach()``.
+            torch._foreach_copy_(views, cast("list[torch.Tensor]", grads))
         if self._scale is not None:
             self._small_flat.mul_(self._scale)
         if self.as_views:

@@ -15,7 +15,7 @@ from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import resolve_group
 from ..reduce_ops import ReduceOp, find_refusal
 from ..wires.work import Work
-from .buckets import assign_buckets, bucket_caps, dense_stride, items_of
+from .buckets import assign_buckets, bucket_caps, items_of, views_into
 from .flat_memory import flat_memory
 from .paths import LeafPaths
 from .replicas import check_equal_lines, tensor_line
@@ -103,11 +103,10 @@ class GradientBuckets:
         self._bucket_of = [0] * len(likes)
         for place, members in enumerate(assignment):
             first = likes[members[0]]
-            counts = [likes[leaf].numel() for leaf in members]
-            flat = flat_memory(sum(counts), first.dtype, first.device, self._group).zero_()
-            for leaf, part in zip(members, flat.split(counts), strict=True):
-                shape, stride = likes[leaf].shape, likes[leaf].stride()
-                view = part.as_strided(shape, dense_stride(shape, stride))
+            count = sum(likes[leaf].numel() for leaf in members)
+            flat = flat_memory(count, first.dtype, first.device, self._group).zero_()
+            inside = views_into(flat, [likes[leaf] for leaf in members])
+            for leaf, view in zip(members, inside, strict=True):
                 views[leaf] = like(view, originals[leaf])
                 self._bucket_of[leaf] = place
             # CuPy has a stream of its own, which verbs regard where they are given its arrays.

@@ -210,6 +210,20 @@ def test_gradients_keep_their_values_and_become_views_when_buckets_are_rebuilt()
     assert md.simulate(program, 2) == [True, True]
 
 
+def test_a_gradient_may_lie_in_its_bucket_as_another_tensor() -> None:
+    def program() -> list[list[float]]:
+        model = md.DDP(Again(3))
+        seen = []
+        for _ in range(4):
+            (model(*ALL) * (1 + md.get_rank())).backward()
+            seen.append(gradients_of(model))
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.detach()
+        return seen
+
+    assert md.simulate(program, 2) == [[[1.5 * n] * 3 for n in range(1, 5)]] * 2
+
+
 def test_kept_views_are_added_to_in_place() -> None:
     def program() -> list[bool]:
         module = nn.Linear(300, 300)  # its weight goes at once, its bias with the bucket
