@@ -135,9 +135,11 @@ METHODS = (
     "DistributedDataParallel.__init__",
     "DistributedDataParallel._check_reducer_finalized",
     "DistributedDataParallel._get_data_parallel_params",
+    "DistributedDataParallel._get_ddp_logging_data",
     "DistributedDataParallel._register_buffer_comm_hook",
     "DistributedDataParallel._register_fused_optim",
     "DistributedDataParallel._remove_autograd_hooks",
+    "DistributedDataParallel._set_ddp_runtime_logging_sample_rate",
     "DistributedDataParallel._set_ddp_sink_clone",
     "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     "DistributedDataParallel._set_static_graph",
@@ -224,6 +226,10 @@ def form(function: Callable[..., Any], without: set[str]) -> list[tuple[str, Any
     ]
 
 
+def is_static(kind: type[Any], method: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, method), staticmethod)
+
+
 def compare(name: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
     left_out, added, _ = DIFFERENCES.get(name, (set(), set(), ""))
     assert form(ours, added) == form(theirs, left_out)
@@ -241,6 +247,7 @@ def test_method(name: str) -> None:
     kind, method = name.split(".")
     ours, theirs = CLASSES[kind]
     compare(name, getattr(ours, method), getattr(theirs, method))
+    assert is_static(ours, method) == is_static(theirs, method)
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -1,10 +1,9 @@
-"""Signatures, methods and attributes of torch's wrapper, and what asks whether ours is one."""
+"""The attributes of instances of torch's wrapper, and what asks whether ours is one."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import meshdist as md
-from meshdist.errors import ArgumentError, GradientError, KindError
 from tests.ddp.models import Two
 from tests.pool import Pool
 
-METHODS = (
-    "_check_reducer_finalized",
-    "_get_data_parallel_params",
-    "_get_ddp_logging_data",
-    "_register_buffer_comm_hook",
-    "_register_fused_optim",
-    "_remove_autograd_hooks",
-    "_set_ddp_runtime_logging_sample_rate",
-    "_set_ddp_sink_clone",
-    "_set_params_and_buffers_to_ignore_for_model",
-    "_set_static_graph",
-    "_update_process_group",
-    "forward",
-    "join",
-    "join_hook",
-    "no_sync",
-    "register_comm_hook",
-    "train",
-)
 # What instances of torch's have; those that are as in torch in a fresh wrapper, and the others.
 EQUAL = {
     "batched_grad_copy",
@@ -73,29 +52,6 @@ DIFFERENT = {
     "reducer": "ours",
     "use_side_stream_for_tensor_copies": "inputs are moved on the current stream",
 }
-
-
-def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
-    found = inspect.signature(function).parameters.values()
-    return [(one.name, one.kind, one.default) for one in found]
-
-
-def test_the_arguments_are_torchs_but_for_one_default() -> None:
-    ours = parameters_of(md.DDP.__init__)
-    theirs = parameters_of(DistributedDataParallel.__init__)
-    assert [one[:2] for one in ours] == [one[:2] for one in theirs]
-    different = {one[0] for one, other in zip(ours, theirs, strict=True) if one != other}
-    assert different == {"gradient_as_bucket_view"}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_methods_arguments_are_torchs(name: str) -> None:
-    if not hasattr(md.DDP, name):
-        pytest.skip("not there yet")
-    ours, theirs = getattr(md.DDP, name), getattr(DistributedDataParallel, name)
-    assert parameters_of(ours) == parameters_of(theirs)
-    kinds = [type(inspect.getattr_static(one, name)) for one in (md.DDP, DistributedDataParallel)]
-    assert (staticmethod in kinds) == (kinds[0] is kinds[1] is staticmethod)
 
 
 @pytest.fixture(scope="module")
@@ -163,145 +119,6 @@ def test_instances_have_torchs_public_attributes(
         assert list(map(id, model.modules_buffers)) == [id(named[key]) for key in buffers]
 
     md.simulate(program, 1)
-
-
-# -- torch's methods ------------------------------------------------------------------------------
-
-
-def test_a_static_graph_is_promised_before_the_first_backward() -> None:
-    def program() -> None:
-        model = md.DDP(Two())
-        model._set_static_graph()
-        assert model.static_graph
-        with pytest.warns(UserWarning, match="static_graph is True already"):
-            model._set_static_graph()
-        with pytest.warns(UserWarning, match="no effect beside a static graph"):
-            md.DDP(Two(), find_unused_parameters=True)._set_static_graph()
-        late = md.DDP(Two())
-        late(torch.ones(1, 1)).backward()
-        with pytest.raises(GradientError) as error:
-            late._set_static_graph()
-        assert "static_graph was set after a backward" in str(error.value)
-        assert "fix:      set it right after the model is wrapped" in str(error.value)
-
-    md.simulate(program, 1)  # warnings are caught for all ranks at once
-
-
-def test_buffers_go_through_a_hook_where_one_is_registered() -> None:
-    location = torch.nn.parallel.distributed._BufferCommHookLocation
-
-    def program(where: Any) -> list[float]:
-        is_before = where == (location.PRE_FORWARD,)
-        model = md.DDP(Decaying())
-        seen: list[str] = []
-        state = {"calls": 0}
-
-        def hook(state: dict[str, int], buffers: dict[str, torch.Tensor]) -> list[Any] | None:
-            state["calls"] += 1
-            seen.extend(sorted(buffers))
-            work = md.all_reduce(buffers["mean"], async_op=not is_before)
-            return None if work is None else [work.get_future()]
-
-        model._register_buffer_comm_hook(state, hook, *where)
-        model.module.mean.fill_(1.0 + md.get_rank())
-        model(torch.zeros(2, 2)).sum().backward()
-        assert seen == ["mean"]
-        first = model.module.mean.item()
-        model.eval()(torch.zeros(2, 2))
-        assert state["calls"] == 2
-        return [first, *model.module.seen]
-
-    # Each forward halves what the ranks have. The hook adds it up: before, or behind, where the
-    # backward awaits it.
-    for where in ((), (location.POST_FORWARD,)):
-        assert md.simulate(program, 2, (where,)) == [[1.5, 1.0, 1.5], [1.5, 2.0, 1.5]]
-    assert md.simulate(program, 2, ((location.PRE_FORWARD,),)) == [[1.5, 3.0, 3.0]] * 2
-    with pytest.raises(KindError) as error:
-        md.simulate(lambda: md.DDP(batch_norm())._register_buffer_comm_hook(None, 3), 2)
-    assert "the buffers' hook is of type int\n  expected: a function of the state" in str(
-        error.value
-    )
-
-
-class Decaying(nn.Linear):
-    """Its forward halves its buffer, and notes what that was."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.register_buffer("mean", torch.ones(1))
-        self.seen: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(self.mean.item())
-        self.mean /= 2
-        return super().forward(x)
-
-
-def test_a_group_may_change_between_steps() -> None:
-    def program() -> list[float]:
-        rank = md.get_rank()
-        halves = [md.new_group([0, 1]), md.new_group([2, 3])]
-        layer = nn.Linear(1, 1, bias=False)
-        model = md.DDP(layer)
-        seen = []
-        for group in (None, halves[rank // 2], md.group.WORLD):
-            if group is not None:
-                model._update_process_group(group)
-            for _ in range(2):
-                model.zero_grad()
-                model(torch.full((1, 1), float(rank))).sum().backward()
-                seen.append(layer.weight.grad.item())
-        return seen
-
-    half = [[1.5, 1.5, 0.5, 0.5, 1.5, 1.5]] * 2 + [[1.5, 1.5, 2.5, 2.5, 1.5, 1.5]] * 2
-    assert md.simulate(program, 4) == half
-
-
-def test_hooks_can_be_taken_off() -> None:
-    def program() -> list[float]:
-        model = md.DDP(nn.Linear(1, 1, bias=False))
-        x = torch.full((1, 1), 1.0 + md.get_rank())
-        model(x).sum().backward()
-        first = model.module.weight.grad.item()
-        model._check_reducer_finalized()
-        model._set_ddp_sink_clone(False)
-        model._remove_autograd_hooks()
-        model.module.weight.grad = None
-        model.module(x).sum().backward()
-        return [first, model.module.weight.grad.item()]
-
-    assert md.simulate(program, 2) == [[1.5, 1.0], [1.5, 2.0]]
-
-
-def test_a_backward_that_has_not_ended_is_told() -> None:
-    def program() -> None:
-        model = md.DDP(nn.Linear(1, 1))
-        model._check_reducer_finalized()
-        loss = model(torch.ones(1, 1)).sum()
-        model.module.weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        with pytest.raises(GradientError) as error:
-            model._check_reducer_finalized()
-        assert "the last backward has not ended\n" in str(error.value)
-        assert "fix:      run the forward again, which completes it" in str(error.value)
-
-    md.simulate(program, 2)
-
-
-@pytest.mark.parametrize(
-    ("names", "found", "fix"),
-    [
-        (["left.weigth"], "1 of 1 names unknown", "take the names from dict(module.named_param"),
-        ([".left.weight", "right.weight"], "1 of 2 names unknown", "pass 'left.weight'"),
-    ],
-)
-def test_ignored_names_must_exist(names: list[str], found: str, fix: str) -> None:
-    with pytest.raises(ArgumentError) as error:
-        md.DDP._set_params_and_buffers_to_ignore_for_model(Two(), names)
-    text = str(error.value)
-    assert f"Two has no parameter or buffer named {names[0]!r}" in text
-    assert f"found:    {found}" in text and f"fix:      {fix}" in text
 
 
 # -- an instance of torch's class -----------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.ddp.options import ReductionOptions
@@ -71,66 +70,6 @@ def test_a_static_graph_that_moves_on_one_rank_raises_on_all(run: Run, find_unus
         assert after == [1.5, 1.5]
 
 
-def test_a_static_graph_that_lacks_what_came_at_first_raises() -> None:
-    def program() -> tuple[str, list[float]]:
-        model = md.DDP(Two(), static_graph=True)
-        for _ in range(3):
-            step(model, "both")
-        return error_and_a_step_after(model, "both" if md.get_rank() else "right")
-
-    for text, after in md.simulate(program, 2):
-        assert (
-            "found:    rank 0: left.weight (index 0) came 0 times, in the first step once" in text
-        )
-        assert after == [1.5, 1.5]
-
-
-class Repeated(nn.Module):
-    """Uses a layer as often as it is told, each time inside a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1, bias=False)
-        self.other = nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
-        x = self.other(x)
-        for _ in range(times):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x.sum()
-
-
-def test_counts_of_a_static_graph_are_promised_too() -> None:
-    def program() -> str:
-        model = md.DDP(Repeated(), static_graph=True)
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(1, 1), 2).backward()
-        return error_of(model(torch.ones(1, 1), 3).backward)
-
-    for text in md.simulate(program, 2):
-        assert "ranks 0-1: layer.weight (index 0) came 3 times, in the first step 2 times" in text
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_a_gradient_that_grows_after_its_bucket_has_gone_is_an_error(
-    options: dict[str, bool],
-) -> None:
-    def program() -> str:
-        model = md.DDP(Repeated(), bucket_cap_mb=1e-6, **options)
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(1, 1), 1).backward()
-        return error_of(model(torch.ones(1, 1), 2 if md.get_rank() else 1).backward)
-
-    for text in md.simulate(program, 2):
-        assert text.startswith(HEAD)
-        assert (
-            "found:    rank 1: layer.weight (index 0) got more after its bucket had been sent"
-            in text
-        )
-
-
 def test_a_parameter_that_is_not_sent_must_stay_unused(run: Run) -> None:
     def program() -> tuple[str, list[float]]:
         model = md.DDP(Two(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
@@ -146,17 +85,6 @@ def test_a_parameter_that_is_not_sent_must_stay_unused(run: Run) -> None:
             "it was unused at first" in text
         )
         assert after == [1.5, 1.5]
-
-
-def test_buckets_of_unused_parameters_are_not_sent() -> None:
-    def program(options: dict[str, bool]) -> int:
-        model = md.DDP(Two(), find_unused_parameters=True, bucket_cap_mb=1e-6, **options)
-        for _ in range(3):
-            step(model, "left")
-        return sum(bucket.flat.numel() for bucket in model.reducer.buckets)
-
-    assert md.simulate(program, 2, ({},)) == [2, 2]
-    assert md.simulate(program, 2, ({"skip_all_reduce_unused_params": True},)) == [1, 1]
 
 
 def test_delayed_parameters_are_averages_when_the_backward_returns(run: Run) -> None:
