@@ -33,9 +33,6 @@ class Buffers:
         ]
         self._hook: tuple[object, Callable[..., Any], bool] | None = None
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def named(self) -> dict[str, torch.Tensor]:
         """The buffers that the model has now."""
         found = ((name, getattr(owner, key)) for owner, key, name in self._places)

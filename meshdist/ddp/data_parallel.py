@@ -17,6 +17,7 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
 from .buffers import Buffers
+from .comm_hooks.registered import hook_name
 from .in_backward import InBackward, marked_optimizers
 from .joined_replica import JoinedReplica, JoinMethods
 from .logging_data import DataLogger
@@ -340,7 +341,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 been run.
         """
         self.reducer.register_hook(state, hook)
-        self.logger.note("comm_hook", getattr(hook, "__qualname__", type(hook).__qualname__))
+        self.logger.note("comm_hook", hook_name(hook))
 
     @leave_untraced
     def _begin_forward(self) -> None:

@@ -1,4 +1,4 @@
-"""What a reducer averages, over which group, how; and its changes before the first backward."""
+"""What a reducer averages, over which group and how; how its buckets are laid, and laid anew."""
 
 from __future__ import annotations
 
