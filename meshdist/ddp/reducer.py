@@ -58,7 +58,8 @@ class Reducer(ReductionSetup):
                 interrupted on some ranks or brought what was not expected, a reduction failed, or a
                 CUDA graph is captured before the buckets are laid as gradients come.
         """
-        if torch._C._current_graph_task_id() != -1:  # a forward computed again by a checkpoint
+        is_again = torch._C._current_graph_task_id() != -1  # computed again by a checkpoint
+        if is_again or self._is_closed:
             return
         self.end_last()
         if not torch.is_grad_enabled():
@@ -105,6 +106,8 @@ class Reducer(ReductionSetup):
             if self.is_synchronised:
                 self._enter(is_beginning=True)
 
+        if self._is_closed:
+            return
         if self._sending.timing is not None:
             self._sending.timing.mark("forward_end")
         can_tell = False
@@ -143,21 +146,22 @@ class Reducer(ReductionSetup):
     def _enter(self, *, is_beginning: bool) -> None:
         """A backward has begun; ``is_beginning`` if no gradient can have come before."""
         task = torch._C._current_graph_task_id()
-        if task == self.task:
-            return
-        if self.is_open:
-            raise self._reports.overlapping()
-        self._settling.read()  # where no forward came since the last backward
-        self.task = task
-        if self._sending.timing is not None:
-            self._sending.timing.backward_begins()
-        self._has_graph = torch.is_grad_enabled()
-        self.arrivals.backward_begins()
-        self.late.clear()
-        if is_beginning:
-            for bucket in self.buckets:
-                bucket.backward_begins()
-        Variable._execution_engine.queue_callback(self._finish)
+        with self._lock:  # outputs on several devices come here on a thread each
+            if task == self.task:
+                return
+            if self.is_open:
+                raise self._reports.overlapping()
+            self._settling.read()  # where no forward came since the last backward
+            self.task = task
+            if self._sending.timing is not None:
+                self._sending.timing.backward_begins()
+            self._has_graph = torch.is_grad_enabled()
+            self.arrivals.backward_begins()
+            self.late.clear()
+            if is_beginning:
+                for bucket in self.buckets:
+                    bucket.backward_begins()
+            Variable._execution_engine.queue_callback(self._finish)
 
     @notes_errors
     def open(self) -> None:

@@ -71,6 +71,7 @@ class ReductionSetup(ABC):
         self.late: list[int] = []  # what came after its bucket had gone
         self._has_begun = False  # a synchronised forward, since the last check
         self._has_ended = False  # a backward, since the last check
+        self._is_closed = False  # gradients stay local
         self.awaited: list[Any] = []
         self.logger: DataLogger | None = None
         self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
@@ -101,6 +102,8 @@ class ReductionSetup(ABC):
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
+        self._is_closed = True
+        self.is_synchronised = self._has_begun = False
         self._hooks.close()
 
     @notes_errors

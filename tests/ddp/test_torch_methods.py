@@ -214,16 +214,24 @@ def test_a_backward_that_was_interrupted_has_not_ended() -> None:
         )
 
 
-def test_without_hooks_gradients_stay_local() -> None:
-    def program() -> list[float]:
-        model = md.DDP(one_weight())
-        before = step(model, 1.0 + md.get_rank())
-        model._remove_autograd_hooks()
-        model.zero_grad()
-        model.module(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
-        return [before, model.module.weight.grad.item()]
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_without_hooks_gradients_stay_local(num_before: int, is_wrapped: bool) -> None:
+    def program() -> list[list[float]]:
+        model = md.DDP(Two())
+        seen = []
+        for number in range(num_before + 3):
+            if number == num_before:
+                model._remove_autograd_hooks()
+            model.zero_grad()
+            net = model.module if number >= num_before and not is_wrapped else model
+            net(torch.full((1, 1), 1.0 + md.get_rank())).backward()
+            seen.append([p.grad.item() for p in model.parameters()])
+        model.check_gradients()
+        return seen
 
-    assert md.simulate(program, 2) == [[1.5, 1.0], [1.5, 2.0]]
+    means = [[1.5, 1.5]] * num_before
+    assert md.simulate(program, 2) == [means + [[own, own]] * 3 for own in (1.0, 2.0)]
 
 
 @pytest.mark.parametrize("value", [True, False])
