@@ -118,8 +118,8 @@ class Shadowing:
         world = self.group.world
         if len(self.group.ranks) == world.size:  # who joins at once has not opened it by a call
             world_group(world).open_channel(self.device_type)
-        self._whereabouts = Whereabouts(self.group.world)
-        self._waits = Waits(self.group.world, self._whereabouts)
+        self._whereabouts = Whereabouts(world, self._main.label, self.group.ranks)
+        self._waits = Waits(world, self._whereabouts)
         self._registry.shadowing = self
         for opened in self._registry.all_opened():
             for user in opened.users:

@@ -23,22 +23,31 @@ __all__ = ["Whereabouts"]
 class Whereabouts:
     """Where the ranks of one join context are, as far as they have said.
 
+    The members of a main group count their contexts alike. What concerns others is found where all
+    of them have been in equally many contexts.
+
     Args:
         world: whose ranks they are.
+        main: the label of the main group's communicator.
+        members: the ranks of the main group.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, main: str, members: Sequence[int]) -> None:
         self._world = world
-        number = world.next_number("join contexts")
-        self._name = f"join context {number}"
+        self._main = main
+        self._members = members
+        self._inside = f"join context {world.next_number(('join contexts', main))} of {main}"
+        self._beyond = f"join context {world.next_number('join contexts')}"
 
     def join(self) -> None:
         """Say that this rank has no data left."""
-        self._say(f"{self._name}/joined/{self._world.rank}", "")
+        for context in (self._inside, self._beyond):
+            self._say(f"{context}/joined/{self._world.rank}", "")
 
     def has_joined(self, rank: int) -> bool:
         """Whether a rank has no data left."""
-        return self._find(f"{self._name}/joined/{rank}") is not None
+        context = self._inside if rank in self._members else self._beyond
+        return self._find(f"{context}/joined/{rank}") is not None
 
     def leave(self, labels: Sequence[str], error: BaseException) -> None:
         """Say to the members of communicators that this rank has left by an exception."""
@@ -47,12 +56,16 @@ class Whereabouts:
             reason += f": {error.found}"
         text = json.dumps({"rank": self._world.rank, "reason": reason})
         for label in labels:
-            self._say(f"{self._name}/left/{label}", text)
+            self._say(self._left(label), text)
 
     def find_left(self, label: str) -> dict[str, Any] | None:
         """Which member has left the context by an exception, and by which: ``rank``, ``reason``."""
-        found = self._find(f"{self._name}/left/{label}")
+        found = self._find(self._left(label))
         return None if found is None else {**found, "rank": int(found["rank"])}
+
+    def _left(self, label: str) -> str:
+        context = self._inside if label == self._main else self._beyond
+        return f"{context}/left/{label}"
 
     def _say(self, key: str, text: str) -> None:
         here = find_rank_here()

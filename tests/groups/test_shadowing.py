@@ -275,6 +275,29 @@ def test_an_exception_leaves_no_rank_waiting(wire: str, request: pytest.FixtureR
         assert "ValueError: no batch" in text
 
 
+def test_an_exception_is_told_where_some_ranks_have_been_in_more_contexts() -> None:
+    def program() -> str:
+        half = [md.new_group([0, 1]), md.new_group([2, 3])][md.get_rank() // 2]
+        for _ in range(2 if md.get_rank() < 2 else 0):
+            for _ in md.uneven(range(2), half):
+                md.all_reduce(torch.ones(1), group=half)
+        with pytest.raises(RuntimeError) as error:
+            loop()
+        return str(error.value)
+
+    def loop() -> None:
+        with md.uneven(range(3 + md.get_rank())) as steps:
+            for number in steps:
+                if md.get_rank() == 0 and number == 1:
+                    raise RuntimeError("no more")
+                md.all_reduce(torch.ones(1))
+
+    first, *others = md.simulate(program, 4)
+    assert first == "no more"
+    for text in others:
+        assert "rank 0 has left the join context by an exception" in text
+
+
 def test_ranks_that_all_leave_by_an_exception_can_go_on() -> None:
     def epoch(sums: list[float]) -> None:
         with md.uneven(range(3)) as turns:

@@ -21,7 +21,7 @@ LONG = timedelta(seconds=60)
 
 
 def waits_here() -> tuple[Waits, Whereabouts, Any]:
-    whereabouts = Whereabouts(get_world())
+    whereabouts = Whereabouts(get_world(), "main", range(2))
     return Waits(get_world(), whereabouts), whereabouts, md.group.WORLD.open_channel("cpu")
 
 

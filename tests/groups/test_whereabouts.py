@@ -12,10 +12,11 @@ from meshdist.errors import BackendError
 from meshdist.groups.whereabouts import Whereabouts
 
 
+@pytest.mark.parametrize("main", ["a", "b"])
 @pytest.mark.parametrize("wire", ["simulated", "gloo"])
-def test_what_is_said_is_found(wire: str, request: pytest.FixtureRequest) -> None:
+def test_what_is_said_is_found(wire: str, main: str, request: pytest.FixtureRequest) -> None:
     def program() -> list[Any]:
-        mine = Whereabouts(get_world())
+        mine = Whereabouts(get_world(), main, range(2))
         before = [mine.has_joined(1), mine.find_left("a")]
         md.barrier()
         if md.get_rank() == 1:
@@ -25,7 +26,7 @@ def test_what_is_said_is_found(wire: str, request: pytest.FixtureRequest) -> Non
         if md.get_rank() == 0:  # the first that leaves is the one that is told of
             mine.leave(["a", "b"], KeyError("late"))
         md.barrier()
-        later = Whereabouts(get_world())  # of the next context
+        later = Whereabouts(get_world(), main, range(2))  # of the next context
         return [
             before,
             [mine.has_joined(rank) for rank in range(2)],
