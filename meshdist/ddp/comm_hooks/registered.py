@@ -198,7 +198,7 @@ class PendingBucket:
 def hook_name(hook: object) -> str:
     """What messages call a hook, which may be any object that can be called."""
     named = getattr(hook, "func", hook)  # of functools.partial
-    return str(getattr(named, "__qualname__", type(named).__name__))
+    return str(getattr(named, "__qualname__", type(named).__qualname__))
 
 
 def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
