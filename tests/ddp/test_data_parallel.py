@@ -156,7 +156,7 @@ def test_torchs_own_wrapper_gives_the_same_gradients(pool: Pool, tmp_path: Path)
                 torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
             # torch's reducer must not be what keeps torch's group alive: the group's thread may
             # need the interpreter while the reducer's end, which holds it, waits for the thread.
-            del theirs
+            del theirs, model
             gc.collect()
         finally:
             torch.distributed.destroy_process_group()

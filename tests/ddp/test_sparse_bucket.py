@@ -143,9 +143,10 @@ def test_torchs_wrapper_gives_the_same_gradients(pool: Pool, tmp_path: Any) -> N
                 (model(torch.tensor([rank, 3])).sum() * (1 + rank)).backward()
             both = [model.module.weight.grad.to_dense() for model in (ours, theirs)]
             del theirs, model
-            gc.collect()  # torch's reducer must not be what keeps torch's group alive
             return both
         finally:
+            # Torch's reducer must not be what keeps torch's group alive, see test_data_parallel.
+            gc.collect()
             torch.distributed.destroy_process_group()
 
     for ours, theirs in pool.run(program, 2):
