@@ -102,7 +102,7 @@ def whole() -> dict[str, Any]:
     return {name: run_quietly(PROGRAMS[name], WrapAlone(), 0, 1) for name in NAMES}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 4])
 def by_rank(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return md.simulate(run_ours, request.param)
 
