@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .buckets import dense_stride
 from .flat_bucket import Pending
 
 __all__ = ["InPlaceBucket", "SingleBucket"]
@@ -95,7 +96,9 @@ class SingleBucket:
 class InPlaceBucket(SingleBucket):
     """One large dense gradient, averaged where it lies.
 
-    Where ranks share no memory, to copy it into a bucket would only cost time and memory.
+    Where ranks share no memory, to copy it into a bucket would only cost time and memory. It is
+    copied all the same where its memory is not its own: autograd lets a gradient share memory with
+    that of a view, or of another parameter, which a backward may still read.
 
     Args:
         index, parameters, is_trailing: as of ``SingleBucket``.
@@ -112,13 +115,25 @@ class InPlaceBucket(SingleBucket):
     ) -> None:
         super().__init__(index, parameters, is_trailing=is_trailing)
         self._scale = scale
+        self._stride = dense_stride(self.views[0].shape, self.views[0].stride())
 
     @property
     def sent(self) -> torch.Tensor:
         """What is summed, once in a backward; zeros where there is no gradient."""
         if self.average is None:
             mine = self._mine
-            self.average = (
-                torch.zeros_like(self.views[0]) if mine is None else mine.mul_(self._scale)
-            )
+            if mine is not None and mine.stride() == self._stride and _has_own_memory(mine):
+                self.average = mine.mul_(self._scale)
+            else:
+                apart = self.views[0].new_empty_strided(self.views[0].shape, self._stride)
+                self.average = (
+                    apart.zero_() if mine is None else torch.mul(mine, self._scale, out=apart)
+                )
         return self.average
+
+
+def _has_own_memory(gradient: torch.Tensor) -> bool:
+    """Whether no other tensor lies in the memory of ``gradient``, which a parameter holds."""
+    storage = gradient.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, and ``storage``
+    return bool(users <= 2)
