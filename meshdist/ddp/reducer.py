@@ -87,9 +87,11 @@ class Reducer(ReductionSetup):
         """
         if torch._C._current_graph_task_id() != -1:
             raise self._reports.running()
-        self.complete_open()
-        is_absent = self._has_begun and not self._has_ended
-        self._has_begun = self._has_ended = False
+        try:
+            self.complete_open()
+        finally:  # what it raises has been checked then, too
+            is_absent = self._has_begun and not self._has_ended
+            self._has_begun = self._has_ended = False
         if is_absent and not is_capturing(self._list.behind.device):
             self._stand_in()
         self._settling.read()

@@ -505,6 +505,40 @@ def test_a_backward_that_raises_before_any_gradient_came_keeps_step_too(run: Run
         assert "found:    rank 1: an exception was raised inside backward()" in text
 
 
+@pytest.mark.parametrize("later", ["loss raises", "forward raises"])
+def test_a_rank_may_raise_again_in_the_step_behind_a_backward_that_raised(
+    run: Run, later: str
+) -> None:
+    def program() -> list[str]:
+        is_culprit = md.get_rank() == 1
+        model, found = md.DDP(Fragile(), bucket_cap_mb=1e-6), []
+        for step in range(4):
+            model.zero_grad()
+            raised = "nothing"
+            try:
+                loss = model(torch.ones(1, 1), is_culprit and step == 1).sum()
+                if is_culprit and step == 2:
+                    if later == "forward raises":
+                        model(torch.ones(1, 2))
+                    raise ArithmeticError
+                loss.backward()
+            except GradientError as error:
+                raised = error.found
+            except (ArithmeticError, RuntimeError):
+                pass
+            try:
+                model.check_gradients()
+            except GradientError as error:
+                raised = error.found
+            found.append(raised)
+        return found
+
+    cut = "rank 1: an exception was raised inside backward()"
+    absent = "rank 1: no backward reached the model after its forward"
+    for found in run(program, 3):
+        assert found == ["nothing", cut, absent, "nothing"]
+
+
 def test_a_check_raises_what_the_next_forward_would_once(run: Run) -> None:
     def program() -> tuple[str, str, list[float]]:
         is_culprit = md.get_rank() == 1
