@@ -15,6 +15,7 @@ from .single_bucket import SingleBucket
 __all__ = ["SparseBucket"]
 
 _DENSE = -1
+_NONE = -2
 
 
 class SparseBucket(SingleBucket):
@@ -64,7 +65,7 @@ class SparseBucket(SingleBucket):
         """Average over the group; collective."""
         member, mine, group = self.members[0], self._mine, self._group
         rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
-        count = 0 if mine is None else _DENSE if rows is None else rows._nnz()
+        count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()
         counts = torch.empty(group.size(), dtype=torch.int64, device=self.device)
         all_gather_into_tensor(counts, torch.tensor([count], device=self.device), group)
         sizes = counts.tolist()
@@ -76,11 +77,15 @@ class SparseBucket(SingleBucket):
             all_reduce(dense, ReduceOp.AVG, group)
             self.average = dense
             return
-        if not any(sizes):
-            self.average = mine
+        if all(size == _NONE for size in sizes):
+            self.average = None
             return
+        sizes = [max(size, 0) for size in sizes]
         if rows is None:
             rows = self._rows()
+        if not any(sizes):
+            self.average = rows
+            return
         # Indices are gathered along their last dim, values along their first.
         indices = [rows.indices().new_empty(rows.sparse_dim(), size) for size in sizes]
         values = [rows.values().new_empty(size, *rows.values().shape[1:]) for size in sizes]

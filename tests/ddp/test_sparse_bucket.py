@@ -196,3 +196,32 @@ def test_a_failed_backward_leaves_no_rank_waiting_for_rows() -> None:
     for text, grads in md.simulate(program, 2):
         assert "found:    rank 1: an exception was raised inside backward()\n" in text
         assert_equal([[grads]], expected)
+
+
+class Optional(nn.Module):
+    """Looks up rows, unless it is given none at all; its other weight is always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, 2, sparse=True)
+        self.other = nn.Parameter(torch.ones(1))
+
+    def forward(self, rows: list[int] | None) -> torch.Tensor:
+        total = self.other.sum()
+        if rows is not None:
+            total = total + self.table(torch.tensor(rows, dtype=torch.int64)).sum()
+        return total
+
+
+def test_a_gradient_without_rows_is_one_on_every_rank() -> None:
+    def program() -> list[list[int] | None]:
+        model = md.DDP(Optional(), find_unused_parameters=True)
+        seen: list[list[int] | None] = []
+        for rows in ([1], [], None):
+            model.zero_grad()
+            model(rows if md.get_rank() == 1 else None).backward()
+            grad = model.module.table.weight.grad
+            seen.append(None if grad is None else grad.coalesce().indices().flatten().tolist())
+        return seen
+
+    assert md.simulate(program, 2) == [[[1], [], None]] * 2
