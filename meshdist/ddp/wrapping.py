@@ -151,13 +151,14 @@ def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGr
 
 def delayed_indices(
     parameters: Sequence[nn.Parameter],
-    delayed: Sequence[tuple[str, nn.Parameter]] | None,
+    delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
     """Return which of ``parameters`` are delayed, and which one their reduction waits for.
 
     Raises:
         ArgumentError: one of both was given without the other, or is not among the parameters.
+        KindError: the delayed ones are no pairs.
     """
     if delayed is None and behind is None:
         return frozenset(), None
@@ -171,14 +172,21 @@ def delayed_indices(
             fix=f"pass {lacking} too",
         )
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
-    for name, parameter in [*delayed, ("param_to_hook_all_reduce", behind)]:
+    pairs = [*delayed]
+    if not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
+        raise KindError(
+            f"delay_all_reduce_named_params is of type {type(delayed).__name__}",
+            expected="pairs of a name and a parameter",
+            fix="pass for example list(module.named_parameters())",
+        )
+    for name, parameter in [*pairs, ("param_to_hook_all_reduce", behind)]:
         if id(parameter) not in places:
             raise ArgumentError(
                 f"{name} is no parameter of the module that requires a gradient",
                 expected="delayed parameters, and the one that they wait for, in the module",
                 fix="take them from module.named_parameters()",
             )
-    return frozenset(places[id(one)] for _, one in delayed), places[id(behind)]
+    return frozenset(places[id(one)] for _, one in pairs), places[id(behind)]
 
 
 def find_devices(

@@ -73,6 +73,24 @@ def test_delayed_parameters_are_found_among_those_that_are_averaged() -> None:
     assert delayed_indices(parameters, [("a", third), ("b", first)], second) == ({0, 2}, 1)
 
 
+def test_delayed_parameters_may_be_generated() -> None:
+    net = nn.Linear(2, 2)
+    behind, parameters = net.weight, [*net.parameters()]
+    assert delayed_indices(parameters, net.named_parameters(), behind) == ({0, 1}, 0)
+
+
+@pytest.mark.parametrize("delayed", [["weight"], [nn.Parameter(torch.ones(2))], {"ab": 1}])
+def test_delayed_parameters_without_names_are_refused(delayed: Any) -> None:
+    one = nn.Parameter(torch.ones(1))
+    with pytest.raises(KindError) as error:
+        delayed_indices([one], delayed, one)
+    assert str(error.value) == (
+        f"delay_all_reduce_named_params is of type {type(delayed).__name__}\n"
+        "  expected: pairs of a name and a parameter\n"
+        "  fix:      pass for example list(module.named_parameters())"
+    )
+
+
 @pytest.mark.parametrize(
     ("delayed", "behind", "text"),
     [
