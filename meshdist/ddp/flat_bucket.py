@@ -120,7 +120,7 @@ class Bucket:
         )
         self._kept: list[tuple[torch.Tensor | None, int]] | None = None
         self._knows_begin = False
-        self._moved_versions: list[int] | None = None
+        self._moved_versions: list[int | None] | None = None
         self.reset()
 
     def hook_all(self) -> None:
@@ -184,11 +184,14 @@ class Bucket:
         if versions == self._moved_versions:
             return []
         found = zip(self._seen_slots, self._moved_versions, versions, strict=True)
-        return [slot for slot, before, now in found if before != now]
+        return [slot for slot, before, now in found if now not in (before, None)]
 
-    def _versions(self) -> list[int]:
-        grads = self._seen_views if self.as_views else map(_grad_of, self._seen)
-        return list(map(_version_of, grads))
+    def _versions(self) -> list[int | None]:
+        """The versions of what has moved in; None for a gradient that was taken away since."""
+        if self.as_views:
+            return list(map(_version_of, self._seen_views))
+        grads = map(_grad_of, self._seen)
+        return [None if grad is None else grad._version for grad in grads]
 
     # -- moving in --------------------------------------------------------------------------------
 
