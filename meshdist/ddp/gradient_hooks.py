@@ -56,7 +56,7 @@ class GradientHooks:
         self._parameters = parameters
         self._arrivals = arrivals
         self._backward = backward
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[tuple[torch.nn.Parameter, RemovableHandle]] = []
 
     def put(self, buckets: Sequence[AnyBucket]) -> None:
         """Put hooks on the parameters of buckets that expect them, in place of all others."""
@@ -77,9 +77,19 @@ class GradientHooks:
             for slot in bare:
                 self._put_one(bucket, slot)
 
+    def come_last(self, buckets: Sequence[AnyBucket]) -> None:
+        """Run behind hooks that the program has put on parameters since: they may change gradients.
+
+        Call it between backwards.
+        """
+        for parameter, handle in self._handles:
+            if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
+                self.put(buckets)
+                return
+
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
+        for _, handle in self._handles:
             handle.remove()
         self._handles.clear()
         for parameter in self._parameters:
@@ -93,7 +103,7 @@ class GradientHooks:
             hook = self._watching(index, bucket)
         is_trained = member.requires_grad  # else it may be again, and keeps its hook meanwhile
         member.requires_grad_(True)
-        self._handles.append(member.register_post_accumulate_grad_hook(hook))
+        self._handles.append((member, member.register_post_accumulate_grad_hook(hook)))
         member.requires_grad_(is_trained)
 
     def _watching(self, index: int, bucket: AnyBucket) -> Callable[[torch.Tensor], None]:

@@ -77,6 +77,8 @@ class Reducer(ReductionSetup):
             raise self._reports.captured_early()  # the graph would keep buckets that go
         if self._settling.must_rebuild:
             self._rebuild()
+        else:
+            self._hooks.come_last(self.buckets)
 
     @notes_errors
     def check(self) -> None:

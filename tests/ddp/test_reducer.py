@@ -637,6 +637,38 @@ def test_where_nothing_may_be_lacking_nothing_moves() -> None:
     assert md.simulate(program, 2) == [[(2,), (1,), (0,)]] * 2
 
 
+@pytest.mark.parametrize("size", [1, 20_000])  # the second is moved at once
+@pytest.mark.parametrize("begin", [0, 1, 3])
+def test_hooks_that_change_gradients_come_first_whenever_they_are_registered(
+    size: int, begin: int
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.ones(size) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(weight.sum() for weight in self.weights) * x
+
+    def double(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(2)
+
+    def program() -> list[Any]:
+        model = md.DDP(Scaled(), bucket_cap_mb=1e-6)
+        seen = []
+        for step in range(5):
+            if step == begin:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(double)
+            model.zero_grad()
+            model(torch.tensor(1.0 + md.get_rank())).backward()
+            seen.append([p.grad[0].item() for p in model.parameters()])
+        return seen
+
+    expected = [[1.5] * 3] * begin + [[3.0] * 3] * (5 - begin)
+    assert md.simulate(program, 2) == [expected] * 2
+
+
 # -- models whose backward cannot be seen to begin ------------------------------------------------
 
 
