@@ -140,6 +140,7 @@ def test_mpiexec_across_hosts_goes_by_mpi4py(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.soak
 def test_across_hosts_without_mpi4py_is_an_error(tmp_path: Path) -> None:
     done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False, has_mpi4py=False)
     assert done.returncode != 0

@@ -70,6 +70,7 @@ def test_options_that_mean_nothing(
     assert "--steps and --width are at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_launched(start: Callable[..., Any]) -> None:
     words = ["--check", "--width", 16, "--steps", 8]
     done = start("-m", "meshdist", "run", "-n", 2, SCRIPT, *words)

@@ -22,6 +22,7 @@ def local_sgd(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("local_sgd")
 
 
+@pytest.mark.soak
 def test_on_two_processes(pool: Pool) -> None:
     script = ROOT / "examples" / "local_sgd.py"
     ended = pool.start(script, places(2), "--hosts", "2", "--check")

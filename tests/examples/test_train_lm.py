@@ -104,7 +104,15 @@ def plain_losses(lm: ModuleType, args: argparse.Namespace) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("dp", "tp"),
+    [
+        (1, 1),
+        (2, 2),
+        pytest.param(4, 1, marks=pytest.mark.soak),
+        pytest.param(1, 4, marks=pytest.mark.soak),
+    ],
+)
 def test_every_mesh_trains_as_plain_torch_does(
     lm: ModuleType, tmp_path: Path, dp: int, tp: int
 ) -> None:

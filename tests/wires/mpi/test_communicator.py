@@ -43,7 +43,12 @@ def of_the_wire(dtypes: tuple[torch.dtype, ...]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "dtypes"),
-    [(1, SOME), (2, DTYPES), (3, SOME), (4, SOME[:2])],
+    [
+        (1, SOME),
+        pytest.param(2, DTYPES, marks=pytest.mark.soak),
+        (3, SOME),
+        pytest.param(4, SOME[:2], marks=pytest.mark.soak),
+    ],
     ids=["1 rank", "2 ranks", "3 ranks", "4 ranks"],
 )
 def test_every_verb_on_every_dtype_matches_numpy(
@@ -654,6 +659,7 @@ importlib.util.find_spec = lambda name, *more: None if name == "mpi4py" else fou
 """
 
 
+@pytest.mark.soak
 def test_mpiexec_without_mpi4py(tmp_path: Path) -> None:
     done = run_job(HIDING + HELLO, tmp_path)
     assert done.returncode != 0
