@@ -18,7 +18,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
 from .buffers import Buffers
 from .comm_hooks.registered import hook_name
-from .in_backward import InBackward, marked_optimizers
+from .in_backward import InBackward, marked_optimizers, refuse_late_marks
 from .joined_replica import JoinedReplica, JoinMethods
 from .logging_data import DataLogger
 from .model_state import WrappedModel
@@ -347,10 +347,14 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     def _begin_forward(self) -> None:
         if not self._has_begun:
             self._begin()
+        elif self._optimizers is None:
+            refuse_late_marks(self.reducer.parameters)
         refuse_unfrozen(self._left_frozen, self.process_group)
         joined = self._join_config
         if joined.context is not None and isinstance(joined.hook, JoinedReplica):
             joined.hook.begin_forward(joined.context, self)
+        elif torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.refuse_unknown_context()
         self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
         if self.takes_buffers(is_before=True):
             self.take_buffers()

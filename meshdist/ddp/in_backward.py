@@ -10,7 +10,7 @@ import torch
 
 from ..errors import GradientError, KindError
 
-__all__ = ["InBackward", "marked_optimizers"]
+__all__ = ["InBackward", "marked_optimizers", "refuse_late_marks"]
 
 _MARK = "_in_backward_optimizers"
 """Where ``torch.distributed.optim._apply_optimizer_in_backward`` notes them on a parameter."""
@@ -31,6 +31,20 @@ def marked_optimizers(
         for handle in handles.pop(parameter, ()):
             handle.remove()
     return marked
+
+
+def refuse_late_marks(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise where torch has noted optimizers on parameters after the first forward.
+
+    Raises:
+        GradientError: they would step with the gradients of this rank alone.
+    """
+    if any(hasattr(parameter, _MARK) for parameter in (parameters[0], parameters[-1])):
+        raise GradientError(
+            "an optimizer in the backward was noted on parameters after the first forward",
+            expected="_apply_optimizer_in_backward called before the wrapper's first forward",
+            fix="call it right before or after the model is wrapped",
+        )
 
 
 class InBackward:

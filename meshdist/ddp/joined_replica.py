@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..collectives.verbs import all_reduce
+from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .joining import Join, Joinable, ReplicaHook
@@ -94,6 +95,21 @@ class JoinMethods(Joinable):
 
     device: torch.device
     process_group: ProcessGroup
+
+    def refuse_unknown_context(self) -> None:
+        """Raise where this model is trained in an uneven loop that does not know it.
+
+        Raises:
+            JoinError: ranks without data would not follow its backwards.
+        """
+        is_known = self._join_config.context is not None
+        if not is_known and self.process_group.open_channel(self.device.type).is_intercepted:
+            raise JoinError(
+                "a model is trained in an uneven loop that does not know it",
+                where=f"rank {self.process_group.world.rank}",
+                expected="a loop inside model.join(), or Join([model, ...])",
+                fix="write `with model.join():` around the loop, in place of md.uneven",
+            )
 
     def join(
         self,

@@ -91,6 +91,14 @@ def check_module(module: object) -> frozenset[str]:
             f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
         )
     ignored = ignored_names(module)
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise KindError(
+                f"{name or 'the module'} is torch's SyncBatchNorm, which sees no ranks but those "
+                "of torch's world",
+                expected="meshdist's SyncBatchNorm",
+                fix="convert with md.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
+            )
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue

@@ -127,6 +127,11 @@ class Channel:
         # Attributes of the object come before methods of its class.
         self.__dict__.update(enter=enter, note_message=note, compare_message=compare)
 
+    @property
+    def is_intercepted(self) -> bool:
+        """Whether something stands in for ``enter``, as in a join context."""
+        return "enter" in self.__dict__
+
     def release(self) -> None:
         """End ``intercept``."""
         self.demands_layouts = self.opened.sees_all_calls

@@ -76,6 +76,21 @@ def test_steps_in_the_backward_equal_a_plain_optimizers(how: str, options: dict[
         assert torch.equal(ours, plain)
 
 
+def test_marks_after_the_first_forward_are_refused() -> None:
+    def program() -> str:
+        net = Net()
+        model = md.DDP(net)
+        model(inputs(0)).mean().backward()
+        mark(net)
+        with pytest.raises(GradientError) as error:
+            model(inputs(1))
+        return str(error.value)
+
+    for text in md.simulate(program, 2):
+        assert text.startswith("an optimizer in the backward was noted on parameters after the")
+        assert "expected: _apply_optimizer_in_backward called before the wrapper's first" in text
+
+
 def test_only_the_marked_parameters_step_and_lose_their_gradients() -> None:
     def program() -> list[Any]:
         model = md.DDP(Two())

@@ -463,3 +463,22 @@ def test_a_call_on_another_group_between_two_buckets_is_answered() -> None:
         return model.module.sums
 
     assert md.simulate(program, 3) == [[], [], [1.0] * 9]
+
+
+def test_a_model_that_an_uneven_loop_does_not_know_is_refused() -> None:
+    def program() -> str:
+        model = md.DDP(torch.nn.Linear(1, 1))
+        for _ in md.uneven(range(2)):
+            with torch.no_grad():
+                model(torch.ones(1, 1))  # to look at it is allowed
+        try:
+            for _ in md.uneven(range(2)):
+                model(torch.ones(1, 1))
+        except md.errors.JoinError as error:
+            return str(error)
+        return "nothing was raised"
+
+    for rank, text in enumerate(md.simulate(program, 2)):
+        assert text.startswith("a model is trained in an uneven loop that does not know it\n")
+        assert f"where:    rank {rank}\n" in text
+        assert "fix:      write `with model.join():` around the loop" in text

@@ -178,6 +178,14 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         "  fix:      run one forward on the module before it is wrapped",
     ),
     (
+        lambda: nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)),
+        {},
+        KindError,
+        "1 is torch's SyncBatchNorm, which sees no ranks but those of torch's world\n"
+        "  expected: meshdist's SyncBatchNorm\n"
+        "  fix:      convert with md.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
+    ),
+    (
         nn.ReLU,
         {},
         GradientError,

@@ -32,6 +32,11 @@ __all__ = ["PendingBucket", "RegisteredHook", "hook_name"]
 
 _EMPTY = inspect.Parameter.empty
 _FUTURE = torch.futures.Future[torch.Tensor]
+_WANT_A_STATE = {
+    "powerSGD_hook": "PowerSGDState",
+    "batched_powerSGD_hook": "PowerSGDState",
+    "post_localSGD_hook": "PostLocalSGDState",
+}
 _SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]"
 
 
@@ -51,6 +56,15 @@ class RegisteredHook:
     def __init__(self, state: Any, hook: Callable[..., Any], group: ProcessGroup) -> None:
         _check(hook, group)
         self.name = hook_name(hook)
+        if state is None and self.name in _WANT_A_STATE:
+            raise KindError(
+                f"communication hook {self.name} wants a state of its own",
+                where=f"rank {group.world.rank}",
+                expected=f"a {_WANT_A_STATE[self.name]}",
+                found="None",
+                fix=f"pass md.comm_hooks.{_WANT_A_STATE[self.name]}(None, ...), whose group None "
+                "is that of the wrapper",
+            )
         self.group = group
         self._hook = ours_for(hook, state)
         self._state = state

@@ -288,6 +288,25 @@ def test_what_cannot_be_a_hook(hook: Any, kind: type[MeshdistError], lines: list
     assert md.simulate(program, 1) == ["\n".join(lines)]
 
 
+@pytest.mark.parametrize(
+    ("hook", "state"),
+    [
+        (md.comm_hooks.powerSGD_hook, "PowerSGDState"),
+        (md.comm_hooks.batched_powerSGD_hook, "PowerSGDState"),
+        (md.comm_hooks.post_localSGD_hook, "PostLocalSGDState"),
+    ],
+)
+def test_a_hook_that_wants_a_state_is_not_taken_without(hook: Any, state: str) -> None:
+    def program() -> str:
+        with pytest.raises(KindError) as found:
+            md.DDP(nn.Linear(1, 1)).register_comm_hook(None, hook)
+        return str(found.value)
+
+    (text,) = md.simulate(program, 1)
+    assert text.startswith(f"communication hook {hook.__name__} wants a state of its own\n")
+    assert f"expected: a {state}\n  found:    None\n" in text
+
+
 def test_annotations_that_fit() -> None:
     def as_torch_writes_them(
         state: object, bucket: dist.GradBucket
