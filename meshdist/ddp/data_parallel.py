@@ -41,6 +41,8 @@ from .wrapping import (
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
+_ALWAYS_CHECKED = "check_reduction has no effect: whether gradients are missing is always checked"
+
 
 class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
@@ -150,11 +152,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.mixed_precision = mixed_precision
         self.device_ids, self.output_device = find_devices(module, device_ids, output_device)
         if check_reduction:
-            warnings.warn(
-                "check_reduction has no effect: whether gradients are missing is always checked",
-                FutureWarning,
-                stacklevel=2,
-            )
+            warnings.warn(_ALWAYS_CHECKED, FutureWarning, stacklevel=2)
         self.dim = dim
         older, newer = broadcast_buffers, forward_sync_buffers
         refuse_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
