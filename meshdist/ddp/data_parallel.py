@@ -235,11 +235,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, _let_go, self.reducer, self._cast).atexit = False
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
     # -- training ---------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

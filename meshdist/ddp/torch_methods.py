@@ -27,6 +27,7 @@ class TorchMethods:
     reducer: Any
     logger: DataLogger
     static_graph: bool
+    forward_sync_buffers: bool
     find_unused_parameters: bool
     _buffers_of_model: Any
     _has_begun: bool
@@ -45,6 +46,11 @@ class TorchMethods:
     def modules_buffers(self) -> list[torch.Tensor]:
         """The same without names."""
         return list(self.named_module_buffers.values())
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
 
     def _set_static_graph(self) -> None:
         """Promise that all backwards bring the gradients that the first one brought.
