@@ -15,6 +15,7 @@ from tests.pool import Pool, places
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.soak
 def test_on_two_processes(pool: Pool) -> None:
     ended = pool.start(ROOT / "examples" / "train_digits.py", places(2))
     assert [done.returncode for done in ended] == [0, 0], ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -319,7 +320,7 @@ def test_groups_may_connect_on_demand(pool, lazily: str) -> None:
 
 def test_groups_of_a_process_share_one_device() -> None:
     def listening() -> int:
-        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()}
+        own = _open_files()
         count = 0
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             with open(table) as lines:
@@ -335,14 +336,12 @@ def test_groups_of_a_process_share_one_device() -> None:
     del first, more
 
 
-def _fds() -> list[str]:
-    found = []
+def _open_files() -> set[str]:
+    """What this process has open; other threads may close something meanwhile."""
+    found = set()
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        found.append(fd)
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return found
 
 

@@ -671,6 +671,7 @@ def test_mpiexec_without_mpi4py(tmp_path: Path) -> None:
     assert all(one in done.stderr for one in text), done.stderr
 
 
+@pytest.mark.soak
 def test_an_mpi4py_without_a_library(tmp_path: Path) -> None:
     path = without(tmp_path, "")
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise ImportError('cannot load MPI library')")
