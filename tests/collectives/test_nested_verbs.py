@@ -147,7 +147,10 @@ def test_a_handler_is_refused_every_verb(pool: Pool, tmp_path: Path, wire: str) 
     for outer, by_inner in told.items():
         for inner, (text, took) in by_inner.items():
             name = {"allreduce": "all_reduce"}.get(inner, inner)
-            assert text == f"{name} was called inside {outer}, which has not returned"
+            # On a busy machine the handler may come while the verb is still being started.
+            places = {outer, outer.removeprefix("wait() of ")}
+            texts = [f"{name} was called inside {one}, which has not returned" for one in places]
+            assert text in texts
             assert is_within(took, AT_ONCE_S)
 
 

@@ -107,7 +107,7 @@ def plain_losses(lm: ModuleType, args: argparse.Namespace) -> list[float]:
 @pytest.mark.parametrize(
     ("dp", "tp"),
     [
-        (1, 1),
+        pytest.param(1, 1, marks=pytest.mark.soak),
         (2, 2),
         pytest.param(4, 1, marks=pytest.mark.soak),
         pytest.param(1, 4, marks=pytest.mark.soak),

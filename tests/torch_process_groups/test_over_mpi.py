@@ -38,6 +38,7 @@ def in_world(rank: int, program: Any) -> Any:
         dist.destroy_process_group()
 
 
+@pytest.mark.soak
 def test_ddp_gives_what_it_gives_on_gloo(pool: Pool) -> None:
     def program() -> Any:
         torch.manual_seed(0)
