@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
@@ -10,7 +11,7 @@ from typing import Protocol, cast
 
 import torch
 
-from .buckets import views_into
+from .buckets import assign_buckets, views_into
 from .reports import Reports
 from .streams import streams_for
 
@@ -19,6 +20,9 @@ __all__ = ["Bucket", "Pending"]
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
 # free again; smaller ones wait for the bucket and go by one call together.
 _AT_ONCE_BYTES = 64 * 1024
+
+# So much is scaled while it is in the cache, just after it was copied.
+_SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
@@ -108,6 +112,7 @@ class Bucket:
             view.is_contiguous() for view in self._small_views
         )
         self._is_1d = all(view.dim() == 1 for view in self._small_views)
+        self._runs = self._cut_small(sys.maxsize if scale is None else _SCALED_TOGETHER_BYTES)
         self._num_large = len(large)
         # When the last small one comes, the others are looked for.
         is_looked_for = hooked is not None and self.streams is None
@@ -136,6 +141,16 @@ class Bucket:
         self._seen_places = [slot - self._num_large for slot in slots]
         self._seen = [self.members[slot] for slot in slots]
         self._seen_views = [self.views[slot] for slot in slots]
+
+    def _cut_small(self, cap_bytes: int) -> list[tuple[slice, torch.Tensor]]:
+        """The small gradients in runs of at most ``cap_bytes``, and where each run lies."""
+        sizes = [view.numel() for view in self._small_views]
+        itemsize = self._small_flat.itemsize
+        items = [(size * itemsize, None) for size in sizes]
+        runs = assign_buckets(items, range(len(items)), (cap_bytes,))
+        targets = self._small_flat.split([sum(sizes[place] for place in run) for run in runs])
+        cuts = [slice(run[0], run[-1] + 1) for run in runs]
+        return list(zip(cuts, targets, strict=True))
 
     def reset(self) -> None:
         """Be ready for the next backward."""
@@ -248,20 +263,26 @@ class Bucket:
             ):
                 found = cast("list[torch.Tensor]", grads)
                 parts = found if self._is_1d else [grad.reshape(-1) for grad in found]
-                torch.cat(parts, out=self._small_flat)
+                for run, target in self._runs:
+                    torch.cat(parts[run], out=target)
+                    self._scale_small(target)
             else:
                 members, views, grads = self._apart(members, views, grads)
                 if grads:
                     torch._foreach_copy_(views, grads)
+                self._scale_small(self._small_flat)
         except RuntimeError:  # checked only now, since checking costs as much as copying
             for member in members:
                 self._refuse_sparse(member, member.grad)
             # One may lie in its place already, as another tensor: ``grad = grad.detach()``.
             torch._foreach_copy_(views, cast("list[torch.Tensor]", grads))
-        if self._scale is not None:
-            self._small_flat.mul_(self._scale)
+            self._scale_small(self._small_flat)
         if self.as_views:
             deque(map(setattr, members, repeat("grad"), views), maxlen=0)
+
+    def _scale_small(self, moved: torch.Tensor) -> None:
+        if self._scale is not None:
+            moved.mul_(self._scale)
 
     def move_in_rest(self) -> None:
         """Copy all gradients that lie elsewhere; zeros where there is none."""

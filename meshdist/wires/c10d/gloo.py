@@ -143,8 +143,6 @@ class GlooCommunicator(C10dCommunicator):
         return Chain([received], lambda: write(tensor, host))
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
-        if self._spins and threading.current_thread() is threading.main_thread():
-            _spin_until(work.is_completed)  # another thread would take the time from this one
         try:
             work.wait(_SLICE)
         except RuntimeError as error:
@@ -238,6 +236,13 @@ class GlooCommunicator(C10dCommunicator):
             return _MOST_NUMBERED
         except RuntimeError as error:
             raise super().failure(error) from None
+
+    def _operation(self, work: Any, terms: Terms) -> Operation:
+        # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
+        # that spins beside the main one would take the time from that.
+        if terms.waits and self._spins and threading.current_thread() is threading.main_thread():
+            _spin_until(work.is_completed)
+        return super()._operation(work, terms)
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
         self.dropped.look()
