@@ -126,6 +126,7 @@ class Bucket:
         self._kept: list[tuple[torch.Tensor | None, int]] | None = None
         self._knows_begin = False
         self._moved_versions: list[int | None] | None = None
+        self._read: Sequence[torch.Tensor | None] | None = None
         self.reset()
 
     def hook_all(self) -> None:
@@ -160,7 +161,7 @@ class Bucket:
         self.must_wait = self.is_trailing
         self._kept = None
         self._knows_begin = False
-        self._moved_versions = None
+        self._moved_versions = self._read = None
 
     # -- which have come --------------------------------------------------------------------------
 
@@ -176,8 +177,10 @@ class Bucket:
         """Return the slots without a hook whose gradient has not come in this backward.
 
         Where it is not known what was there when the backward began, what has a gradient counts.
+        ``move_in_rest`` comes next, and takes the gradients that are read here.
         """
-        return self._missing(list(map(_grad_of, self._seen)))
+        self._read = list(map(_grad_of, self._small))  # reading one costs more than to keep it
+        return self._missing(list(map(self._read.__getitem__, self._seen_places)))
 
     def _missing(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         if self._kept is None:
@@ -250,7 +253,8 @@ class Bucket:
 
     def move_in_small(self) -> None:
         """Copy the small gradients into their views by few calls; zeros where there is none."""
-        self._take_small(list(map(_grad_of, self._small)))
+        read, self._read = self._read, None
+        self._take_small(list(map(_grad_of, self._small)) if read is None else read)
 
     def _take_small(self, grads: Sequence[torch.Tensor | None]) -> None:
         members, views = self._small, self._small_views
