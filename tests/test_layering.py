@@ -214,6 +214,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "comm_hooks.local_sgd",
             "comm_hooks.recognized",
             "comm_hooks.registered",
+            "comm_hooks.zero_step",
             "flat_bucket",
             "single_bucket",
             "sparse_bucket",

@@ -72,8 +72,7 @@ class Reducer(ReductionSetup):
         self._has_begun = True
         if self.logger is not None:
             self._sending.timing = self.logger.iteration_begins(self.buckets)
-        is_settled = self.arrivals.is_learned and not self._settling.must_rebuild
-        if not is_settled and is_capturing(self._list.behind.device):
+        if not self.has_final_buckets and is_capturing(self._list.behind.device):
             raise self._reports.captured_early()  # the graph would keep buckets that go
         if self._settling.must_rebuild:
             self._rebuild()

@@ -96,6 +96,11 @@ class ReductionSetup(ABC):
         """The communication hook, if one is registered."""
         return self._sending.hook
 
+    @property
+    def has_final_buckets(self) -> bool:
+        """Whether the buckets were laid as gradients came; equal on every rank."""
+        return self.arrivals.is_learned and not self._settling.must_rebuild
+
     def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
         """Make the calls of each backward inside of such a context."""
         self._sending.calls_inside = inside

@@ -52,6 +52,11 @@ class TorchMethods:
         """The older name of ``forward_sync_buffers``."""
         return self.forward_sync_buffers
 
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets lie as gradients came, and so stay under a communication hook."""
+        return self.reducer.has_final_buckets  # type: ignore[no-any-return]
+
     def _set_static_graph(self) -> None:
         """Promise that all backwards bring the gradients that the first one brought.
 

@@ -19,6 +19,7 @@ from .power_sgd import batched_powerSGD_hook
 from .quantizing import quantization_perchannel_hook, quantization_pertensor_hook
 from .reducing import allreduce_hook, noop_hook
 from .states import PostLocalSGDState, PowerSGDState
+from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
     "DDPCommHookType",
@@ -31,6 +32,8 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
