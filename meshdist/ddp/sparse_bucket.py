@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.list_verbs import all_gather
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from ..torch_process_groups.sparse import sum_rows
 from .single_bucket import SingleBucket
 
 __all__ = ["SparseBucket"]
@@ -86,17 +86,7 @@ class SparseBucket(SingleBucket):
         if not any(sizes):
             self.average = rows
             return
-        # Indices are gathered along their last dim, values along their first.
-        indices = [rows.indices().new_empty(rows.sparse_dim(), size) for size in sizes]
-        values = [rows.values().new_empty(size, *rows.values().shape[1:]) for size in sizes]
-        all_gather(indices, rows.indices().contiguous(), group)
-        all_gather(values, rows.values().contiguous(), group)
-        self.average = torch.sparse_coo_tensor(
-            torch.cat(indices, 1),
-            torch.cat(values).div_(group.size()),
-            member.shape,
-            check_invariants=False,
-        ).coalesce()
+        self.average = sum_rows(group, rows / group.size(), sizes)
 
 
 class _SparseReduction:

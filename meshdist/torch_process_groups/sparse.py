@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..errors import ArgumentError, DtypeError
 from ..reduce_ops import ReduceKind, ReduceOp
 
-__all__ = ["sum_sparse"]
+__all__ = ["sum_rows", "sum_sparse"]
 
 
 def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
@@ -34,15 +35,26 @@ def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
             fix="pass tensor.to_dense()",
         )
     mine = tensor.detach().coalesce()
-    counts = torch.empty(group.size(), dtype=torch.int64)
-    group.all_gather_single(counts, torch.tensor([mine._nnz()])).wait()
+    counts = torch.empty(group.size(), dtype=torch.int64, device=mine.device)
+    group.all_gather_single(counts, torch.tensor([mine._nnz()], device=mine.device)).wait()
+    with torch.no_grad():
+        tensor.copy_(sum_rows(group, mine, counts.tolist()))
+
+
+def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the sum of the rows that the members have, coalesced; collective.
+
+    Args:
+        group: torch's kind of process group.
+        mine: coalesced, of one shape on all members.
+        counts: how many rows each member has.
+    """
     # Along their last dimension indices go, values along their first.
-    indices = [mine.indices().new_empty(mine.sparse_dim(), n) for n in counts.tolist()]
-    values = [mine.values().new_empty(n, *mine.values().shape[1:]) for n in counts.tolist()]
-    group.allgather([indices], [mine.indices()]).wait()
-    group.allgather([values], [mine.values()]).wait()
+    indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
+    values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
+    group.allgather([indices], [mine.indices().contiguous()]).wait()
+    group.allgather([values], [mine.values().contiguous()]).wait()
     summed = torch.sparse_coo_tensor(
         torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
     )
-    with torch.no_grad():
-        tensor.copy_(summed.coalesce())
+    return summed.coalesce()

@@ -84,7 +84,7 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = F
             _share_parameters(zero, bucket)
             return buffer
 
-        return future.then(step)  # type: ignore[no-any-return]
+        return future.then(step)
 
     return hook_with_zero
 
