@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,16 @@ _BOUND = {
 """Attributes that belong to this process, and are made anew for a copy."""
 
 
-class WrappedModel(nn.Module):
+class WrappedModel(nn.Module, ABC):
     """What ``DistributedDataParallel`` does as a module that holds another one."""
 
     module: nn.Module
     process_group: ProcessGroup
     device_mesh: Any
 
+    @abstractmethod
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model; nothing is sent."""
-        raise NotImplementedError
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
