@@ -26,7 +26,7 @@ from .objects import (
 )
 from .shared_buffers import shared_empty
 
-__all__ = ["answer", "answered_verbs", "neutral"]
+__all__ = ["answer", "neutral"]
 
 
 def answer(
@@ -220,6 +220,3 @@ _ANSWERS: dict[str, Callable[[_Answer], object]] = {
         [None], group=it.group, group_src=it.root
     ),
 }
-
-answered_verbs = frozenset(_ANSWERS)
-"""All collectives."""
