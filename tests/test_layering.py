@@ -232,6 +232,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "buffers",
             "torch_methods",
             "joining",
+            "uneven_loops",
             "joined_replica",
             "model_state",
             "data_parallel",

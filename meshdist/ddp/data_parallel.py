@@ -100,7 +100,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         of all buffers a forward.
 
     Raises:
-        AgreementError: the ranks' modules differ; on every rank, showing both.
+        AgreementError: the ranks' modules differ, or options that must be equal; on every rank,
+            showing both.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -138,7 +139,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        self.parameters_to_ignore = check_module(module)
+        has_buffers = broadcast_buffers is not False
+        self.parameters_to_ignore = check_module(module, with_buffers=has_buffers)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps)
         self.bucket_bytes_cap_list = list(self._caps) if bucket_cap_mb_list else []
@@ -173,16 +175,18 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.process_group.connect(device)
         self._adopt(module)
         if init_sync:
-            state = module_state(
-                module, self.parameters_to_ignore, with_buffers=broadcast_buffers is not False
-            )
+            state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
             check_equal_lines(
                 [tensor_line(name, tensor) for name, tensor in state.items()],
                 self.process_group,
                 device=self.device,
-                summary=f"DistributedDataParallel: the ranks hold different "
-                f"{type(module).__name__} modules",
-                fix="build the same model on every rank of the axis, with equal arguments",
+                summary=f"DistributedDataParallel: the ranks wrap different "
+                f"{type(module).__name__} modules, or with different options",
+                fix="build and wrap the same model on every rank of the axis, by equal arguments",
+                options={
+                    **self.reducer.shared_options(),
+                    "forward_sync_buffers": self.forward_sync_buffers,
+                },
             )
             broadcast_from(0, [one.detach() for one in state.values()], self.process_group)
 

@@ -1,4 +1,4 @@
-"""Loops whose ranks have unequally many steps: ``Join`` around models, ``uneven`` without one.
+"""Loops whose ranks have unequally many steps: ``Join`` around models.
 
 The interface is torch's (``torch.distributed.algorithms.join``). In place of hooks that repeat each
 joinable's calls by hand, a rank without data answers every collective of the others by itself
@@ -8,24 +8,22 @@ joinable's calls by hand, a rank without data answers every collective of the ot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from ..collectives.neutral_answers import answer
-from ..errors import ArgumentError, JoinError, LengthError
+from ..errors import ArgumentError, KindError, LengthError
 from ..groups.announcements import Announcement
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.shadowing import Shadowing
 from ..wires.operations import DONE
 from ..wires.work import Work
 
-__all__ = ["Join", "JoinHook", "Joinable", "ReplicaHook", "Uneven", "uneven"]
-
-T = TypeVar("T")
+__all__ = ["Join", "JoinHook", "Joinable", "ReplicaHook"]
 
 _ITERATION = "iteration"
 
@@ -144,6 +142,7 @@ class Join:
         Nothing outside.
 
     Raises:
+        KindError: what was given is no list of joinables.
         ArgumentError: no joinable, or several groups or devices; a context inside another.
         JoinError: a rank has no data left, and ``throw_on_early_termination``; a broadcast or
             scatter from such a rank, or a message to or from it; a member has left by an exception.
@@ -169,16 +168,29 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not joinables:
+        if not isinstance(joinables, Iterable):
+            raise KindError(
+                f"Join was given an object of type {type(joinables).__name__}",
+                expected="a list of joinables",
+                fix="pass a list: Join([model]); or write model.join()",
+            )
+        self._joinables = list(joinables)
+        if not self._joinables:
             raise LengthError(
                 "Join needs at least one joinable",
                 found="an empty list",
                 fix="pass the models: Join([model]); for a loop without one use uneven()",
             )
-        self._joinables = list(joinables)
+        strange = [one for one in self._joinables if not hasattr(one, "join_hook")]
+        if strange:
+            raise KindError(
+                f"Join was given an object of type {type(strange[0]).__name__}",
+                expected="joinables: models wrapped in DDP, or what derives from Joinable",
+                fix="wrap the model: Join([DDP(module)]); for a loop without one use uneven()",
+            )
         self._enable = enable
         self.is_strict = throw_on_early_termination
-        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._group, device = self._find_group()
         self._shadowing = Shadowing(self._group, device.type, answer, self.handle, self.is_strict)
 
@@ -280,96 +292,3 @@ class Join:
                     fix="let each group's joinables have a loop of their own",
                 )
         return groups[0], devices[0]
-
-
-class Uneven(Generic[T]):
-    """A loop over data of which ranks may have unequally many; made by ``uneven``."""
-
-    def __init__(self, data: Iterable[T], group: Any = None) -> None:
-        self._data = data
-        target = resolve_group(group)
-        self._shadowing = Shadowing(target, target.first_device_type(), answer)
-        self._is_entered = False
-
-    def __iter__(self) -> Iterator[T]:
-        if self._is_entered:
-            yield from self._data
-            return
-        self._shadowing.begin()
-        try:
-            yield from self._data
-        except GeneratorExit:
-            self._shadowing.end(
-                JoinError(
-                    "the loop over uneven(...) was left before its data had ended, by a break, a "
-                    "return or an exception",
-                    fix="where a loop may break off write: with uneven(...) as batches: "
-                    "for batch in batches: ...",
-                )
-            )
-            raise
-        except BaseException as error:
-            self._shadowing.end(error)
-            raise
-        self._join()
-
-    def __enter__(self) -> Uneven[T]:
-        self._shadowing.begin()
-        self._is_entered = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._is_entered = False
-        if error is None:
-            self._join()
-        else:
-            self._shadowing.end(error)
-
-    def _join(self) -> None:
-        error: BaseException | None = None
-        try:
-            self._shadowing.join()
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            self._shadowing.end(error)
-
-
-def uneven(data: Iterable[T], group: Any = None) -> Uneven[T]:
-    """Loop over data of which ranks may have unequally many; all leave the loop together.
-
-    A rank whose data have ended answers the collectives of the others, as in ``Join``, until none
-    has data. A loop that may break off is written with a context, where a break ends this rank's
-    data alone: ``with md.uneven(batches, group) as mine: for batch in mine: ...``.
-
-    Args:
-        data: this rank's, for example a loader.
-        group: whose members leave together: a ProcessGroup, a mesh, or None for the world.
-
-    Returns:
-        An iterable of ``data``, and a context.
-
-    Cost: as that of ``Join``.
-
-    Raises:
-        ArgumentError: inside a join context. JoinError: as ``Join``.
-
-    Example:
-        >>> import meshdist as md, torch
-        >>> def program():
-        ...     sums = []
-        ...     for x in md.uneven(range(1 + md.get_rank())):
-        ...         total = torch.tensor([x + 1])
-        ...         md.all_reduce(total)
-        ...         sums.append(total.item())
-        ...     return sums
-        >>> md.simulate(program, 2)
-        [[2], [2, 2]]
-    """
-    return Uneven(data, group)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import ArgumentError, GradientError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
+from .precision import CastParameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +26,6 @@ _BOUND = {
     "reducer",
     "logger",
     "_buffers_of_model",
-    "_cast",
     "_optimizers",
     "_join_config",
 }
@@ -38,6 +38,7 @@ class WrappedModel(nn.Module, ABC):
     module: nn.Module
     process_group: ProcessGroup
     device_mesh: Any
+    _cast: CastParameters | None
 
     @abstractmethod
     def _adopt(self, module: nn.Module) -> None:
@@ -109,6 +110,8 @@ class WrappedModel(nn.Module, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._cast is not None:
+            self._cast.close()  # its hooks are on the copied modules, too
         if "process_group" not in state:
             self.process_group, self.device_mesh = resolve_group(None), None
         self._adopt(self.module)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ..dtypes import dtype_name
 
 __all__ = ["ReductionOptions"]
 
@@ -34,6 +37,30 @@ class ReductionOptions:
     delayed_behind: int | None = None
     sparse: frozenset[int] = frozenset()
     dtype: torch.dtype | None = None
+
+    def shared(self, names: Sequence[str]) -> dict[str, object]:
+        """What must be equal on every rank, by the wrapper's arguments.
+
+        Args:
+            names: of the parameters.
+
+        Example:
+            >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
+            >>> shared = options.shared(["head", "tail"])
+            >>> shared["bucket_cap_mb"], shared["delay_all_reduce_named_params"]
+            ([1.0], ['tail'])
+        """
+        behind = self.delayed_behind
+        return {
+            "bucket_cap_mb": [cap / (1 << 20) for cap in self.caps],
+            "find_unused_parameters": self.finds_unused,
+            "static_graph": self.is_static,
+            "skip_all_reduce_unused_params": self.skips_unused,
+            "delay_all_reduce_named_params": [names[index] for index in sorted(self.delayed)],
+            "param_to_hook_all_reduce": None if behind is None else names[behind],
+            "mixed_precision.reduce_dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "sparse gradients": [names[index] for index in sorted(self.sparse)],
+        }
 
     @property
     def may_lack(self) -> bool:

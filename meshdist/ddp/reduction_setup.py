@@ -53,6 +53,7 @@ class ReductionSetup(ABC):
         options: ReductionOptions,
     ) -> None:
         self.parameters = list(parameters)
+        self._names = names
         self._reports = Reports(names, group)
         self._group = group
         self._options = options
@@ -100,6 +101,10 @@ class ReductionSetup(ABC):
     def has_final_buckets(self) -> bool:
         """Whether the buckets were laid as gradients came; equal on every rank."""
         return self.arrivals.is_learned and not self._settling.must_rebuild
+
+    def shared_options(self) -> dict[str, object]:
+        """What must be equal on every rank, by the wrapper's arguments."""
+        return self._options.shared(self._names)
 
     def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
         """Make the calls of each backward inside of such a context."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -39,42 +39,58 @@ def tensor_line(name: str, tensor: torch.Tensor) -> str:
 
 
 def check_equal_lines(
-    lines: Sequence[str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
+    lines: Sequence[str],
+    group: ProcessGroup,
+    *,
+    device: torch.device,
+    summary: str,
+    fix: str,
+    options: Mapping[str, object] | None = None,
 ) -> int:
-    """Return how many members take part, once these hold equal ``lines``; collective.
+    """Return how many members take part, once these hold equal lines and options; collective.
 
     Only digests travel where all agree. A member whose digest is of zeros has left the loop, and
     others answer in its place.
 
+    Args:
+        lines: what is compared by place.
+        group: whose members compare.
+        device: of what is sent.
+        summary, fix: of the error.
+        options: what is compared by name; the names are equal on all members.
+
     Raises:
-        AgreementError: they differ; every member raises, and the text shows the lines that differ.
+        AgreementError: they differ; every member raises, and the text shows what differs.
     """
-    digest = list(hashlib.sha256(json.dumps(list(lines)).encode()).digest())
+    named = {name: str(value) for name, value in (options or {}).items()}
+    mine_all = json.dumps([list(lines), named]).encode()
+    digest = list(hashlib.sha256(mine_all).digest())
     mine = torch.tensor(digest, dtype=torch.uint8, device=device)
     gathered = mine.new_empty((group.size(), len(digest)))
     all_gather_into_tensor(gathered, mine, group)
     takes_part = (gathered != 0).any(dim=1)
     if bool((gathered == mine)[takes_part].all()):
         return int(takes_part.sum())
-    lists: list[Sequence[str]] = [()] * group.size()
+    held: list[tuple[Sequence[str], dict[str, str]] | None] = [None] * group.size()
     with torch.cuda.device_of(mine):
-        all_gather_object(lists, lines, group)
+        all_gather_object(held, (lines, named), group)
     raise AgreementError(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences([one or () for one in lists], group),
+        found=_differences([one or ((), named) for one in held], group),
         fix=fix,
     )
 
 
-def _differences(lists: Sequence[Sequence[str]], group: ProcessGroup) -> str:
-    """The places at which the lists differ, and which rank holds which line there."""
-    rows = list(enumerate(itertools.zip_longest(*lists, fillvalue="nothing")))
-    rows = [(place, entries) for place, entries in rows if len(set(entries)) > 1]
+def _differences(held: Sequence[tuple[Sequence[str], dict[str, str]]], group: ProcessGroup) -> str:
+    """The options and places that differ, and which rank holds what there."""
+    by_name = {name: tuple(options[name] for _, options in held) for name in held[0][1]}
+    by_place = enumerate(itertools.zip_longest(*(lines for lines, _ in held), fillvalue="nothing"))
+    rows = [one for one in (*by_name.items(), *by_place) if len(set(one[1])) > 1]
     shown = [
-        f"{place}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
-        for place, entries in rows[:_SHOWN_LINES]
+        f"{label}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
+        for label, entries in rows[:_SHOWN_LINES]
     ]
     if len(rows) > _SHOWN_LINES:
         shown.append(f"and {len(rows) - _SHOWN_LINES} more")

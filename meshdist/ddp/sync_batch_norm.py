@@ -20,7 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ..bootstrap.world import find_world
 from ..collectives.instruments import leave_untraced
 from ..collectives.verbs import all_reduce
-from ..errors import ArgumentError, GradientError, ShapeError
+from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .flags import reader_for
@@ -143,7 +143,7 @@ class SyncBatchNorm(_BatchNorm):
             ``module``; a new one where it is a batch norm itself.
 
         Raises:
-            ArgumentError: a lazy module has no shape yet.
+            KindError: ``module`` is no module. ArgumentError: a lazy one has no shape yet.
 
         Example:
             >>> import meshdist as md
@@ -151,6 +151,13 @@ class SyncBatchNorm(_BatchNorm):
             >>> [type(one).__name__ for one in md.SyncBatchNorm.convert_sync_batchnorm(net)]
             ['Linear', 'SyncBatchNorm']
         """
+        if not isinstance(module, nn.Module):
+            raise KindError(
+                f"convert_sync_batchnorm was given an object of type {type(module).__name__}",
+                expected="a torch.nn.Module with batch norms inside",
+                fix="pass the model, and keep what comes back: "
+                "net = SyncBatchNorm.convert_sync_batchnorm(net)",
+            )
         converted = module
         if isinstance(module, _BatchNorm):
             converted = cls._made_of(module, process_group)

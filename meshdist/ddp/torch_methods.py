@@ -12,6 +12,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ..errors import GradientError
 from ..groups.process_group import resolve_group
+from ..mesh.device_mesh import DeviceMesh
 from .in_backward import InBackward
 from .logging_data import DataLogger
 from .wrapping import ignored_names
@@ -23,6 +24,7 @@ class TorchMethods:
     """Mixed into ``DistributedDataParallel``."""
 
     process_group: Any
+    device_mesh: DeviceMesh | None
     module: Any
     reducer: Any
     logger: DataLogger
@@ -157,6 +159,8 @@ class TorchMethods:
         Every member of the new group calls it, between a backward and a forward.
         """
         self.process_group = resolve_group(new_process_group)
+        is_mesh = isinstance(new_process_group, DeviceMesh)
+        self.device_mesh = new_process_group if is_mesh else None
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
             self.process_group.connect(device)
         self.reducer.change_group(self.process_group)

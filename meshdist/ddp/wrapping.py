@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import ArgumentError, GradientError, KindError, MeshdistError
+from ..dtypes import dtype_name
+from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from .gradient_hooks import is_reduced
@@ -67,8 +68,8 @@ def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> froz
                 f"{type(module).__name__} has no parameter or buffer named {unknown[0]!r}",
                 expected="names as named_parameters() and named_buffers() give them",
                 found=f"{len(unknown)} of {len(names)} names unknown",
-                fix=f"pass {unknown[0].lstrip('.')!r}"
-                if unknown[0].lstrip(".") in known
+                fix=f"pass {str(unknown[0]).lstrip('.')!r}"
+                if str(unknown[0]).lstrip(".") in known
                 else "take the names from dict(module.named_parameters())",
             )
         setattr(module, _IGNORED, names)
@@ -84,8 +85,13 @@ def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def check_module(module: object) -> frozenset[str]:
-    """Refuse what cannot be trained so, before anything is sent; return the names to ignore."""
+def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]:
+    """Refuse what cannot be trained so, before anything is sent; return the names to ignore.
+
+    Args:
+        module: the model.
+        with_buffers: whether its buffers are made equal, too.
+    """
     if not isinstance(module, nn.Module):
         raise KindError(
             f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
@@ -121,6 +127,8 @@ def check_module(module: object) -> frozenset[str]:
                 expected="plain parameters: each rank's own shard as an ordinary tensor",
                 fix="wrap a module whose parameters are local shards",
             )
+    for name, tensor in module_state(module, ignored, with_buffers=with_buffers).items():
+        _check_tensor(name, tensor)
     if not trainable_parameters(module, ignored):
         raise GradientError(
             f"{type(module).__name__} has no parameter that requires a gradient",
@@ -128,6 +136,26 @@ def check_module(module: object) -> frozenset[str]:
             fix="use the module itself: there is nothing to average",
         )
     return ignored
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what cannot be copied between ranks, or whose gradients have no averages."""
+    if tensor.layout is not torch.strided:
+        raise KindError(
+            f"{name} is a sparse tensor, or laid out in another way of its own",
+            expected="dense parameters and buffers; their gradients may be sparse",
+            found=f"layout {str(tensor.layout).removeprefix('torch.')}",
+            fix=f"make it dense; or leave it to each rank: "
+            f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
+        )
+    dtype = tensor.dtype
+    if tensor.requires_grad and dtype.is_floating_point and dtype.itemsize == 1:
+        raise DtypeError(
+            f"{name} has gradients of {dtype_name(dtype)}, in which torch computes no averages",
+            expected="trainable parameters of 16 bits or more",
+            found=f"{tuple(tensor.shape)} {dtype_name(dtype)}",
+            fix="keep it in bfloat16, and cast it in the forward; or freeze it",
+        )
 
 
 def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
@@ -209,6 +237,8 @@ def find_devices(
             found=f"{device_ids!r}",
             fix="name the axis: DistributedDataParallel(module, device_mesh=mesh['dp'])",
         )
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise _no_device("device_ids", device_ids, "a list of one device, or None")
     devices = sorted({str(p.device) for p in module.parameters()})
     if not device_ids:
         if output_device not in (None, 0):  # torch takes 0 for none, too
@@ -218,7 +248,7 @@ def find_devices(
                 fix="drop output_device, or pass device_ids too",
             )
         return None, None
-    given = [_as_device(entry) for entry in device_ids]
+    given = [_as_device(f"device_ids[{place}]", one) for place, one in enumerate(device_ids)]
     if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
         raise ArgumentError(
             f"device_ids={device_ids} does not fit the module",
@@ -227,8 +257,20 @@ def find_devices(
             found=f"parameters on {', '.join(devices)}",
             fix="drop device_ids, or move the module: module.to(device)",
         )
-    return given, given[0] if output_device is None else _as_device(output_device)
+    return given, given[0] if output_device is None else _as_device("output_device", output_device)
 
 
-def _as_device(entry: Any) -> torch.device:
-    return torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+def _as_device(what: str, entry: Any) -> torch.device:
+    try:
+        return torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+    except (TypeError, RuntimeError):
+        raise _no_device(what, entry, "the index of a CUDA device, or a torch.device") from None
+
+
+def _no_device(what: str, entry: object, expected: str) -> KindError:
+    return KindError(
+        f"{what} is {entry!r}",
+        expected=expected,
+        found=f"an object of type {type(entry).__name__}",
+        fix="drop device_ids on the CPU; on CUDA pass device_ids=[torch.cuda.current_device()]",
+    )

@@ -736,11 +736,69 @@ def test_models_that_differ_are_shown_on_every_rank(run: Run, what: str, found: 
 
     for text in run(program, 3):
         assert text.startswith(
-            "DistributedDataParallel: the ranks hold different Linear modules\n"
+            "DistributedDataParallel: the ranks wrap different Linear modules, or with different "
+            "options\n"
             "  where:    group of ranks 0-2\n"
         )
         assert found in text
-        assert "  fix:      build the same model on every rank of the axis" in text
+        assert "  fix:      build and wrap the same model on every rank of the axis" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "others", "found"),
+    [
+        ({"bucket_cap_mb": 0.5}, {}, "bucket_cap_mb: ranks 0, 2: [1.0, 25.0]; rank 1: [0.5]\n"),
+        ({"bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": 1}, "rank 1: [1.0, 2.0]\n"),
+        ({"find_unused_parameters": True}, {}, "find_unused_parameters: ranks 0, 2: False; rank 1"),
+        ({"static_graph": True}, {}, "static_graph: ranks 0, 2: False; rank 1: True\n"),
+        ({"skip_all_reduce_unused_params": True}, {}, "skip_all_reduce_unused_params: ranks 0, 2"),
+        ({"forward_sync_buffers": False}, {}, "forward_sync_buffers: ranks 0, 2: True; rank 1"),
+        (
+            {"mixed_precision": md.MixedPrecision(reduce_dtype=torch.bfloat16)},
+            {},
+            "mixed_precision.reduce_dtype: ranks 0, 2: None; rank 1: bfloat16\n",
+        ),
+    ],
+)
+def test_options_that_differ_are_shown_on_every_rank(
+    run: Run, option: dict[str, Any], others: dict[str, Any], found: str
+) -> None:
+    def program() -> str:
+        with pytest.raises(AgreementError) as error:
+            md.DDP(nn.Linear(2, 3), **(option if md.get_rank() == 1 else others))
+        return str(error.value)
+
+    for text in run(program, 3):
+        assert found in text
+        assert "by equal arguments" in text
+        assert "weight" not in text  # what is equal is not shown
+
+
+def test_delayed_parameters_that_differ_are_shown_by_name() -> None:
+    def program() -> str:
+        net = nn.Linear(2, 3)
+        late, behind = (net.weight, net.bias) if md.get_rank() else (net.bias, net.weight)
+        with pytest.raises(AgreementError) as error:
+            md.DDP(
+                net,
+                delay_all_reduce_named_params=[("late", late)],
+                param_to_hook_all_reduce=behind,
+            )
+        return str(error.value)
+
+    for text in md.simulate(program, 2):
+        assert "delay_all_reduce_named_params: rank 0: ['bias']; rank 1: ['weight']\n" in text
+        assert "param_to_hook_all_reduce: rank 0: weight; rank 1: bias\n" in text
+
+
+def test_how_gradients_lie_may_differ() -> None:
+    def program() -> float:
+        net = nn.Linear(1, 1, bias=False)
+        model = md.DDP(net, gradient_as_bucket_view=md.get_rank() == 0)
+        model(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
+        return net.weight.grad.item()
+
+    assert md.simulate(program, 2) == [1.5, 1.5]
 
 
 class Counting(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.errors import ArgumentError
+from meshdist.errors import ArgumentError, KindError
 
 
 class Counter(md.Joinable):
@@ -285,6 +285,25 @@ def test_no_joinable_is_refused() -> None:
     text = md.simulate(refusal, 2)[0]
     assert "Join needs at least one joinable" in text
     assert "pass the models: Join([model]); for a loop without one use uneven()" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "fix"),
+    [
+        (lambda: md.DDP(nn.Linear(1, 1)), "DistributedDataParallel", "Join([model])"),
+        (lambda: None, "NoneType", "Join([model])"),
+        (lambda: [nn.Linear(1, 1)], "Linear", "Join([DDP(module)])"),
+    ],
+)
+def test_what_is_no_list_of_joinables_is_refused(make: Any, found: str, fix: str) -> None:
+    def program() -> str:
+        with pytest.raises(KindError) as caught:
+            md.Join(make())
+        return str(caught.value)
+
+    for text in md.simulate(program, 2):
+        assert f"Join was given an object of type {found}\n  expected: " in text
+        assert fix in text
 
 
 def test_two_groups_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -278,6 +279,28 @@ def test_inputs_of_any_tree_are_cast_but_for_whole_numbers() -> None:
     (inputs, named) = cast.cast_inputs(given)
     assert inputs[0].dtype is torch.bfloat16 and inputs[1] == "text"
     assert named["index"].dtype is torch.int64 and named["none"] is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_hooks_of_its_own_alone(copied: Callable[[nn.Module], Any]) -> None:
+    def num_hooks(module: nn.Module) -> int:
+        return sum(
+            len(one._forward_pre_hooks) + len(one._forward_hooks) for one in module.modules()
+        )
+
+    def program() -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        first = md.DDP(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        model = copied(copied(first))
+        assert 0 < num_hooks(model.module) == num_hooks(net)
+        assert model(torch.ones(1, 2)).dtype is torch.bfloat16
+        module = model.module
+        del model
+        assert num_hooks(module) == 0
+        assert module(torch.ones(1, 2)).dtype is torch.float32
+        assert first(torch.ones(1, 2)).dtype is torch.bfloat16
+
+    md.simulate(program, 2)
 
 
 def test_a_wrapper_that_is_gone_leaves_the_module_in_full_precision() -> None:

@@ -108,6 +108,24 @@ def test_equal_lines_pass_and_different_ones_are_shown_by_rank() -> None:
     )
 
 
+def test_options_are_compared_by_name_whatever_the_lines() -> None:
+    def program() -> str:
+        odd = md.get_rank() == 1
+        with pytest.raises(AgreementError) as error:
+            check_equal_lines(
+                ["line"] * (2 if odd else 1),
+                md.group.WORLD,
+                device=CPU,
+                summary="they differ",
+                fix="mend",
+                options={"depth": 3 if odd else 2, "width": 1},
+            )
+        return error.value.found or ""
+
+    expected = "depth: rank 0: 2; rank 1: 3\n1: rank 0: nothing; rank 1: line"
+    assert md.simulate(program, 2) == [expected] * 2
+
+
 def test_a_line_tells_what_replicas_must_share() -> None:
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     assert tensor_line("a", frozen) == "a (2,) float32 frozen"

@@ -559,6 +559,15 @@ def test_a_lazy_one_without_a_shape_is_refused() -> None:
     assert "run one forward on the module before it is converted" in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [None, [nn.BatchNorm1d(1)]])
+def test_what_is_no_module_is_refused(given: Any) -> None:
+    with pytest.raises(KindError) as caught:
+        md.SyncBatchNorm.convert_sync_batchnorm(given)
+    text = str(caught.value)
+    assert f"convert_sync_batchnorm was given an object of type {type(given).__name__}" in text
+    assert "net = SyncBatchNorm.convert_sync_batchnorm(net)" in text
+
+
 # -- with the rest --------------------------------------------------------------------------------
 
 

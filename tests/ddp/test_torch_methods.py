@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_another_group_averages_from_the_next_forward_on() -> None:
         model = md.DDP(one_weight(), device_mesh=mesh["dp"])
         seen = [step(model, 1.0 + md.get_rank()) for _ in range(2)]
         model._update_process_group(mesh.get_group("tp"))
-        assert model.process_group is mesh.get_group("tp")
+        assert model.process_group is mesh.get_group("tp") and model.device_mesh is None
         return [*seen, *(step(model, 1.0 + md.get_rank()) for _ in range(3))]
 
     assert md.simulate(program, 4) == [
@@ -159,6 +160,17 @@ def test_another_group_averages_from_the_next_forward_on() -> None:
         [2.0, 2.0, 3.5, 3.5, 3.5],
         [3.0, 3.0, 3.5, 3.5, 3.5],
     ]
+
+
+def test_another_axis_is_the_wrappers_mesh_from_then_on() -> None:
+    def program() -> tuple[float, bool]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = md.DDP(one_weight(), device_mesh=mesh["dp"])
+        model._update_process_group(mesh["tp"])
+        again = copy.deepcopy(model)
+        return step(again, 1.0 + md.get_rank()), again.device_mesh == mesh["tp"]
+
+    assert md.simulate(program, 4) == [(1.5, True), (1.5, True), (3.5, True), (3.5, True)]
 
 
 def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshdist.ddp.wrapping import (
     sparse_parameters,
     trainable_parameters,
 )
-from meshdist.errors import ArgumentError, GradientError, KindError
+from meshdist.errors import ArgumentError, DtypeError, GradientError, KindError
 
 
 class Net(nn.Module):
@@ -146,6 +147,22 @@ def test_devices_that_do_not_fit_are_refused(given: Any) -> None:
         find_devices(Net(), given, None)
 
 
+@pytest.mark.parametrize(
+    ("given", "output", "what"),
+    [
+        ([None], None, "device_ids[0] is None\n"),
+        ([torch.device("cpu"), "gpu0"], None, "device_ids[1] is 'gpu0'\n"),
+        (0, None, "device_ids is 0\n"),
+    ],
+)
+def test_what_is_no_device_is_refused(given: Any, output: Any, what: str) -> None:
+    with pytest.raises(KindError) as error:
+        find_devices(Net(), given, output)
+    text = str(error.value)
+    assert text.startswith(what) and "  expected: " in text
+    assert "drop device_ids on the CPU" in text
+
+
 def test_an_output_device_alone_is_refused() -> None:
     with pytest.raises(ArgumentError) as error:
         find_devices(Net(), None, 1)
@@ -166,6 +183,48 @@ def test_what_can_be_trained_passes() -> None:
     lazy = nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(1))
     ignored_names(lazy, ["1.weight", "1.bias"])
     assert check_module(lazy) == {"1.weight", "1.bias"}
+
+
+def test_frozen_parameters_may_have_eight_bits() -> None:
+    def program() -> list[float]:
+        net = Net()
+        net.table = nn.Parameter(
+            torch.full((2,), 1.0 + md.get_rank()).to(torch.float8_e4m3fn), False
+        )
+        md.DDP(net)
+        return net.table.float().tolist()
+
+    assert md.simulate(program, 2) == [[1.0, 1.0]] * 2
+
+
+def test_sparse_buffers_and_parameters_may_be_left_to_each_rank() -> None:
+    def program() -> float:
+        net = nn.Linear(1, 1, bias=False)
+        net.register_buffer("near", torch.eye(2).to_sparse())
+        net.far = nn.Parameter(torch.eye(2).to_sparse())
+        ignored_names(net, ["near", "far"])
+        md.DDP(net)(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
+        del net._ddp_params_and_buffers_to_ignore
+        del net.far
+        md.DDP(copy.deepcopy(net), broadcast_buffers=False)
+        return net.weight.grad.item()
+
+    assert md.simulate(program, 2) == [1.5, 1.5]
+
+
+def sparse(kind: str) -> nn.Module:
+    net, rows = nn.Linear(1, 1), torch.eye(2).to_sparse()
+    if kind == "parameter":
+        net.rows = nn.Parameter(rows)
+    else:
+        net.register_buffer("rows", rows)
+    return net
+
+
+def of_eight_bits() -> nn.Module:
+    net = nn.Linear(1, 1)
+    net.scale = nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
+    return net
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = [
@@ -193,6 +252,29 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         "  expected: a module to train\n"
         "  fix:      use the module itself: there is nothing to average",
     ),
+    *(
+        (
+            lambda kind=kind: sparse(kind),
+            {},
+            KindError,
+            "rows is a sparse tensor, or laid out in another way of its own\n"
+            "  expected: dense parameters and buffers; their gradients may be sparse\n"
+            "  found:    layout sparse_coo\n"
+            "  fix:      make it dense; or leave it to each rank: "
+            "md.DDP._set_params_and_buffers_to_ignore_for_model(module, ['rows'])",
+        )
+        for kind in ("parameter", "buffer")
+    ),
+    (
+        of_eight_bits,
+        {},
+        DtypeError,
+        "scale has gradients of float8_e5m2, in which torch computes no averages\n"
+        "  expected: trainable parameters of 16 bits or more\n"
+        "  found:    (2,) float8_e5m2\n"
+        "  fix:      keep it in bfloat16, and cast it in the forward; or freeze it",
+    ),
+    (Net, {"device_ids": [None]}, KindError, "device_ids[0] is None"),
     (Net, {"bucket_cap_mb_list": [1, -1]}, ArgumentError, "bucket_cap_mb_list[1] is -1"),
     (Net, {"param_to_hook_all_reduce": 1}, ArgumentError, "given without delay_all_reduce_named"),
     (Net, {"mixed_precision": 1}, KindError, "mixed_precision is 1"),

@@ -1,0 +1,75 @@
+"""Loops with unequally many steps and no model; what they answer is in tests/groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshdist as md
+from meshdist.errors import ArgumentError, KindError
+
+
+@pytest.mark.parametrize("uses_context", [False, True])
+def test_all_ranks_leave_the_loop_together(uses_context: bool) -> None:
+    def program() -> tuple[list[int], float]:
+        def step(x: int) -> int:
+            total = torch.tensor(x + 1)
+            md.all_reduce(total)
+            return int(total)
+
+        data = range(1 + md.get_rank())
+        if uses_context:
+            with md.uneven(data) as mine:
+                sums = [step(x) for x in mine]
+        else:
+            sums = [step(x) for x in md.uneven(data)]
+        after = torch.ones(1)
+        md.all_reduce(after)
+        return sums, after.item()
+
+    assert md.simulate(program, 3) == [([3], 3.0), ([3, 4], 3.0), ([3, 4, 3], 3.0)]
+
+
+def test_data_by_index_will_do() -> None:
+    class Letters:
+        def __getitem__(self, place: int) -> str:
+            return "ab"[place]
+
+    assert md.simulate(lambda: list(md.uneven(Letters())), 2) == [["a", "b"]] * 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [None, 5])
+def test_what_cannot_be_looped_over_is_refused(data: Any) -> None:
+    def program() -> str:
+        if md.get_rank():
+            return ""
+        with pytest.raises(KindError) as caught:
+            md.uneven(data)
+        return str(caught.value)
+
+    text = md.simulate(program, 2)[0]
+    assert f"uneven() was given an object of type {type(data).__name__}" in text
+    assert "expected: an iterable, for example a loader" in text
+    assert "a rank that has no data passes an empty list: uneven([])" in text
+
+
+@pytest.mark.parametrize("around", ["join", "uneven"])
+def test_inside_a_join_context_it_is_refused(around: str) -> None:
+    def program() -> str:
+        model = md.DDP(nn.Linear(1, 1))
+        context: Any = model.join() if around == "join" else md.uneven([1])
+        with context, pytest.raises(ArgumentError) as caught:
+            list(md.uneven([1, 2]))
+        return str(caught.value)
+
+    for rank, text in enumerate(md.simulate(program, 2)):
+        assert text == (
+            "uneven() was called inside a join context\n"
+            f"  where:    rank {rank}, the world\n"
+            "  expected: one join context at a time\n"
+            "  fix:      loop over the data themselves: the context around it answers the "
+            "collectives"
+        )
