@@ -201,6 +201,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "replicas",
             "flat_memory",
             "paths",
+            "trees",
             "gradient_buckets",
             "reports",
             "streams",

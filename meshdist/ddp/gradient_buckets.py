@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 
 from ..arrays import as_tensor, describe, like
@@ -19,6 +18,7 @@ from .buckets import assign_buckets, bucket_caps, items_of, views_into
 from .flat_memory import flat_memory
 from .paths import LeafPaths
 from .replicas import check_equal_lines, tensor_line
+from .trees import flattened
 
 __all__ = ["GradientBuckets"]
 
@@ -41,8 +41,8 @@ class GradientBuckets:
 
     Args:
         tree: arrays like the gradients, as the parameters are, in any nesting of dicts, lists,
-            tuples and other nodes that optree knows; floating or complex. Only their shapes,
-            strides and dtypes are read. Their libraries may differ between ranks.
+            tuples, dataclasses and other nodes that optree knows; floating or complex. Only their
+            shapes, strides and dtypes are read. Their libraries may differ between ranks.
         group: whose ranks average: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken
             as one; a ProcessGroup; or None for the world.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
@@ -79,7 +79,7 @@ class GradientBuckets:
     def __init__(self, tree: Any, group: Any = None, *, bucket_cap_mb: float | None = None) -> None:
         caps = bucket_caps(bucket_cap_mb)
         self._group = resolve_group(group)
-        accessors, leaves, structure = optree.tree_flatten_with_accessor(tree)
+        accessors, leaves, structure = flattened(tree)
         self._names = [accessor.codify("tree") for accessor in accessors]
         originals = [np.asarray(one) if isinstance(one, np.generic) else one for one in leaves]
         likes = [

@@ -81,5 +81,5 @@ class LeafPaths:
             f"{self._caller}: there is no leaf at path {keys!r}",
             expected="the keys that lead to a leaf, or to a part of the tree",
             found=f"{place} there is {listed or 'a leaf itself'}",
-            fix="optree.tree_paths(tree) lists the paths of all leaves",
+            fix="optree.tree_paths(tree, namespace='meshdist') lists the paths of all leaves",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,41 @@ def test_libraries_may_differ_between_ranks_and_within_a_bucket() -> None:
         return [float(view[0]) for view in gradients.wait()]
 
     assert md.simulate(program, 2) == [[1.5, 1.5]] * 2
+
+
+def test_dataclasses_are_nodes_whose_fields_are_written() -> None:
+    @dataclass
+    class Layer:
+        weight: Any
+        bias: Any
+
+    def program() -> tuple[list[float], list[float], list[float]]:
+        layers = [Layer(np.ones(2), np.ones(1)), Layer(torch.ones(3), None)]
+        gradients = md.GradientBuckets({"layers": layers})
+        first, second = gradients.views["layers"]
+        assert type(first) is Layer and second.bias is None
+        second.weight[:] = 1.0 + md.get_rank()
+        gradients.ready(("layers", 1, "weight"))
+        first.weight[:], first.bias[:] = 10.0 * md.get_rank(), 3.0
+        gradients.ready(("layers", 0))
+        averages = gradients.wait()["layers"]
+        return averages[0].weight.tolist(), averages[0].bias.tolist(), averages[1].weight.tolist()
+
+    assert md.simulate(program, 2) == [([5.0] * 2, [3.0], [1.5] * 3)] * 2
+
+
+def test_a_field_that_is_no_array_is_refused_by_name() -> None:
+    @dataclass
+    class Layer:
+        weight: Any
+        size: int
+
+    def program() -> str:
+        with pytest.raises(KindError) as caught:
+            md.GradientBuckets([Layer(np.ones(2), 2)])
+        return str(caught.value)
+
+    assert "tree[0].size" in md.simulate(program, 1)[0]
 
 
 def test_autograd_adds_into_views_of_torchs() -> None:
