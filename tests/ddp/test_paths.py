@@ -71,7 +71,7 @@ def test_a_path_to_nothing_is_refused_with_the_keys_that_there_are(path: Any, fo
         leaves_at(TREE, path)
     assert error.value.summary == f"ready: there is no leaf at path {path!r}"
     assert str(error.value.found).startswith(found)
-    assert error.value.fix == "optree.tree_paths(tree, namespace='meshdist') lists the paths of all leaves"
+    assert "optree.tree_paths(tree, namespace='meshdist') lists" in str(error.value.fix)
 
 
 def test_one_key_that_leads_to_nothing_is_refused() -> None:

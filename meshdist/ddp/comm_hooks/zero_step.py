@@ -64,7 +64,8 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = F
 
     def hook_with_zero(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer, info = bucket.buffer(), zero._overlap_info
-        _refuse_other_buckets(info, bucket, is_final=ddp_of().reducer.has_final_buckets)
+        if info.params_per_bucket and not ddp_of().reducer.has_final_buckets:
+            raise _other_buckets(bucket)
         future: torch.futures.Future[Any] = ours_for(hook, state)(state, bucket)
         with _rank_in_group(zero):
             torchs._hook_with_zero_step_setup(ddp_of, zero, bucket)
@@ -124,16 +125,13 @@ def _share_parameters(zero: Any, bucket: GradBucket) -> None:
         info.wait_for_broadcasts()
 
 
-def _refuse_other_buckets(info: Any, bucket: GradBucket, *, is_final: bool) -> None:
-    """Raise where buckets were laid anew after the optimizer's parts were made of them."""
-    known = info.params_per_bucket[bucket.index() : bucket.index() + 1]
-    is_equal = not known or [*map(id, known[0])] == [*map(id, bucket.parameters())]
-    if info.params_per_bucket and not (is_final and is_equal):
-        raise GradientError(
-            "the buckets are no longer those that the ZeroRedundancyOptimizer has learned",
-            where=f"rank {bucket.group().world.rank}, {bucket!r}",
-            fix="make the optimizer and the wrapper anew in place of _update_process_group",
-        )
+def _other_buckets(bucket: GradBucket) -> GradientError:
+    """Buckets are laid anew after the optimizer's parts were made of them."""
+    return GradientError(
+        "the buckets are no longer those that the ZeroRedundancyOptimizer has learned",
+        where=f"rank {bucket.group().world.rank}, {bucket!r}",
+        fix="make the optimizer and the wrapper anew in place of _update_process_group",
+    )
 
 
 def _check(zero: Any, group: ProcessGroup) -> Any:

@@ -52,9 +52,11 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def unsharded(mesh: md.DeviceMesh, kind: str) -> list[torch.Tensor]:
-    """The oracle: plain averages, and the whole optimizer on every rank."""
-    model = md.DDP(make_model(), device_mesh=mesh["dp"])
+def unsharded(mesh: md.DeviceMesh, kind: str, hook: Any = None) -> list[torch.Tensor]:
+    """The oracle: averages by ``hook``, and the whole optimizer on every rank."""
+    model = md.DDP(make_model(), device_mesh=mesh["dp"], bucket_cap_mb=BUCKET_MB)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     optimizer_class, options = OPTIMIZERS[kind]
     optimizer = optimizer_class(model.parameters(), **options)
     for step in range(STEPS):
@@ -103,24 +105,54 @@ def test_weights_are_those_of_the_whole_optimizer(pool: Pool, num_ranks: int, ba
     assert max(pool.run(program, num_ranks, backend=backend)) < 1e-6
 
 
-def test_a_hook_may_answer_with_another_tensor_or_dtype(pool: Pool) -> None:
+def test_any_hook_averages(pool: Pool) -> None:
     def answered(group: Any, bucket: md.GradBucket) -> Any:
         work = md.all_reduce(bucket.buffer().clone(), md.ReduceOp.AVG, group, async_op=True)
         assert work is not None
         return work.get_future()
 
     def program() -> list[float]:
+        from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torchs
+
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         hooks = md.comm_hooks
-        expected = unsharded(mesh, "SGD")
-        halved = hooks.bf16_compress_wrapper(hooks.allreduce_hook)
+        inner = {
+            "another tensor": answered,
+            "another dtype": hooks.bf16_compress_wrapper(hooks.allreduce_hook),
+            "torch's, which ours replaces": torchs.quantization_pertensor_hook,
+        }
         return [
-            distance(sharded(mesh, hooks.hook_with_zero_step, "SGD", inner), expected)
-            for inner in (answered, halved)
+            distance(
+                sharded(mesh, hooks.hook_with_zero_step, "SGD", hook), unsharded(mesh, "SGD", hook)
+            )
+            for hook in inner.values()
         ]
 
-    for exact, rounded in pool.run(program, 2):
-        assert exact < 1e-6 < rounded < 1e-2
+    for distances in pool.run(program, 2):
+        assert max(distances) < 1e-7
+
+
+def test_an_answer_of_another_shape_is_refused(pool: Pool) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def shortened(_: Any, bucket: md.GradBucket) -> Any:
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer()[1:])
+            return future
+
+        def averaged_at_first(group: Any, bucket: md.GradBucket) -> Any:
+            calls.append(bucket.index())
+            hook = shortened if calls.count(0) > LEARNING else md.comm_hooks.allreduce_hook
+            return hook(group, bucket)
+
+        calls: list[int] = []
+        with pytest.raises(md.errors.ShapeError) as caught:
+            sharded(mesh, md.comm_hooks.hook_with_zero_step, "SGD", averaged_at_first)
+        return str(caught.value)
+
+    for text in pool.run(program, 2):
+        assert "gave a tensor of another shape" in text
 
 
 def test_an_axis_of_a_mesh_is_a_group_of_torchs(pool: Pool) -> None:
