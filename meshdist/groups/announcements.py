@@ -1,7 +1,9 @@
 """What each member says to the others in the round that comes before a call, inside a join context.
 
 A round is one small all-gather on the communicator of the call. It is noted and compared as other
-collectives are, so that a member outside of every join context is found to disagree.
+collectives are, so that a member outside of every join context is found to disagree. Where all
+members are on one host, and see each other's announcement tables, later rounds of the context go
+through these.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import torch
 
 from ..checking.calls import Tensors
 from ..dtypes import dtype_name
+from ..error_text import ranks_text
+from ..errors import CollectiveTimeoutError
 from ..reduce_ops import ReduceKind
 from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
+from .announcement_table import AnnouncementTable
 from .channel import Channel
 
-__all__ = ["NAME", "Announcement", "Round", "from_bytes", "to_bytes"]
+__all__ = ["NAME", "Announcement", "Round", "TableRound", "from_bytes", "to_bytes"]
 
 NAME = "Join"
 """What the recorder and messages call a round."""
@@ -48,6 +53,7 @@ class Announcement:
         notice: what a joinable begins, in place of a call; "" for none.
         has_joined: whether the member has no data left.
         is_late: of such a member: whether no other has gone on since.
+        sees_all: whether the member sees the announcement tables of all.
     """
 
     verb: str = ""
@@ -61,6 +67,7 @@ class Announcement:
     notice: str = ""
     has_joined: bool = False
     is_late: bool = False
+    sees_all: bool = False
 
     @classmethod
     def of_call(
@@ -88,7 +95,7 @@ class Announcement:
     def is_same_call(self, other: Announcement) -> bool:
         """Whether both are one call, apart from what members may differ in."""
         kinds = [
-            replace(one, sent=(), taken=(), has_joined=False, is_late=False)
+            replace(one, sent=(), taken=(), has_joined=False, is_late=False, sees_all=False)
             for one in (self, other)
         ]
         if self.sent and other.sent:  # sizes may differ, the dtype may not
@@ -133,16 +140,26 @@ class Round:
         timeout: how long it may take.
     """
 
+    is_watched = True
+    """Whether it fails as members end."""
+
     def __init__(self, channel: Channel, mine: Announcement, timeout: timedelta) -> None:
         self._channel = channel
         self._data = to_bytes(mine)
         self._timeout = timeout
+        self._begin()
+
+    def _begin(self) -> None:
         head = len(self._data).to_bytes(_HEAD_BYTES, "little")
         self._gathered, self._operation = self._gather(head + self._data, _NUM_BYTES)
 
     def is_ready(self) -> bool:
         """Whether it is done, or has failed."""
         return self._operation.is_ready()
+
+    def find_left(self) -> int | None:
+        """A member that has left the context, so that this is never done."""
+        return None
 
     def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
         """Return what each member says, in group order.
@@ -153,12 +170,16 @@ class Round:
         """
         rows = self._rows(self._gathered, self._operation, timeout)
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
+        said = [row[_HEAD_BYTES:][:size] for row, size in zip(rows, sizes, strict=True)]
+        return self._read(sizes, said, _NUM_BYTES - _HEAD_BYTES)
+
+    def _read(self, sizes: list[int], said: list[bytes], most: int) -> list[Announcement]:
+        """The announcements of all, of which at most the first ``most`` bytes are there."""
         longest = max(sizes)
-        if longest <= _NUM_BYTES - _HEAD_BYTES:
-            rows = [row[_HEAD_BYTES:] for row in rows]
-        else:  # all have come, and know that they do not fit
+        if longest > most:  # all have come, and know that they do not fit
             rows = self._rows(*self._gather(self._data, longest), self._timeout)
-        return [from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+            said = [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        return [from_bytes(one) for one in said]
 
     def _gather(self, data: bytes, num_bytes: int) -> tuple[torch.Tensor, Operation]:
         channel = self._channel
@@ -181,3 +202,54 @@ class Round:
         except WireFailure as failure:
             raise self._channel.explain(failure) from None
         return [bytes(row) for row in gathered.cpu().numpy()]
+
+
+class TableRound(Round):
+    """One round through announcement tables: it sends nothing, and the wire does not watch it.
+
+    Args:
+        table: this member's, with room for an announcement.
+        channel, mine, timeout: as for ``Round``.
+    """
+
+    is_watched = False
+
+    def __init__(
+        self, table: AnnouncementTable, channel: Channel, mine: Announcement, timeout: timedelta
+    ) -> None:
+        self._table = table
+        self._mine = mine
+        super().__init__(channel, mine, timeout)
+
+    def _begin(self) -> None:
+        self._table.say(self._data)
+
+    def is_ready(self) -> bool:
+        return self._table.find_said() is not None or self._table.find_left() is not None
+
+    def find_left(self) -> int | None:
+        return None if self._table.find_said() is not None else self._table.find_left()
+
+    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
+        """Return what each member says, in group order.
+
+        Raises:
+            CollectiveTimeoutError: not all have said it.
+        """
+        rows = self._table.find_said()
+        if rows is None:
+            raise self._late()
+        sizes, said = (list(column) for column in zip(*rows, strict=True))
+        return self._read(sizes, said, self._table.num_bytes)
+
+    def _late(self) -> CollectiveTimeoutError:
+        group = self._channel.group
+        silent = [group.ranks[member] for member in self._table.find_silent()]
+        return CollectiveTimeoutError(
+            f"{self._mine.text} on {group.name} was not begun by all ranks within "
+            f"{self._timeout.total_seconds():g} s",
+            where=group.here,
+            expected=f"the same call, or the end of the data, on {ranks_text(group.ranks)}",
+            found=f"{ranks_text(silent)} did not come to it",
+            fix="look at the ranks that did not come to this call; the group is broken now",
+        )

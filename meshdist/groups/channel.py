@@ -91,7 +91,7 @@ class Channel:
         self.spans_hosts = opened.spans_hosts
         self.demands_layouts = opened.sees_all_calls
         """Whether members whose tensors lie otherwise in memory are found to disagree."""
-        self.explain = Explainer(group, self.recorder, others).explain
+        self.explain = self._explain = Explainer(group, self.recorder, others).explain
         self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self.explain)
@@ -102,7 +102,10 @@ class Channel:
             self.fast_path = self.communicator.fast_path(entry, self.explain, self.timeout)
 
     def intercept(
-        self, enter: Callable[..., None], check_message: Callable[[str, Any, int | None], None]
+        self,
+        enter: Callable[..., None],
+        check_message: Callable[[str, Any, int | None], None],
+        find_cause: Callable[[MeshdistError], MeshdistError],
     ) -> None:
         """Let ``enter`` stand in for this method, and ``check_message`` come before each message.
 
@@ -111,8 +114,10 @@ class Channel:
         Args:
             enter: given what ``enter`` is given; calls it by ``enter_uncovered``.
             check_message: given the verb, the tensor and the peer, before anything is sent.
+            find_cause: given the error of a call that failed; returns the one to raise.
         """
         note_message, compare_message = self.note_message, self.compare_message
+        explain = self._explain
 
         def note(verb: str, tensor: Any, peer: int | None, *more: Any, **named: Any) -> None:
             check_message(verb, tensor, peer)
@@ -123,6 +128,11 @@ class Channel:
                 check_message(verb, tensor, peer)
             return compare_message(verb, tensor, peer, *more, **named)
 
+
+        def explain_cause(failure: WireFailure, note: int | None = None) -> MeshdistError:
+            return find_cause(explain(failure, note))
+
+        self.explain = explain_cause
         self.demands_layouts = False  # of members that know only how much is sent
         # Attributes of the object come before methods of its class.
         self.__dict__.update(enter=enter, note_message=note, compare_message=compare)
@@ -134,6 +144,7 @@ class Channel:
 
     def release(self) -> None:
         """End ``intercept``."""
+        self.explain = self._explain
         self.demands_layouts = self.opened.sees_all_calls
         for name in ("enter", "note_message", "compare_message"):
             self.__dict__.pop(name, None)

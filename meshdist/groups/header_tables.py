@@ -1,9 +1,10 @@
-"""The header tables of one rank's communicators, shared with the other members on its host."""
+"""The tables of one rank's communicators, shared with the other members on its host."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from typing import Any
 
 from ..bootstrap.bounded_store import read_json
@@ -19,12 +20,13 @@ from ..checking.shared_words import (
 )
 from ..errors import StoreError
 from ..wires.core import core
+from .announcement_table import AnnouncementTable
 
 __all__ = ["HeaderTables"]
 
 
 class HeaderTables:
-    """Makes header tables; makes none where this rank has no shared words."""
+    """Makes header and announcement tables; none where this rank has no shared words."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -39,13 +41,25 @@ class HeaderTables:
 
     def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
         """The table of a new communicator; None where no other member is on this host."""
-        digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
-        key = int.from_bytes(digest[:8], "little") | 1  # equal in every member's words, never 0
+        key = _key_of(label)
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         hosts = [self._world.hosts[rank] for rank in ranks]
         me = ranks.index(self._world.rank)
         new_log = None if core is None else core.MessageLog
         return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
+
+    def make_for_announcements(
+        self, label: str, ranks: tuple[int, ...]
+    ) -> AnnouncementTable | None:
+        """The announcement table of a communicator; None where members are on several hosts."""
+        if self._words is None or self._world.spans_hosts(ranks):
+            return None
+        key = _key_of(f"announcements/{label}")
+        regions = Regions(lambda member: self._find_region(ranks[member], key))
+        me = ranks.index(self._world.rank)
+        with suppress(MemoryError):
+            return AnnouncementTable(self._words, key, me, len(ranks), regions)
+        return None
 
     def close(self) -> None:
         """End this rank's part in all tables."""
@@ -66,6 +80,12 @@ class HeaderTables:
                 return None
             self._views[rank] = address and find_view(address)
         return self._views[rank], key
+
+
+def _key_of(label: str) -> int:
+    """A region's key: equal in every member's words, never 0."""
+    digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "little") | 1
 
 
 def _parse(value: list[Any] | None) -> WordsAddress | None:

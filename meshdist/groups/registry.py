@@ -31,6 +31,7 @@ from ..wires.communicator import Communicator
 from ..wires.opening import Opening
 from ..wires.registry import Wire
 from .agreement import Agreement, Agreements
+from .announcement_table import AnnouncementTable
 from .endings import Endings
 from .header_tables import HeaderTables
 from .matching import Matching
@@ -72,6 +73,7 @@ class OpenCommunicator:
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
     users: set[User] = field(default_factory=set)
     is_closed: bool = False
+    announcements: AnnouncementTable | None = None  # from the first join context on
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -85,8 +87,9 @@ class OpenCommunicator:
         if self.matching is not None:
             self.matching.close()
         self.communicator.close()
-        if self.header_table is not None:
-            self.header_table.close()
+        for table in (self.header_table, self.announcements):
+            if table is not None:
+                table.close()
 
 
 class Registry:

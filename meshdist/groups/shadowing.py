@@ -8,6 +8,10 @@ outside of join contexts pay nothing: channels are intercepted in the context al
 
 * *The end.* A rank that joins begins a round on the main group at once. Where all members of a
   round there have joined, all of them leave. What they say shows which ranks joined last.
+* *Tables.* Where all members of a group are on one host they announce their calls in shared words
+  (``announcement_table``), from the second call of a context on. A rank that has data then waits
+  for the others' announcements only where it must know who has joined: in what a joinable begins,
+  in calls that come from a source, in strict contexts. What it sends it sends at once.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
   and polls them. It begins one where it sees that a member has come to the next call: in the header
   table, in shared memory, in a simulated meeting. Where it cannot see all members, since they are
@@ -16,7 +20,8 @@ outside of join contexts pay nothing: channels are intercepted in the context al
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
   that come before it are answered.
 * *Exceptions.* A rank that leaves by an exception says so in the store. A rank that waits for it
-  looks there, ends the group's communication for all, and raises.
+  looks there, ends the group's communication for all, and raises. With tables, one that leaves does
+  so itself where another has gone on to a call that it does not make.
 """
 
 from __future__ import annotations
@@ -31,10 +36,11 @@ from typing import Any
 from ..bootstrap.world import World
 from ..checking.nesting import set_aside
 from ..error_text import ranks_text
-from ..errors import ArgumentError, BackendError, JoinError
+from ..errors import ArgumentError, BackendError, JoinError, MeshdistError
 from ..verb_table import VERBS, WIRE_VERBS
 from .announcements import Announcement, Round
 from .channel import Channel
+from .join_places import Place
 from .process_group import ProcessGroup, world_group
 from .registry import OpenCommunicator, get_registry
 from .waits import Waits
@@ -50,25 +56,6 @@ _SOURCED_VERBS = frozenset(
     if any(WIRE_VERBS[one].root == "from" for one in verb.wire_verbs)
 )
 """The public verbs whose root gives what the others take."""
-
-
-@dataclass(eq=False)
-class Place:
-    """One communicator on which this rank may be needed.
-
-    Args:
-        group: one that uses it.
-        channel: that group's.
-    """
-
-    group: ProcessGroup
-    channel: Channel
-    round: Round | None = field(default=None, init=False)
-    """Of a rank that has joined: the one that it has begun."""
-    is_over: bool = field(default=False, init=False)
-    """Whether all members have joined."""
-    is_held: bool = field(default=False, init=False)
-    """Whether a call that this rank has begun waits for that round."""
 
 
 @dataclass(eq=False)
@@ -131,9 +118,14 @@ class Shadowing:
         group.fast_path = None
         for channel in group.channels:
             if channel.communicator.size > 1:
-                check = partial(self._check_message, channel)
-                place = self._places.setdefault(channel.opened, Place(group, channel))
-                channel.intercept(partial(self._enter, place, channel), check)
+                place = self._places.get(channel.opened)
+                if place is None:
+                    place = self._places[channel.opened] = Place(group, channel)
+                channel.intercept(
+                    partial(self._enter, place, channel),
+                    partial(self._check_message, channel),
+                    partial(self._find_cause, channel),
+                )
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the context, which ``error`` ends; calls are not announced any more."""
@@ -146,6 +138,7 @@ class Shadowing:
             # Members of a broken group are told by what broke it.
             labels = [one.label for one in self._places if one.label not in one.aborts]
             self._whereabouts.leave(labels, self._refusal or error)
+        self._waits.leave(tuple(self._places.values()))
 
     # -- ranks that have data ---------------------------------------------------------------------
 
@@ -158,7 +151,8 @@ class Shadowing:
         place = self._places.get(self._main)
         if place is None:  # a group of one
             return [True]
-        said = self._agree(place, place.channel, Announcement(notice=notice))
+        said = self._agree(place, place.channel, Announcement(notice=notice), waits=True)
+        place.settle()
         return [not one.has_joined for one in said]
 
     @contextmanager
@@ -174,26 +168,46 @@ class Shadowing:
         """What stands in for ``Channel.enter``."""
         described = {name: value for name, value in named.items() if name != "layouts"}
         mine = Announcement.of_call(verb, *given[:5], **described, owner=self.owner)
-        self._agree(place, channel, mine)
+        has_source = verb in _SOURCED_VERBS and mine.root is not None
+        self._agree(place, channel, mine, waits=has_source)
         channel.enter_uncovered(verb, *given, **named)
+        place.settle()
 
     def announce_call(self, group: ProcessGroup, verb: str) -> None:
         """Say to all members that a call follows that goes by no channel."""
         channel = group.open_channel(group.first_device_type())
         if channel.opened in self._places:
-            self._agree(self._places[channel.opened], channel, Announcement(verb))
+            place = self._places[channel.opened]
+            self._agree(place, channel, Announcement(verb), waits=True)
+            place.settle()
 
-    def _agree(self, place: Place, channel: Channel, mine: Announcement) -> list[Announcement]:
-        """Return when the members that go on are at the same call as this one."""
-        mine = replace(mine, has_joined=self._has_joined)
+    def _agree(
+        self, place: Place, channel: Channel, mine: Announcement, *, waits: bool
+    ) -> list[Announcement]:
+        """Return when the members that go on are at the same call as this one.
+
+        Or, where no rank need wait for that, as soon as they can know of it.
+
+        Args:
+            waits: whether to know who has joined.
+        """
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.is_same_call(mine):
             return []
+        waits = waits or (self.is_strict and channel.opened is self._main)
         while True:
-            begun = Round(channel, mine, channel.timeout)
+            if not place.has_room():
+                self._waits.until(place.has_room, [channel], channel.timeout, [channel])
+            if not (waits or self._has_joined) and place.say(mine):
+                left = place.find_left()
+                if left is not None:
+                    self._waits.raise_gone(channel, left)
+                return []
+            mine = replace(mine, has_joined=self._has_joined)
+            begun = place.begin_round(mine, channel.timeout)
             if self._has_joined:
                 self._serve_until(place, begun)
-            said = self._finish(channel, begun)
+            said = self._finish(place, begun)
             call = self._check(place, said)
             if not self._has_joined or call is None or call.is_same_call(mine):
                 return said
@@ -218,6 +232,13 @@ class Shadowing:
         Raises:
             JoinError: it cannot be answered; on every member alike.
         """
+        try:
+            return self._find_call(place, said)
+        except JoinError:
+            place.settle()  # no rank makes it
+            raise
+
+    def _find_call(self, place: Place, said: Sequence[Announcement]) -> Announcement | None:
         call = next((one for one in said if not one.has_joined), None)
         where = self._where(place.channel)
         if call is None:
@@ -304,9 +325,10 @@ class Shadowing:
             self._begin_round(place)
             return
         begun, place.round = place.round, None
-        said = self._finish(place.channel, begun)
+        said = self._finish(place, begun)
         call = self._check(place, said)
         if call is None:
+            place.settle()
             place.is_over = True
             return
         if place.channel.opened is self._main:
@@ -321,7 +343,7 @@ class Shadowing:
 
     def _begin_round(self, place: Place) -> None:
         mine = Announcement(has_joined=True, is_late=self._is_late)
-        place.round = Round(place.channel, mine, _NEVER)
+        place.round = place.begin_round(mine, _NEVER)
 
     def _find_due(self) -> Place | None:
         """Where there is something to do: a round is done, or a member waits for this one."""
@@ -329,46 +351,64 @@ class Shadowing:
             if place.round is not None:
                 if not place.is_held and place.round.is_ready():
                     return place
-            elif not (place.is_over or place.group.is_closed) and place.channel.is_awaited():
+            elif not (place.is_over or place.group.is_closed) and place.is_awaited():
                 return place
         return None
 
     def _respond(self, place: Place, said: Sequence[Announcement], call: Announcement) -> None:
         """Take part in what the members that go on begin."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
+            at_work = [not one.has_joined for one in said]
             if call.notice:
-                self.handle(call, [not one.has_joined for one in said])
-                return
-            self._admitted = call
-            if call.owner:
-                self.handle(call, [not one.has_joined for one in said])
+                self.handle(call, at_work)
             else:
-                self.answer(place.group, place.channel.device_type, said, call)
+                self._admitted = call
+                if call.owner:
+                    self.handle(call, at_work)
+                else:
+                    self.answer(place.group, place.channel.device_type, said, call)
+        place.settle()
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _finish(self, channel: Channel, begun: Round) -> list[Announcement]:
+    def _finish(self, place: Place, begun: Round) -> list[Announcement]:
         """Return what is said in a round, once all members have come to it."""
+        channel = place.channel
         timeout = _NEVER if self._has_joined else channel.timeout
-        try:
-            self._waits.until(begun.is_ready, [channel], timeout)
-            return begun.finish()
-        except BackendError:  # perhaps since a member has left, and has closed the group by now
-            self._waits.raise_left([channel])
-            raise
+        unwatched = [] if begun.is_watched else [channel]
+        self._waits.until(begun.is_ready, [channel], timeout, unwatched)
+        left = begun.find_left()
+        if left is not None:
+            self._waits.raise_gone(channel, left)
+        said = begun.finish()
+        place.note(said)
+        return said
+
+    def _find_cause(self, channel: Channel, error: MeshdistError) -> MeshdistError:
+        """Why a call has failed: a member has left, and has ended or closed the group, or not."""
+        if isinstance(error, BackendError):
+            try:
+                self._waits.raise_left([channel])
+            except JoinError as cause:
+                return cause
+        return error
 
     def _wait_for_any(self, begun: Round | None = None) -> None:
         """Return when ``begun`` is done, or there is something else to do."""
-        under_way = [one.channel for one in self._places.values() if one.round is not None]
+        begun_here = [one for one in self._places.values() if one.round is not None]
+        under_way = [one.channel for one in begun_here]
+        unwatched = [
+            one.channel for one in begun_here if one.round is not None and not one.round.is_watched
+        ]
         main = self._places[self._main]
-        is_idle = main.round is None and not main.is_over
-        if is_idle:
+        if main.round is None and not main.is_over:
             under_way.append(main.channel)
+            unwatched.append(main.channel)
 
         def is_ready() -> bool:
             return bool((begun is not None and begun.is_ready()) or self._find_due())
 
-        self._waits.until(is_ready, under_way, _NEVER, main.channel if is_idle else None)
+        self._waits.until(is_ready, under_way, _NEVER, unwatched)
 
 
 def find_shadowing(world: World) -> Shadowing | None:

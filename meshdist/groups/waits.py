@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any, NoReturn
 
 from ..bootstrap.world import World
 from ..checking.call_sites import call_site
@@ -14,6 +15,7 @@ from ..wires.failures import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from .channel import Channel
+from .join_places import Place
 from .registry import get_registry
 from .whereabouts import Whereabouts
 
@@ -22,6 +24,7 @@ __all__ = ["Waits"]
 _LOOK_S = 0.1
 _LOOK_AT_LIVES_S = 0.5
 _LEAVING_S = 0.5
+_SEEN_S = 0.002
 _NUM_YIELDS = 20
 _PAUSE_S = 0.001  # the others wait meanwhile
 
@@ -43,7 +46,7 @@ class Waits:
         is_ready: Callable[[], bool],
         channels: Sequence[Channel],
         timeout: timedelta,
-        idle: Channel | None = None,
+        unwatched: Sequence[Channel] = (),
     ) -> None:
         """Wait until ``is_ready()``, or the timeout.
 
@@ -51,11 +54,12 @@ class Waits:
             is_ready: called often.
             channels: on which the others are waited for.
             timeout: how long to wait.
-            idle: where nothing of this rank's is under way, which would fail as others end.
+            unwatched: where nothing of this rank's is under way that would fail as others end.
 
         Raises:
             JoinError: a member of ``channels`` has left the context by an exception.
-            AbortedError, BackendError: one of ``channels`` is broken; a member of ``idle`` ended.
+            AbortedError, BackendError: one of ``channels`` is broken; a member of ``unwatched``
+                ended.
         """
         here = find_rank_here()
         if here is not None:
@@ -84,39 +88,84 @@ class Waits:
                 # One that has left after the round leaves it to be done here in a moment.
                 if self._find_left(channels) and not wait_until(is_ready, Grace(_LEAVING_S)):
                     self.raise_left(channels)
-            if idle is not None and now >= next_look_at_lives:
+            if unwatched and now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
-                self._raise_ended(idle)
+                for channel in unwatched:
+                    self._raise_ended(channel, is_ready)
 
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
     def raise_left(self, channels: Sequence[Channel]) -> None:
-        """Raise where a member has left the context, which no rank may wait for then."""
+        """Raise where a member has left the context by an exception."""
         channel = self._find_left(channels)
-        if channel is None:
-            return
-        left = self._whereabouts.find_left(channel.opened.label)
-        assert left is not None  # it is said once
-        summary = f"rank {left['rank']} has left the join context by an exception"
-        if not channel.is_broken():  # what this rank has started there would wait for ever
-            reason = f"{summary}: {left['reason']}"
-            message = {"reason": reason, "group": channel.group.name}
-            get_registry(self._world).abort([channel.opened.label], message)
+        if channel is not None:
+            raise self._left(channel)
+
+    def raise_gone(self, channel: Channel, member: int) -> NoReturn:
+        """Raise since a member has left the context, by an exception or at its end."""
+        self.raise_left([channel])
+        rank = channel.group.ranks[member]
+        summary = f"rank {rank} has left its join context, and this rank still has data"
+        self._end(channel, summary)
         raise JoinError(
             summary,
+            where=f"rank {self._world.rank}, {channel.group.name}",
+            expected="equally many calls of a group on all of its members, or a join context that "
+            "all of them leave together",
+            fix="let the context be on a group that has all of these ranks; the group is broken "
+            "now",
+        )
+
+    def leave(self, places: Sequence[Place]) -> None:
+        """Leave the context; end the groups of which a member is at a call that waits for this one.
+
+        What has been told in the store is told before.
+        """
+        for place in places:
+            place.leave()
+        if not any(place.uses_table for place in places):
+            return
+        time.sleep(_SEEN_S)  # one that has not seen this rank leave has been seen to go on by now
+        for place in places:
+            if place.is_anyone_beyond():
+                left = self._whereabouts.find_left(place.channel.opened.label)
+                summary = f"rank {self._world.rank} has left its join context"
+                self._end(place.channel, summary if left is None else _text_of(left))
+
+    def _left(self, channel: Channel) -> JoinError:
+        """The error of a member that has left, which no rank may wait for then."""
+        left = self._whereabouts.find_left(channel.opened.label)
+        assert left is not None  # it is said once
+        self._end(channel, _text_of(left))
+        return JoinError(
+            _summary_of(left),
             where=f"rank {self._world.rank}, {channel.group.name}",
             found=left["reason"],
             fix=f"look at rank {left['rank']}; the group is broken now",
         )
+
+    def _end(self, channel: Channel, reason: str) -> None:
+        """End the group for all members: what has been started there would wait for ever."""
+        if not channel.is_broken():
+            message = {"reason": reason, "group": channel.group.name}
+            get_registry(self._world).abort([channel.opened.label], message)
 
     def _find_left(self, channels: Sequence[Channel]) -> Channel | None:
         """A channel of which a member has left the context by an exception."""
         find = self._whereabouts.find_left
         return next((one for one in channels if find(one.opened.label) is not None), None)
 
-    def _raise_ended(self, channel: Channel) -> None:
-        """Raise where a member's process has ended."""
+    def _raise_ended(self, channel: Channel, is_ready: Callable[[], bool]) -> None:
+        """Raise where a member's process has ended, unless it has done what is waited for."""
         endings = get_registry(self._world).endings
         for member, rank in enumerate(channel.group.ranks):
-            if rank != self._world.rank and endings.find(rank):
+            if rank != self._world.rank and endings.find(rank) and not is_ready():
                 raise channel.explain(MemberLost("has ended", member))
+
+
+def _summary_of(left: Mapping[str, Any]) -> str:
+    return f"rank {left['rank']} has left the join context by an exception"
+
+
+def _text_of(left: Mapping[str, Any]) -> str:
+    return f"{_summary_of(left)}: {left['reason']}"

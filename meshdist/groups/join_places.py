@@ -1,0 +1,107 @@
+"""One communicator in a join context: how announcements go there, and how far its calls have come.
+
+The first rounds of a context go by the wire. Once all members have said in one that they see the
+announcement tables of all, later ones go through these: then a member that has data need not wait
+for the others' announcements, except where it must know who has joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from .announcements import Announcement, Round, TableRound, to_bytes
+from .channel import Channel
+from .process_group import ProcessGroup
+from .registry import get_registry
+
+__all__ = ["Place"]
+
+
+@dataclass(eq=False)
+class Place:
+    """One communicator on which this rank may be needed.
+
+    Args:
+        group: one that uses it.
+        channel: that group's.
+    """
+
+    group: ProcessGroup
+    channel: Channel
+    round: Round | None = field(default=None, init=False)
+    """Of a rank that has joined: the one that it has begun."""
+    is_over: bool = field(default=False, init=False)
+    """Whether all members have joined."""
+    is_held: bool = field(default=False, init=False)
+    """Whether a call that this rank has begun waits for that round."""
+    uses_table: bool = field(default=False, init=False)
+    """Whether rounds go through announcement tables; the same on all members."""
+
+    def __post_init__(self) -> None:
+        opened = self.channel.opened
+        if opened.announcements is None and not opened.communicator.on_stream:
+            tables = get_registry(self.group.world).header_tables
+            opened.announcements = tables.make_for_announcements(opened.label, self.group.ranks)
+        self.table = opened.announcements
+        if self.table is not None:
+            self.table.begin()
+
+    def begin_round(self, mine: Announcement, timeout: timedelta) -> Round:
+        """Say ``mine`` to all members; where tables are used there is room for it."""
+        if self.uses_table:
+            assert self.table is not None  # else the others do not use theirs
+            return TableRound(self.table, self.channel, mine, timeout)
+        sees_all = self.table is not None and self.table.sees_all()
+        return Round(self.channel, replace(mine, sees_all=sees_all), timeout)
+
+    def note(self, said: Sequence[Announcement]) -> None:
+        """Take notice of what all have said in a round."""
+        self.uses_table = self.uses_table or all(one.sees_all for one in said)
+
+    def say(self, mine: Announcement) -> bool:
+        """Say ``mine`` without a round, where those that read it do without this rank's waiting.
+
+        Sizes that differ between members make announcements of different lengths, of which all have
+        to know which is too long for the table.
+
+        Returns:
+            Whether that could be done.
+        """
+        if not self.uses_table or mine.sent:
+            return False
+        assert self.table is not None
+        data = to_bytes(mine)
+        if len(data) > self.table.num_bytes:
+            return False
+        self.table.say(data)
+        return True
+
+    def has_room(self) -> bool:
+        """Whether the next announcement can be made now."""
+        return not self.uses_table or self.table is None or self.table.has_room()
+
+    def is_awaited(self) -> bool:
+        """Whether a member has come to a call after this member's last one."""
+        if self.uses_table and self.table is not None:
+            return self.table.is_awaited()
+        return self.channel.is_awaited()
+
+    def find_left(self) -> int | None:
+        """A member that has left the context, where it is seen."""
+        return self.table.find_left() if self.uses_table and self.table is not None else None
+
+    def settle(self) -> None:
+        """This member has made all calls that it has announced."""
+        if self.table is not None:
+            self.table.settle()
+
+    def leave(self) -> None:
+        """This member makes no call more in the context."""
+        if self.table is not None:
+            self.table.leave()
+
+    def is_anyone_beyond(self) -> bool:
+        """Whether a member is at a call that this one, which has left, does not make."""
+        return self.table is not None and self.uses_table and self.table.is_anyone_beyond()
