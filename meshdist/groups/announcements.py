@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -94,13 +94,12 @@ class Announcement:
 
     def is_same_call(self, other: Announcement) -> bool:
         """Whether both are one call, apart from what members may differ in."""
-        kinds = [
-            replace(one, sent=(), taken=(), has_joined=False, is_late=False, sees_all=False)
-            for one in (self, other)
-        ]
-        if self.sent and other.sent:  # sizes may differ, the dtype may not
-            kinds = [replace(one, parts=tuple((0, kind) for _, kind in one.parts)) for one in kinds]
-        return kinds[0] == kinds[1]
+        is_uneven = bool(self.sent and other.sent)  # sizes may differ, the dtype may not
+        return self._call(is_uneven) == other._call(is_uneven)
+
+    def _call(self, is_uneven: bool) -> tuple[Any, ...]:
+        parts: Any = tuple(dtype for _, dtype in self.parts) if is_uneven else self.parts
+        return self.verb, parts, self.is_list, self.op, self.root, self.owner, self.notice
 
     @property
     def text(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -25,7 +26,7 @@ _LOOK_S = 0.1
 _LOOK_AT_LIVES_S = 0.5
 _LEAVING_S = 0.5
 _SEEN_S = 0.002
-_NUM_YIELDS = 20
+_YIELDS_S = 0.0002
 _PAUSE_S = 0.001  # the others wait meanwhile
 
 
@@ -72,10 +73,11 @@ class Waits:
             if not is_ready():
                 self.raise_left(channels)
             return
-        for _ in range(_NUM_YIELDS):  # a round is short where all members are there
+        end = time.monotonic() + _YIELDS_S
+        while time.monotonic() < end:  # a round is short where all members are there
             if is_ready():
                 return
-            time.sleep(0)
+            os.sched_yield()
         next_look = next_look_at_lives = time.monotonic() + _LOOK_S
 
         def check() -> None:

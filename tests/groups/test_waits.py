@@ -83,7 +83,7 @@ def test_an_idle_wait_sees_that_a_rank_has_ended(pool: Pool, backend: str) -> No
         if md.get_rank() == 1:
             os._exit(3)
         try:
-            waits.until(lambda: False, [channel], LONG, channel)
+            waits.until(lambda: False, [channel], LONG, [channel])
         except md.MeshdistError as error:
             return str(error)
         return "no error"

@@ -1,0 +1,363 @@
+"""Rounds of a context go through announcement tables where all members see each other's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.groups.announcement_table import NUM_ROWS
+from meshdist.groups.registry import get_registry
+from tests.groups.uneven_programs import plans, run_plan
+from tests.load import is_within
+from tests.mpi_job import job_of
+from tests.pool import Failure, Pool
+
+NUM_BATCHES = 12
+
+
+def run_both(drawn: list[Any]) -> list[Any]:
+    """What each plan gives, in a join context and padded."""
+    return [
+        (run_plan(*plan, padded=False), run_plan(*plan, padded=True)) for plan in drawn if plan
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_random_loops_equal_the_padded_ones_on_processes(pool: Pool, size: int) -> None:
+    drawn: list[Any] = []
+
+    @settings(max_examples=NUM_BATCHES, suppress_health_check=list(HealthCheck), database=None)
+    @given(plans(size))
+    def draw(plan: Any) -> None:
+        drawn.append(plan)
+
+    draw()
+    for found in pool.run(run_both, size, drawn, backend="shm"):
+        for uneven, padded in found:
+            assert uneven == padded
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_loops_equal_the_padded_ones_over_mpi(pool: Pool, size: int) -> None:
+    drawn: list[Any] = []
+
+    @settings(max_examples=6, suppress_health_check=list(HealthCheck), database=None)
+    @given(plans(size))
+    def draw(plan: Any) -> None:
+        drawn.append(plan)
+
+    draw()
+    for found in job_of(pool, size).run_in_world(run_both, drawn):
+        for uneven, padded in found:
+            assert uneven == padded
+
+
+def sums_and_collectives(few: int, many: int) -> tuple[list[float], int]:
+    """What a loop of sums gives, and how many collectives its group has made."""
+    group = md.group.WORLD
+    recorder = group.open_channel("cpu").recorder
+    md.barrier()
+    before, sums = recorder.sequence, []
+    for _ in md.uneven(range(many if md.get_rank() else few)):
+        x = torch.ones(1)
+        md.all_reduce(x)
+        sums.append(x.item())
+    return sums, recorder.sequence - before
+
+
+def assert_only_the_first_calls_had_a_round(found: list[Any]) -> None:
+    (few, first), (many, second) = found
+    assert (few, many) == ([2.0] * 2, [2.0] * 2 + [1.0] * 8)
+    assert first == second
+    # One round for the first call, two where a member looked before the other was there.
+    assert 10 < first <= 12
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_only_the_first_calls_have_a_round(pool: Pool, backend: str) -> None:
+    assert_only_the_first_calls_had_a_round(
+        pool.run(sums_and_collectives, 2, 2, 10, backend=backend)
+    )
+
+
+@pytest.mark.mpi
+def test_only_the_first_calls_have_a_round_over_mpi(pool: Pool) -> None:
+    assert_only_the_first_calls_had_a_round(job_of(pool, 2).run_in_world(sums_and_collectives, 2, 10))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_all_calls_have_a_round_where_one_has_no_shared_words(pool: Pool, backend: str) -> None:
+    def program() -> tuple[list[float], int]:
+        if md.get_rank() == 1:
+            get_registry(get_world()).header_tables._words = None
+        return sums_and_collectives(2, 10)
+
+    for _, num_collectives in pool.run(program, 2, backend=backend):
+        assert num_collectives == 10 + 10 + 1  # and the round of the end
+
+
+def test_members_on_several_hosts_have_rounds(pool: Pool) -> None:
+    for _, num_collectives in pool.run(
+        sums_and_collectives, 2, 2, 10, backend="gloo", hosts="AB"
+    ):
+        assert num_collectives == 10 + 10 + 1
+
+
+def test_a_rank_with_data_does_not_wait_for_the_others(pool: Pool) -> None:
+    """It starts more calls than a table has rows before another comes to the first of them."""
+
+    def program() -> tuple[float, list[float]]:
+        rank = md.get_rank()
+        slept = 0.0
+        sums = []
+        with md.uneven(range(3 * rank)) as turns:
+            for turn in turns:
+                md.all_reduce(torch.ones(1))
+                if turn:
+                    md.barrier()
+                if turn == 1 and rank == 2:
+                    time.sleep(0.4)
+                begin = time.monotonic()
+                works = []
+                for number in range(NUM_ROWS + 20 if turn == 1 else 5):
+                    x = torch.full((1,), float(number))
+                    works.append((x, md.all_reduce(x, async_op=True)))
+                    if turn == 1 and number == NUM_ROWS - 10:
+                        slept = time.monotonic() - begin
+                for x, work in works:
+                    work.wait()
+                    sums.append(x.item())
+        return slept, sums
+
+    (_, none), (first, few), (_, many) = pool.run(program, 3, backend="shm")
+    assert none == []
+    assert few == many[: len(few)] == [2.0 * number for number in [*range(5), *range(83), *range(5)]]
+    assert many[len(few) :] == [float(number) for _ in range(3) for number in range(5)]
+    assert first < 0.3
+
+
+def test_announcements_too_long_for_a_table_arrive(pool: Pool) -> None:
+    """Of a list that all know to be long, and of sizes of which some ranks' are short."""
+
+    def program() -> list[Any]:
+        rank = md.get_rank()
+        found: list[Any] = []
+        for turn in md.uneven(range(2 + rank)):
+            many = [torch.ones(1000 + at) for at in range(40)]
+            md.all_reduce_coalesced(many)
+            found.append(many[-1][0].item())
+            big = 10 ** (5 * rank)
+            parts = [torch.empty(0, big // 10**4 + at) for at in range(3)]
+            md.all_gather(parts, torch.empty(0, big // 10**4 + rank))
+            found.append((turn, len(parts)))
+        return found
+
+    few, _, many = pool.run(program, 3, backend="shm")
+    assert [x for x in few if isinstance(x, float)] == [3.0, 3.0]
+    assert [x for x in many if isinstance(x, float)] == [3.0, 3.0, 2.0, 1.0]
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+def caught(program: Callable[[], Any]) -> Callable[[], str]:
+    """``program``, with the text of the error that it raises."""
+
+    def run() -> str:
+        try:
+            program()
+        except (md.MeshdistError, ValueError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return run
+
+
+def leave_while_others_are_in_a_call() -> None:
+    """No rank has joined; rank 0 raises once the others wait for it in the third call."""
+    with md.uneven(range(4)) as turns:
+        for turn in turns:
+            if turn == 2 and md.get_rank() == 0:
+                time.sleep(0.3)
+                raise ValueError("no batch")
+            md.all_reduce(torch.ones(1))
+
+
+def assert_told(first: str, *others: str) -> None:
+    assert first == "ValueError: no batch"
+    for text in others:
+        assert text.startswith("JoinError: rank 0 has left the join context by an exception")
+        assert "ValueError: no batch" in text
+        assert "look at rank 0; the group is broken now" in text
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_an_exception_frees_ranks_that_wait_in_a_call(pool: Pool, backend: str) -> None:
+    begin = time.monotonic()
+    assert_told(*pool.run(caught(leave_while_others_are_in_a_call), 3, backend=backend))
+    assert is_within(time.monotonic() - begin, 5.0)
+
+
+@pytest.mark.mpi
+def test_an_exception_frees_ranks_that_wait_over_mpi(pool: Pool) -> None:
+    begin = time.monotonic()
+    assert_told(*job_of(pool, 3).run_in_world(caught(leave_while_others_are_in_a_call)))
+    assert is_within(time.monotonic() - begin, 10.0)
+
+
+def test_an_exception_is_told_to_ranks_that_come_later(pool: Pool) -> None:
+    def program() -> None:
+        with md.uneven(range(4)) as turns:
+            for turn in turns:
+                if turn == 2:
+                    if md.get_rank() == 0:
+                        raise ValueError("no batch")
+                    time.sleep(0.3)
+                md.all_reduce(torch.ones(1))
+
+    begin = time.monotonic()
+    assert_told(*pool.run(caught(program), 3, backend="shm"))
+    assert is_within(time.monotonic() - begin, 5.0)
+
+
+def test_ranks_that_leave_by_an_exception_in_one_step_can_go_on(pool: Pool) -> None:
+    def epoch(sums: list[float]) -> None:
+        with md.uneven(range(5)) as turns:
+            for turn in turns:
+                x = torch.ones(1)
+                md.all_reduce(x)
+                sums.append(x.item())
+                if turn == 2:
+                    time.sleep(0.1 * md.get_rank())
+                    raise KeyError
+
+    def program() -> list[float]:
+        sums: list[float] = []
+        for _ in range(3):
+            with pytest.raises(KeyError):
+                epoch(sums)
+        return sums
+
+    assert pool.run(program, 3, backend="shm") == [[3.0] * 9] * 3
+
+
+def test_a_refused_call_leaves_the_group_usable(pool: Pool) -> None:
+    def program() -> tuple[str, float]:
+        def loop() -> None:
+            for _ in md.uneven(range(3 * md.get_rank())):
+                md.all_reduce(torch.ones(1))
+                md.all_reduce(torch.ones(1))
+                md.broadcast(torch.ones(3), src=0)
+
+        text = caught(loop)()
+        x = torch.ones(1)
+        md.all_reduce(x)
+        return text, x.item()
+
+    for text, total in pool.run(program, 3, backend="shm"):
+        assert "cannot come from rank 0, which has no data left" in text
+        assert total == 3.0
+
+
+def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool) -> None:
+    class Counter(md.Joinable):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def join_hook(self, **kwargs: Any) -> md.JoinHook:
+            return Hook()
+
+        join_device = property(lambda self: torch.device("cpu"))
+        join_process_group = property(lambda self: md.group.WORLD)
+
+    class Hook(md.JoinHook):
+        num_steps = 0
+
+        def main_hook(self) -> None:
+            self.num_steps += 1
+            if self.num_steps == 3:
+                raise ValueError("no batch")
+
+    def program() -> None:
+        counter = Counter()
+        with md.Join([counter]):
+            for _ in range(6 * md.get_rank()):
+                md.Join.notify_join_context(counter)
+                md.all_reduce(torch.ones(1))
+
+    begin = time.monotonic()
+    assert_told(*pool.run(caught(program), 3, backend="shm"))
+    assert is_within(time.monotonic() - begin, 5.0)
+
+
+def test_a_context_that_members_of_a_group_leave_apart_is_refused(pool: Pool) -> None:
+    """Ranks 0 and 1 leave theirs while ranks 2 and 3 need them on pairs across both."""
+
+    def program() -> None:
+        rank = md.get_rank()
+        halves = [md.new_group([0, 1]), md.new_group([2, 3])]
+        pairs = [md.new_group([0, 2]), md.new_group([1, 3])]
+        for turn in md.uneven(range(3 if rank < 2 else 6), halves[rank // 2]):
+            if turn == 3:
+                time.sleep(0.3)
+            md.all_reduce(torch.ones(1), group=pairs[rank % 2])
+        time.sleep(0.5)
+
+    begin = time.monotonic()
+    first, second, third, fourth = pool.run(caught(program), 4, backend="shm")
+    assert is_within(time.monotonic() - begin, 6.0)
+    assert first == second == "no error"
+    assert "JoinError: rank 0 has left its join context, and this rank still has data" in third
+    assert "JoinError: rank 1 has left its join context, and this rank still has data" in fourth
+    assert "all of them leave together" in third
+
+
+@pytest.mark.parametrize("where", ["joined", "in a call", "before a notice"])
+def test_a_killed_rank_frees_the_others_wherever_they_wait(pool: Pool, where: str) -> None:
+    def program() -> None:
+        rank = md.get_rank()
+        few = {"joined": 3, "in a call": 6, "before a notice": 6}[where]
+        for turn in md.uneven(range([2, few, 6][rank])):
+            if turn == 3:
+                if rank == 2:
+                    time.sleep(0.3)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if where == "before a notice":
+                    md.broadcast(torch.ones(1), src=1)
+            md.all_reduce(torch.ones(1))
+
+    begin = time.monotonic()
+    first, second, third = pool.outcomes(caught(program), 3, backend="shm")
+    assert is_within(time.monotonic() - begin, 8.0)
+    assert isinstance(third, Failure)
+    for text in (first, second):
+        assert "rank 2" in text
+        assert "no error" not in text
+
+
+def test_a_round_to_which_a_rank_does_not_come_ends_at_the_timeout(pool: Pool) -> None:
+    def program() -> None:
+        group = md.new_group(timeout=timedelta(seconds=0.5))
+        for turn in md.uneven(range(3), group):
+            md.all_reduce(torch.ones(1), group=group)
+            if turn == 2 and md.get_rank() == 1:
+                time.sleep(1.5)
+            md.broadcast(torch.ones(2), src=0, group=group)
+
+    first, second = pool.run(caught(program), 2, backend="shm")
+    assert first.startswith("CollectiveTimeoutError: broadcast((2,) float32) on group of ranks 0-1")
+    assert "was not begun by all ranks within 0.5 s" in first
+    assert "expected: the same call, or the end of the data, on ranks 0-1" in first
+    assert "found:    rank 1 did not come to it" in first
+    assert second.startswith("JoinError: rank 0 has left the join context by an exception")
