@@ -138,8 +138,8 @@ class Join:
         throw_on_early_termination: let all ranks raise as soon as one has no data left.
         kwargs: given to each joinable's ``join_hook``.
 
-    Cost: in the context a round before each collective, one small all-gather; the fast path is off.
-        Nothing outside.
+    Cost: in the context each collective is announced, in shared memory on one host, else by a small
+        all-gather before it; the fast path is off. Nothing outside.
 
     Raises:
         KindError: what was given is no list of joinables.

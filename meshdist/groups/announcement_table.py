@@ -123,6 +123,14 @@ class AnnouncementTable:
             if member not in self._rows and self._find_row(view) is None
         ]
 
+    def find_gone(self) -> int | None:
+        """A member that will never come to this number, since its process has ended."""
+        for member in self._views:
+            # In this order: it may come and go meanwhile.
+            if not self._regions.is_alive(member) and member in self.find_silent():
+                return member
+        return None
+
     def is_awaited(self) -> bool:
         """Whether a member has made an announcement after this member's last one."""
         return any(

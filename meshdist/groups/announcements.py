@@ -224,9 +224,11 @@ class TableRound(Round):
         self._table.say(self._data)
 
     def is_ready(self) -> bool:
+        """Whether all have said it, or one that has not has left."""
         return self._table.find_said() is not None or self._table.find_left() is not None
 
     def find_left(self) -> int | None:
+        """A member that has left before it has said it."""
         return None if self._table.find_said() is not None else self._table.find_left()
 
     def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:

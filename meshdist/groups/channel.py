@@ -128,7 +128,6 @@ class Channel:
                 check_message(verb, tensor, peer)
             return compare_message(verb, tensor, peer, *more, **named)
 
-
         def explain_cause(failure: WireFailure, note: int | None = None) -> MeshdistError:
             return find_cause(explain(failure, note))
 

@@ -88,6 +88,21 @@ class Place:
             return self.table.is_awaited()
         return self.channel.is_awaited()
 
+    def find_gone(self) -> int | None:
+        """A member that will make no announcement more, since its process has ended.
+
+        Raises:
+            StoreError: the store, which is asked where no tables are used, is lost.
+        """
+        if self.uses_table and self.table is not None:
+            return self.table.find_gone()
+        world = self.group.world
+        endings = get_registry(world).endings
+        for member, rank in enumerate(self.channel.group.ranks):
+            if rank != world.rank and endings.find(rank):
+                return member
+        return None
+
     def find_left(self) -> int | None:
         """A member that has left the context, where it is seen."""
         return self.table.find_left() if self.uses_table and self.table is not None else None

@@ -35,12 +35,12 @@ from typing import Any
 
 from ..bootstrap.world import World
 from ..checking.nesting import set_aside
-from ..error_text import ranks_text
 from ..errors import ArgumentError, BackendError, JoinError, MeshdistError
-from ..verb_table import VERBS, WIRE_VERBS
+from ..wires.failures import WireTimeout
 from .announcements import Announcement, Round
 from .channel import Channel
 from .join_places import Place
+from .join_refusals import find_call, has_source, message_refusal
 from .process_group import ProcessGroup, world_group
 from .registry import OpenCommunicator, get_registry
 from .waits import Waits
@@ -49,13 +49,6 @@ from .whereabouts import Whereabouts
 __all__ = ["Shadowing", "find_shadowing"]
 
 _NEVER = timedelta(days=3650)
-
-_SOURCED_VERBS = frozenset(
-    verb.name
-    for verb in VERBS.values()
-    if any(WIRE_VERBS[one].root == "from" for one in verb.wire_verbs)
-)
-"""The public verbs whose root gives what the others take."""
 
 
 @dataclass(eq=False)
@@ -168,8 +161,7 @@ class Shadowing:
         """What stands in for ``Channel.enter``."""
         described = {name: value for name, value in named.items() if name != "layouts"}
         mine = Announcement.of_call(verb, *given[:5], **described, owner=self.owner)
-        has_source = verb in _SOURCED_VERBS and mine.root is not None
-        self._agree(place, channel, mine, waits=has_source)
+        self._agree(place, channel, mine, waits=has_source(mine))
         channel.enter_uncovered(verb, *given, **named)
         place.settle()
 
@@ -196,8 +188,7 @@ class Shadowing:
             return []
         waits = waits or (self.is_strict and channel.opened is self._main)
         while True:
-            if not place.has_room():
-                self._waits.until(place.has_room, [channel], channel.timeout, [channel])
+            self._make_room(place, channel)
             if not (waits or self._has_joined) and place.say(mine):
                 left = place.find_left()
                 if left is not None:
@@ -232,68 +223,21 @@ class Shadowing:
         Raises:
             JoinError: it cannot be answered; on every member alike.
         """
+        is_strict = self.is_strict and place.channel.opened is self._main
         try:
-            return self._find_call(place, said)
-        except JoinError:
+            return find_call(place.channel, said, is_strict=is_strict)
+        except JoinError as refusal:
+            self._refusal = refusal
             place.settle()  # no rank makes it
             raise
-
-    def _find_call(self, place: Place, said: Sequence[Announcement]) -> Announcement | None:
-        call = next((one for one in said if not one.has_joined), None)
-        where = self._where(place.channel)
-        if call is None:
-            hooks = next((one for one in said if not one.is_waiting), None)
-            if hooks is not None:
-                raise self._refused(
-                    f"{hooks.text} is called on ranks that have joined alone",
-                    where=where,
-                    expected="in a hook only calls that ranks with data make, too",
-                    fix="call in main_hook what the joinable calls in one step, in this order",
-                )
-            return None
-        joined = [rank for rank, one in zip(place.group.ranks, said, strict=True) if one.has_joined]
-        if self.is_strict and joined and place.channel.opened is self._main:
-            me = self.group.world.rank
-            raise self._refused(
-                f"rank {me} has no data left, and others have"
-                if me in joined
-                else "a rank has no data left, and this one has",
-                where=where,
-                expected="equally many steps on every rank: throw_on_early_termination is true",
-                found=f"{ranks_text(joined)} joined first",
-            )
-        if call.verb in _SOURCED_VERBS and call.root is not None:
-            source = said[call.root]
-            if source.has_joined and not source.is_same_call(call):
-                rank = place.group.ranks[call.root]
-                raise self._refused(
-                    f"{call.text} cannot come from rank {rank}, which has no data left",
-                    where=where,
-                    expected="a source that goes on as long as any rank does",
-                    found=f"{ranks_text(joined)} joined",
-                    fix="let another rank be the source, or call it outside of the join context",
-                )
-        return call
-
-    def _refused(self, summary: str, **fields: str) -> JoinError:
-        """The error of a call that cannot be answered; told to ranks that wait for this one."""
-        self._refusal = JoinError(summary, **fields)
-        return self._refusal
-
-    def _where(self, channel: Channel) -> str:
-        return f"rank {self.group.world.rank}, {channel.group.name}"
 
     def _check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
         """Raise where a message is for, or from, a rank that has joined."""
         rank = None if peer is None else channel.group.ranks[peer]
         if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
             return
-        raise self._refused(
-            f"{Announcement.of_call(verb, tensor).text}: rank {rank} has no data left",
-            where=self._where(channel),
-            expected="messages between ranks that go on",
-            fix="exchange by a collective, such as all_to_all, or outside of the join context",
-        )
+        self._refusal = message_refusal(channel, verb, tensor, rank)
+        raise self._refusal
 
     # -- a rank that has none left ----------------------------------------------------------------
 
@@ -371,11 +315,19 @@ class Shadowing:
 
     # -- waiting ----------------------------------------------------------------------------------
 
+    def _make_room(self, place: Place, channel: Channel) -> None:
+        """Return when the next announcement there is written over none that is needed."""
+        if place.has_room():
+            return
+        self._waits.until(place.has_room, [channel], channel.timeout, [place])
+        if not place.has_room():
+            raise channel.explain(WireTimeout("a rank is too many calls behind"))
+
     def _finish(self, place: Place, begun: Round) -> list[Announcement]:
         """Return what is said in a round, once all members have come to it."""
         channel = place.channel
         timeout = _NEVER if self._has_joined else channel.timeout
-        unwatched = [] if begun.is_watched else [channel]
+        unwatched = [] if begun.is_watched else [place]
         self._waits.until(begun.is_ready, [channel], timeout, unwatched)
         left = begun.find_left()
         if left is not None:
@@ -395,20 +347,17 @@ class Shadowing:
 
     def _wait_for_any(self, begun: Round | None = None) -> None:
         """Return when ``begun`` is done, or there is something else to do."""
-        begun_here = [one for one in self._places.values() if one.round is not None]
-        under_way = [one.channel for one in begun_here]
-        unwatched = [
-            one.channel for one in begun_here if one.round is not None and not one.round.is_watched
-        ]
+        places = [one for one in self._places.values() if one.round is not None]
+        unwatched = [one for one in places if one.round is not None and not one.round.is_watched]
         main = self._places[self._main]
         if main.round is None and not main.is_over:
-            under_way.append(main.channel)
-            unwatched.append(main.channel)
+            places.append(main)
+            unwatched.append(main)
 
         def is_ready() -> bool:
             return bool((begun is not None and begun.is_ready()) or self._find_due())
 
-        self._waits.until(is_ready, under_way, _NEVER, unwatched)
+        self._waits.until(is_ready, [one.channel for one in places], _NEVER, unwatched)
 
 
 def find_shadowing(world: World) -> Shadowing | None:

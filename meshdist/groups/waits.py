@@ -47,7 +47,7 @@ class Waits:
         is_ready: Callable[[], bool],
         channels: Sequence[Channel],
         timeout: timedelta,
-        unwatched: Sequence[Channel] = (),
+        unwatched: Sequence[Place] = (),
     ) -> None:
         """Wait until ``is_ready()``, or the timeout.
 
@@ -92,8 +92,10 @@ class Waits:
                     self.raise_left(channels)
             if unwatched and now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
-                for channel in unwatched:
-                    self._raise_ended(channel, is_ready)
+                for place in unwatched:
+                    gone = place.find_gone()
+                    if gone is not None and not is_ready():  # it may have come before it ended
+                        raise place.channel.explain(MemberLost("has ended", gone))
 
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
@@ -156,13 +158,6 @@ class Waits:
         """A channel of which a member has left the context by an exception."""
         find = self._whereabouts.find_left
         return next((one for one in channels if find(one.opened.label) is not None), None)
-
-    def _raise_ended(self, channel: Channel, is_ready: Callable[[], bool]) -> None:
-        """Raise where a member's process has ended, unless it has done what is waited for."""
-        endings = get_registry(self._world).endings
-        for member, rank in enumerate(channel.group.ranks):
-            if rank != self._world.rank and endings.find(rank) and not is_ready():
-                raise channel.explain(MemberLost("has ended", member))
 
 
 def _summary_of(left: Mapping[str, Any]) -> str:

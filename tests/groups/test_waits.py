@@ -11,6 +11,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
+from meshdist.groups.join_places import Place
 from meshdist.groups.waits import Waits
 from meshdist.groups.whereabouts import Whereabouts
 from tests.load import is_within
@@ -83,7 +84,7 @@ def test_an_idle_wait_sees_that_a_rank_has_ended(pool: Pool, backend: str) -> No
         if md.get_rank() == 1:
             os._exit(3)
         try:
-            waits.until(lambda: False, [channel], LONG, [channel])
+            waits.until(lambda: False, [channel], LONG, [Place(md.group.WORLD, channel)])
         except md.MeshdistError as error:
             return str(error)
         return "no error"
