@@ -39,6 +39,9 @@ class Place:
     uses_table: bool = field(default=False, init=False)
     """Whether rounds go through announcement tables; the same on all members."""
 
+    is_settled: bool = field(default=True, init=False)
+    """Whether this rank has made the calls of all rounds by the wire that it has begun."""
+
     def __post_init__(self) -> None:
         opened = self.channel.opened
         if opened.announcements is None and not opened.communicator.on_stream:
@@ -53,6 +56,7 @@ class Place:
         if self.uses_table:
             assert self.table is not None  # else the others do not use theirs
             return TableRound(self.table, self.channel, mine, timeout)
+        self.is_settled = False
         sees_all = self.table is not None and self.table.sees_all()
         return Round(self.channel, replace(mine, sees_all=sees_all), timeout)
 
@@ -82,6 +86,10 @@ class Place:
         """Whether the next announcement can be made now."""
         return not self.uses_table or self.table is None or self.table.has_room()
 
+    def is_open(self) -> bool:
+        """Whether members may call there still."""
+        return not (self.is_over or self.group.is_closed or self.channel.is_broken())
+
     def is_awaited(self) -> bool:
         """Whether a member has come to a call after this member's last one."""
         if self.uses_table and self.table is not None:
@@ -109,6 +117,7 @@ class Place:
 
     def settle(self) -> None:
         """This member has made all calls that it has announced."""
+        self.is_settled = True
         if self.table is not None:
             self.table.settle()
 
@@ -117,6 +126,8 @@ class Place:
         if self.table is not None:
             self.table.leave()
 
-    def is_anyone_beyond(self) -> bool:
-        """Whether a member is at a call that this one, which has left, does not make."""
-        return self.table is not None and self.uses_table and self.table.is_anyone_beyond()
+    def is_missed(self) -> bool:
+        """Whether a member may be at a call that this one, which has left, does not make."""
+        if self.uses_table and self.table is not None:
+            return self.table.is_anyone_beyond()
+        return not self.is_settled

@@ -20,8 +20,8 @@ outside of join contexts pay nothing: channels are intercepted in the context al
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
   that come before it are answered.
 * *Exceptions.* A rank that leaves by an exception says so in the store. A rank that waits for it
-  looks there, ends the group's communication for all, and raises. With tables, one that leaves does
-  so itself where another has gone on to a call that it does not make.
+  looks there, ends the group's communication for all, and raises. One that leaves does so itself
+  where another may have gone on to a call that it does not make.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Shadowing:
             if place.round is not None:
                 if not place.is_held and place.round.is_ready():
                     return place
-            elif not (place.is_over or place.group.is_closed) and place.is_awaited():
+            elif place.is_open() and place.is_awaited():
                 return place
         return None
 

@@ -121,17 +121,16 @@ class Waits:
         )
 
     def leave(self, places: Sequence[Place]) -> None:
-        """Leave the context; end the groups of which a member is at a call that waits for this one.
+        """Leave the context; end the groups of which a member may wait for this one in a call.
 
         What has been told in the store is told before.
         """
         for place in places:
             place.leave()
-        if not any(place.uses_table for place in places):
-            return
-        time.sleep(_SEEN_S)  # one that has not seen this rank leave has been seen to go on by now
+        if any(place.uses_table for place in places):
+            time.sleep(_SEEN_S)  # one that has not seen this rank leave is seen to go on by then
         for place in places:
-            if place.is_anyone_beyond():
+            if place.is_missed():
                 left = self._whereabouts.find_left(place.channel.opened.label)
                 summary = f"rank {self._world.rank} has left its join context"
                 self._end(place.channel, summary if left is None else _text_of(left))

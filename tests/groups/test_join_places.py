@@ -270,7 +270,8 @@ def test_a_refused_call_leaves_the_group_usable(pool: Pool) -> None:
         assert total == 3.0
 
 
-def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool) -> None:
+@pytest.mark.parametrize("step", [1, 3])  # by the wire, and by tables
+def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool, step: int) -> None:
     class Counter(md.Joinable):
         def __init__(self) -> None:
             super().__init__()
@@ -286,7 +287,7 @@ def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool) -> None:
 
         def main_hook(self) -> None:
             self.num_steps += 1
-            if self.num_steps == 3:
+            if self.num_steps == step:
                 raise ValueError("no batch")
 
     def program() -> None:
@@ -299,6 +300,30 @@ def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool) -> None:
     begin = time.monotonic()
     assert_told(*pool.run(caught(program), 3, backend="shm"))
     assert is_within(time.monotonic() - begin, 5.0)
+
+
+def test_a_context_ignores_groups_that_broke_in_an_earlier_one(pool: Pool) -> None:
+    def first(group: Any) -> None:
+        with md.uneven(range(4), group) as turns:
+            for turn in turns:
+                if turn == 2 and md.get_rank() == 0:
+                    time.sleep(0.2)
+                    raise ValueError("no batch")
+                md.all_reduce(torch.ones(1), group=group)
+
+    def program() -> list[float]:
+        broken, group = md.new_group(), md.new_group()
+        with pytest.raises((ValueError, md.JoinError)):
+            first(broken)
+        time.sleep(0.5)
+        sums = []
+        for _ in md.uneven(range(3 * md.get_rank()), group):
+            x = torch.ones(1)
+            md.all_reduce(x, group=group)
+            sums.append(x.item())
+        return sums
+
+    assert pool.run(program, 2, backend="shm") == [[], [1.0] * 3]
 
 
 def test_a_context_that_members_of_a_group_leave_apart_is_refused(pool: Pool) -> None:
