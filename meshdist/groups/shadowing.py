@@ -192,7 +192,7 @@ class Shadowing:
             if not (waits or self._has_joined) and place.say(mine):
                 left = place.find_left()
                 if left is not None:
-                    self._waits.raise_gone(channel, left)
+                    self._waits.raise_gone(place, left)
                 return []
             mine = replace(mine, has_joined=self._has_joined)
             begun = place.begin_round(mine, channel.timeout)
@@ -331,7 +331,7 @@ class Shadowing:
         self._waits.until(begun.is_ready, [channel], timeout, unwatched)
         left = begun.find_left()
         if left is not None:
-            self._waits.raise_gone(channel, left)
+            self._waits.raise_gone(place, left)
         said = begun.finish()
         place.note(said)
         return said

@@ -105,11 +105,17 @@ class Waits:
         if channel is not None:
             raise self._left(channel)
 
-    def raise_gone(self, channel: Channel, member: int) -> NoReturn:
-        """Raise since a member has left the context, by an exception or at its end."""
+    def raise_gone(self, place: Place, member: int) -> NoReturn:
+        """Raise since a member has left the context: by an exception, as another has ended, or at
+        its end.
+        """
+        channel = place.channel
         self.raise_left([channel])
+        ended = place.find_gone()
+        if ended is not None:
+            raise channel.explain(MemberLost("has ended", ended))
         rank = channel.group.ranks[member]
-        summary = f"rank {rank} has left its join context, and this rank still has data"
+        summary = f"rank {rank} has left its join context, which this rank is in still"
         self._end(channel, summary)
         raise JoinError(
             summary,

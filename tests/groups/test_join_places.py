@@ -343,8 +343,8 @@ def test_a_context_that_members_of_a_group_leave_apart_is_refused(pool: Pool) ->
     first, second, third, fourth = pool.run(caught(program), 4, backend="shm")
     assert is_within(time.monotonic() - begin, 6.0)
     assert first == second == "no error"
-    assert "JoinError: rank 0 has left its join context, and this rank still has data" in third
-    assert "JoinError: rank 1 has left its join context, and this rank still has data" in fourth
+    assert "JoinError: rank 0 has left its join context, which this rank is in still" in third
+    assert "JoinError: rank 1 has left its join context, which this rank is in still" in fourth
     assert "all of them leave together" in third
 
 
