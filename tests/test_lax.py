@@ -158,7 +158,7 @@ def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
 def test_an_axis_is_named(axis: Any) -> None:
     assert refusal(KindError, lambda rank: lax.psum(torch.ones(1), axis)) == (
         f"psum cannot take {axis!r} as axis_name\n"
-        "  expected: the name of an axis, or a tuple of names\n"
+        "  expected: the name of an axis, a tuple of names, or a 1-D mesh\n"
         f"  found:    {type(axis).__name__}"
     )
 
@@ -298,11 +298,39 @@ def test_a_leaf_that_is_no_array_is_named_by_its_path_before_anything_is_sent() 
     in_mesh(alone)
 
 
-@pytest.mark.parametrize("verb", [lax.psum, lax.pmean, lax.pvary])
-def test_signatures(verb: Any) -> None:
-    parameters = inspect.signature(verb).parameters
-    assert list(parameters) == ["x", "axis_name", "mesh"]
-    assert parameters["mesh"].kind is inspect.Parameter.KEYWORD_ONLY
+NONE = "axis_index_groups=None"
+SIGNATURES = {  # JAX 0.10.2's, and mesh
+    "psum": f"x, axis_name, *, {NONE}",
+    "pmean": f"x, axis_name, *, {NONE}",
+    "pmax": f"x, axis_name, *, {NONE}",
+    "pmin": f"x, axis_name, *, {NONE}",
+    "all_gather": f"x, axis_name, *, {NONE}, axis=0, tiled=False, to='varying'",
+    "psum_scatter": f"x, axis_name, *, scatter_dimension=0, {NONE}, tiled=False",
+    "all_to_all": f"x, axis_name, split_axis, concat_axis, *, {NONE}, tiled=False",
+    "ragged_all_to_all": "operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, "
+    f"*, axis_name, {NONE}",
+    "ppermute": "x, axis_name, perm, *",
+    "pshuffle": "x, axis_name, perm, *",
+    "pswapaxes": f"x, axis_name, axis, *, {NONE}",
+    "pbroadcast": "x, axis_name, source, *",
+    "pcast": "x, axis_name, *, to",
+    "pvary": "x, axis_name, *",
+    "axis_index": "axis_name, *",
+    "axis_size": "axis_name, *",
+}
+
+
+@pytest.mark.parametrize("verb", lax.__all__)
+def test_signatures(verb: str) -> None:
+    shown = inspect.signature(getattr(lax, verb))
+    parameters = [p.replace(annotation=p.empty) for p in shown.parameters.values()]
+    assert f"({SIGNATURES[verb]}, mesh=None)" == str(inspect.Signature(parameters))
+
+
+def test_the_module_offers_its_public_names_alone() -> None:
+    assert dir(lax) == sorted(lax.__all__) == sorted(SIGNATURES)
+    hidden = {name for name in vars(lax) if not name.startswith("__")} - set(lax.__all__)
+    assert hidden == set()
 
 
 # -- a model split over tp ----------------------------------------------------------------------

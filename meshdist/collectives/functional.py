@@ -1,16 +1,22 @@
-"""Pure verbs with derivatives, each beside its transpose.
+"""Reductions and free casts with derivatives, each beside its transpose.
 
-Over the ranks of a group a value is *varying* (V: each rank holds its own) or *invariant* (I: equal
-on every rank), and the gradient of a value is of the value's own kind. Two verbs take one kind to
-the other, and each is the other's transpose:
+Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
+``verb_kinds``). The verbs take one kind to another:
 
-    verb    from -> to     backward
-    psum    V -> I         pvary: the gradient, equal on every rank, reaches each summand (free)
-    pvary   I -> V (free)  psum: the ranks' gradients of what was one value are summed
-    pmean   V -> I         psum's, divided by the size
+    verb           from -> to          backward
+    psum           V -> I; U -> I      pvary: the gradient reaches each summand (free); pcast I -> R
+    pmean          V -> I              psum's, divided by the size
+    pmax, pmin     V -> I              an even split among the ranks that attain it
+    pvary          I -> V (free)       psum: the ranks' gradients of what was one value are summed
+    pcast          I -> R (free)       psum, U -> I
+    pcast          V -> U, R -> V      R -> V, V -> U (all free)
+    all_gather     V -> V, V -> R      psum_scatter
+    all_gather     V -> I              own slice (free)
+    psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
 
 "Free" means that nothing is sent. The verbs trust the caller about the kinds; at debug level
-DETAIL psum's backward checks that its gradient is invariant.
+DETAIL the backward of an invariant result checks that its gradient is invariant. A kind is what
+the program means, not a property of the numbers: verbs that differ in kinds alone are one here.
 
 Every verb returns a new tensor that shares no memory with its argument, for a group of one as
 well. Backward uses the group that forward used, whatever mesh is in force by then, and is itself
@@ -28,12 +34,30 @@ from torch.autograd import Function
 from ..arrays import describe
 from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..error_text import ranks_text
-from ..errors import GradientError
+from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup, resolve_group
+from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.buffer_pool import new_like
-from .verbs import all_gather_into_tensor, all_reduce, broadcast
+from .blocks import cut, get_dim, joined
+from .checks import check_reducible
+from .linear_function import LinearFunction
+from .torch_private import are_transforms_active, call_function
+from .verb_kinds import CASTS, GATHERED, KINDS
+from .verbs import all_gather_into_tensor, all_reduce, broadcast, reduce_scatter_tensor
 
-__all__ = ["pmean", "psum", "pvary"]
+__all__ = [
+    "all_gather",
+    "blocks_to_scatter",
+    "check_gradient",
+    "check_invariant",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
+    "psum_scatter",
+    "pvary",
+]
 
 
 def psum(x: torch.Tensor, group: object = None) -> torch.Tensor:
@@ -41,10 +65,7 @@ def psum(x: torch.Tensor, group: object = None) -> torch.Tensor:
 
     A bool ``x`` is counted, in int32. ``group`` is what the in-place verbs take.
     """
-    if x.dtype is torch.bool:
-        x = x.to(torch.int32)
-    result: torch.Tensor = _Psum.apply(x, resolve_group(group))  # type: ignore[no-untyped-call]
-    return result
+    return call_function(_Psum, _counted(x), resolve_group(group))
 
 
 def pmean(x: torch.Tensor, group: object = None) -> torch.Tensor:
@@ -53,16 +74,110 @@ def pmean(x: torch.Tensor, group: object = None) -> torch.Tensor:
     return psum(x, group) / group.size()
 
 
+def pmax(x: torch.Tensor, group: object = None) -> torch.Tensor:
+    """Every member holds the largest of all members' ``x``; V -> I, transpose: an even split."""
+    return _extreme("pmax", x, group, ReduceOp.MAX)
+
+
+def pmin(x: torch.Tensor, group: object = None) -> torch.Tensor:
+    """Every member holds the smallest of all members' ``x``; V -> I, transpose: an even split."""
+    return _extreme("pmin", x, group, ReduceOp.MIN)
+
+
 def pvary(x: torch.Tensor, group: object = None) -> torch.Tensor:
     """Every member holds its own copy of ``x``, equal so far; I -> V, transpose ``psum``."""
-    result: torch.Tensor = _Pvary.apply(x, resolve_group(group))  # type: ignore[no-untyped-call]
-    return result
+    return call_function(_Pvary, x, resolve_group(group))
 
 
-class _Psum(Function):
+def pcast(x: torch.Tensor, group: object = None, *, to: str, source: str = "") -> torch.Tensor:
+    """Every member holds a copy of ``x``, which is of another kind from here on.
+
+    Args:
+        x, group: as for ``psum``.
+        to: "varying", "reduced" or "unreduced".
+        source: the kind of ``x``; the first that the cast takes, where it is not given.
+
+    Raises:
+        ArgumentError: there is no such cast.
+    """
+    group = resolve_group(group)
+    kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
+    if not kinds or source not in ("", *kinds):
+        raise ArgumentError(
+            f"pcast has no cast{source and f' from {source}'} to {to!r}",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected="invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced to "
+            "'varying'",
+            fix=_INSTEAD.get(to),
+        )
+    kind = kinds[source] if source else next(iter(kinds.values()))
+    return call_function(_Pvary if kind == "I" else _Recast, x, group)
+
+
+_INSTEAD = {
+    "invariant": "psum, pmean or all_gather(..., to='invarying') make a value invariant",
+    "invarying": "psum, pmean or all_gather(..., to='invarying') make a value invariant",
+}
+
+
+def all_gather(
+    x: torch.Tensor,
+    group: object = None,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+) -> torch.Tensor:
+    """Every member holds all members' ``x``: stacked in a new dim ``axis``, or there concatenated.
+
+    V -> V and V -> R with the transpose ``psum_scatter``; V -> I (``to="invarying"``), whose
+    transpose is the own slice.
+    """
+    group = resolve_group(group)
+    if to not in GATHERED:
+        raise ArgumentError(
+            f"all_gather cannot give a result that is {to!r}",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"to as one of {', '.join(map(repr, GATHERED))}",
+        )
+    dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
+    gather = _AllGatherInvariant if to == "invarying" else _AllGather
+    return joined(call_function(gather, x, group), dim, tiled=tiled)
+
+
+def psum_scatter(
+    x: torch.Tensor, group: object = None, *, scatter_dimension: int = 0, tiled: bool = False
+) -> torch.Tensor:
+    """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V.
+
+    The transpose is ``all_gather``. A bool ``x`` is counted, in int32.
+    """
+    group = resolve_group(group)
+    blocks = blocks_to_scatter(_counted(x), group, scatter_dimension, tiled)
+    return call_function(_PsumScatter, blocks, group)
+
+
+def blocks_to_scatter(
+    x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
+) -> torch.Tensor:
+    """The blocks that ``psum_scatter`` sums, in dim 0; raises what it raises, and sends nothing."""
+    dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
+    return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    """``x``; in int32 where it is bool, whose sum would be no count."""
+    return x.to(torch.int32) if x.dtype is torch.bool else x
+
+
+def _extreme(verb: str, x: torch.Tensor, group: object, op: ReduceKind) -> torch.Tensor:
+    check_reducible(op, x, verb)
+    return call_function(_Extreme, x, resolve_group(group), op, verb)
+
+
+class _Psum(LinearFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         # Contiguous, as the wires want it: all_reduce would copy anything else once more.
         total = new_like(x).copy_(x)
         all_reduce(total, group=group)
@@ -70,46 +185,176 @@ class _Psum(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if get_debug_level() == DebugLevel.DETAIL:
-            _check_invariant(grad.detach(), ctx.group)
+        (group,) = ctx.rest
+        check_gradient(grad, group, "psum")
         # Only a backward that will be differentiated again needs the verb; else the gradient
         # itself passes on, without a copy.
-        return pvary(grad, ctx.group) if torch.is_grad_enabled() else grad, None
+        return call_function(_Pvary, grad, group) if torch.is_grad_enabled() else grad, None
 
+
+class _Pvary(LinearFunction):
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
-        return psum(tangent, ctx.group)
-
-
-class _Pvary(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         return new_like(x).copy_(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return psum(grad, ctx.group), None
+        return call_function(_Psum, grad, *ctx.rest), None
+
+
+class _Recast(LinearFunction):
+    """V -> U and R -> V, each the other's transpose: copies alone."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
-        return pvary(tangent, ctx.group)
+    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        return new_like(x).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return call_function(_Recast, grad, *ctx.rest) if torch.is_grad_enabled() else grad, None
+
+
+class _Extreme(Function):
+    """The largest or smallest; its derivative is split evenly among the ranks that attain it."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str) -> torch.Tensor:
+        extreme = new_like(x).copy_(x)
+        all_reduce(extreme, op, group=group)
+        return extreme
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, ctx.group, _, ctx.verb = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_gradient(grad, ctx.group, ctx.verb)
+        if torch.is_grad_enabled():
+            grad = call_function(_Pvary, grad, ctx.group)
+        return grad * _share(ctx.saved_tensors, ctx.group), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str
+    ) -> tuple[Any, int]:
+        return call_function(_Extreme, x, group, op, verb), in_dims[0]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return call_function(_Psum, tangent * _share(ctx.saved_tensors, ctx.group), ctx.group)
+
+
+def _share(saved: tuple[torch.Tensor, ...], group: ProcessGroup) -> torch.Tensor:
+    """One over the number of ranks that attain the extreme, on these; zero on all others."""
+    x, extreme = (one.detach() for one in saved)
+    attains = (x == extreme) | (x.isnan() & extreme.isnan())
+    return attains.to(x.dtype) / psum(attains, group)
+
+
+class _AllGather(LinearFunction):
+    """Blocks of all members, the count of members in dim 0."""
+
+    gives_blocks = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        blocks = new_like(x.unsqueeze(0).expand(group.size(), *x.shape))
+        all_gather_into_tensor(blocks, x, group=group)
+        return blocks
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return call_function(_PsumScatter, grad, *ctx.rest), None
+
+
+class _PsumScatter(LinearFunction):
+    """The sum of the block that is this member's."""
+
+    takes_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        total = new_like(blocks[0])
+        reduce_scatter_tensor(total, blocks, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return call_function(_AllGather, grad, *ctx.rest), None
+
+
+class _AllGatherInvariant(LinearFunction):
+    """The same as ``_AllGather``, for a result whose gradient is equal on every rank."""
+
+    gives_blocks = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        return _AllGather.forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (group,) = ctx.rest
+        check_gradient(grad, group, "all_gather")
+        return call_function(_OwnSlice, grad, group), None
+
+
+class _OwnSlice(LinearFunction):
+    """This member's block of blocks that are equal on every member; I -> V."""
+
+    takes_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        mine = blocks[group.rank()]
+        return new_like(mine).copy_(mine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return call_function(_AllGatherInvariant, grad, *ctx.rest), None
+
+
+def check_gradient(grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+    """At debug level DETAIL, raise unless the gradient of a verb's invariant result is invariant.
+
+    Inside a transform of torch.func there are no plain numbers to compare.
+    """
+    if get_debug_level() == DebugLevel.DETAIL and not are_transforms_active():
+        check_invariant(
+            grad.detach(),
+            group,
+            f"the gradient that reaches {verb}",
+            where=f"backward of {verb}, gradient of {describe(grad)}",
+            expected=f"equal gradients, since the result of {verb} is equal on every rank",
+            fix=f"where a result of {verb} meets values that vary along the axis, as a shard of "
+            "weights does, mark it first: y = lax.pvary(y, axis)",
+        )
 
 
 @torch.no_grad()
-def _check_invariant(grad: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise the same GradientError on every member unless all hold the same gradient.
+def check_invariant(
+    x: torch.Tensor, group: ProcessGroup, what: str, *, where: str, expected: str, fix: str
+) -> None:
+    """Raise the same GradientError on every member unless all hold the same ``x``.
 
-    Half of the dtype's digits must agree: equal computations may still add in another order.
+    Half of a floating dtype's digits must agree: equal computations may still add in another order.
+
+    Args:
+        x: equal in shape and dtype on all members, without gradient.
+        group: whose members compare.
+        what: what ``x`` is, for the message; ``where``, ``expected`` and ``fix`` are its fields.
     """
-    mine = grad.clone(memory_format=torch.contiguous_format)
+    mine = x.clone(memory_format=torch.contiguous_format)
     first = mine.clone()
     broadcast(first, group=group, group_src=0)
     distance = torch.tensor([_relative_distance(mine, first)], dtype=torch.float64)
-    distance = distance.to(grad.device)
+    distance = distance.to(x.device)
     distances = distance.new_empty(group.size())
     all_gather_into_tensor(distances, distance, group=group)
-    limit = torch.finfo(grad.dtype).eps ** 0.5
+    limit = torch.finfo(x.dtype).eps ** 0.5 if _is_inexact(x) else 0.0
     far = {
         rank: value
         for rank, value in zip(group.ranks, distances.tolist(), strict=True)
@@ -117,13 +362,12 @@ def _check_invariant(grad: torch.Tensor, group: ProcessGroup) -> None:
     }
     if far:
         raise GradientError(
-            f"the gradient that reaches psum over {group.name} is not the same on every rank",
-            where=f"backward of psum, gradient of {describe(grad)}",
-            expected="equal gradients, since the result of psum is equal on every rank",
+            f"{what} over {group.name} is not the same on every rank",
+            where=where,
+            expected=expected,
             found=f"{ranks_text(tuple(far))} differ{'s' if len(far) == 1 else ''} from rank "
             f"{group.ranks[0]}, by up to {max(far.values()):.2g} of its largest value",
-            fix="where a result of psum meets values that vary along the axis, as a shard of "
-            "weights does, mark it first: y = lax.pvary(y, axis)",
+            fix=fix,
         )
 
 
@@ -132,7 +376,13 @@ def _relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
     differs = (mine != first) & ~(mine.isnan() & first.isnan())
     if not bool(differs.any()):
         return 0.0
+    if not _is_inexact(mine):  # whose differences might not fit into the dtype
+        mine, first = mine.double(), first.double()
     gap = float((mine - first)[differs].abs().nan_to_num(nan=torch.inf).max())
     finite = first[first.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
     return gap / scale if scale else torch.inf
+
+
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -227,13 +227,31 @@ def test_a_verb_that_fails_hands_nothing_back(stand_in: StandInCupy) -> None:
     md.simulate(program, 2)
 
 
-@pytest.mark.parametrize("verb", ["psum", "pmean", "pvary"])
+LAX = {
+    "psum": {},
+    "pmean": {},
+    "pmax": {},
+    "pmin": {},
+    "pvary": {},
+    "pcast": {"to": "unreduced"},
+    "all_gather": {},
+    "psum_scatter": {},
+    "all_to_all": {"split_axis": 0, "concat_axis": 0},
+    "ppermute": {"perm": [(0, 1)]},
+    "pshuffle": {"perm": [1, 0]},
+    "pswapaxes": {"axis": 0},
+    "pbroadcast": {"source": 1},
+}
+
+
+@pytest.mark.parametrize("verb", LAX)
 def test_results_of_lax_come_behind_torchs_stream(verb: str, stand_in: StandInCupy) -> None:
     def program() -> None:
         make = Maker(stand_in)
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         with stand_in.streams(torchs=11 + 10 * md.get_rank(), cupys=12 + 10 * md.get_rank()):
-            results = getattr(md.lax, verb)({"x": make(2), "y": [make(1)]}, "tp", mesh=mesh)
+            tree = {"x": make(2), "y": [make(2)]}
+            results = getattr(md.lax, verb)(tree, "tp", **LAX[verb], mesh=mesh)
         make.check([])
         assert type(results["x"]) is type(results["y"][0]) is stand_in.ndarray
 
@@ -241,8 +259,24 @@ def test_results_of_lax_come_behind_torchs_stream(verb: str, stand_in: StandInCu
     assert sorted(stand_in.taken_in) == [(12, 11), (12, 11), (22, 21), (22, 21)]
 
 
+def test_a_ragged_result_comes_behind_torchs_stream(stand_in: StandInCupy) -> None:
+    def program() -> None:
+        make = Maker(stand_in)
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ones, mine = [1, 1], [md.get_rank()] * 2
+        with stand_in.streams(torchs=11 + 10 * md.get_rank(), cupys=12 + 10 * md.get_rank()):
+            result = md.lax.ragged_all_to_all(
+                make(2), make(2), [0, 1], ones, mine, ones, axis_name="tp", mesh=mesh
+            )
+        make.check([])
+        assert type(result) is stand_in.ndarray
+
+    md.simulate(program, 2)
+    assert sorted(stand_in.taken_in) == [(12, 11), (22, 21)]
+
+
 def test_lax_has_no_other_verbs_on_arrays() -> None:
-    assert set(md.lax.__all__) == {"psum", "pmean", "pvary", "axis_index", "axis_size"}
+    assert set(md.lax.__all__) == {*LAX, "ragged_all_to_all", "axis_index", "axis_size"}
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

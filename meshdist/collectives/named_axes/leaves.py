@@ -1,0 +1,62 @@
+"""A verb on every array of a pytree, in the library of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+
+from ...arrays import as_tensor, like
+from ...groups.process_group import ProcessGroup, resolve_group
+from ...mesh.device_mesh import DeviceMesh
+from .axes import AxisName, get_axes
+
+__all__ = ["on_leaves"]
+
+OnTensor: TypeAlias = Callable[[torch.Tensor, ProcessGroup], torch.Tensor]
+
+_NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
+
+
+def on_leaves(
+    verb: str,
+    on_tensor: OnTensor,
+    x: Any,
+    axis_name: AxisName,
+    mesh: DeviceMesh | None,
+    *,
+    on_number: Callable[[Any, int], Any] | None = None,
+    check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
+) -> Any:
+    """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
+
+    Args:
+        verb: its public name.
+        on_tensor: applies it to a tensor, over a group.
+        x, axis_name, mesh: the verb's own arguments.
+        on_number: applies it to a Python number, given the size of the axis; None refuses numbers.
+        check: raises where a tensor is not fit, beyond being one; ``on_tensor`` does so, too.
+    """
+    axes = get_axes(verb, axis_name, mesh)
+    if isinstance(x, torch.Tensor):  # by far the most frequent, and needs no tree
+        plain = as_tensor(x, argument="x", verb=verb, writable=False)
+        return on_tensor(plain, resolve_group(axes))
+    paths, leaves, tree = optree.tree_flatten_with_accessor(x)
+    tensors = [
+        None
+        if on_number is not None and type(leaf) in _NUMBERS
+        else as_tensor(leaf, argument=path.codify("x"), verb=verb, writable=False)
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    if check is not None:
+        for tensor in tensors:
+            if tensor is not None:
+                check(tensor, resolve_group(axes))
+    return tree.unflatten(
+        like(on_tensor(tensor, resolve_group(axes)), leaf)
+        if tensor is not None
+        else on_number(leaf, axes.size())  # type: ignore[misc]  # None is for what it takes
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    )

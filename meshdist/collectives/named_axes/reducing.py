@@ -1,0 +1,260 @@
+"""Sums, means and extremes along an axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...mesh.device_mesh import DeviceMesh
+from ...reduce_ops import ReduceOp
+from .. import functional
+from ..checks import check_reducible
+from .axes import AxisName, refuse_groups
+from .leaves import on_leaves
+
+__all__ = ["pmax", "pmean", "pmin", "psum", "psum_scatter"]
+
+
+def psum(
+    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> Any:
+    """Every rank holds the sum of ``x`` over the ranks along ``axis_name``.
+
+    Varying -> invariant; unreduced -> invariant.
+
+    Args:
+        x: this rank's array of any shape and numeric dtype, or a pytree; equal shapes and dtypes
+            along the axis.
+        axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh.
+        axis_index_groups: None. Parts of an axis are axes: see ``mesh.unflatten``.
+        mesh: the mesh; None takes the one in force.
+
+    Returns:
+        Arrays of the shape and dtype of ``x`` (bool is counted in int32), equal along the axis;
+        fresh memory. A Python number c gives c times the size of the axis.
+
+    Gradient:
+        pvary: each rank's gradient passes through, unchanged and for free. It must be equal along
+        the axis, which is checked at debug level DETAIL.
+
+    Cost:
+        One all-reduce a leaf: each of p ranks sends 2 n (p - 1) / p bytes for n bytes.
+
+    Raises:
+        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        MeshError: no mesh is in force and none is given.
+        KindError, DtypeError: a leaf is no array, or of a dtype that cannot be summed; or
+            axis_index_groups is given.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ...     x = torch.tensor([float(md.get_rank())])
+        ...     with mesh:
+        ...         return [md.lax.psum(x, axis).item() for axis in ("dp", "tp", ("dp", "tp"))]
+        >>> for sums in md.simulate(program, 4):
+        ...     print(sums)
+        [2.0, 1.0, 6.0]
+        [4.0, 1.0, 6.0]
+        [2.0, 5.0, 6.0]
+        [4.0, 5.0, 6.0]
+    """
+    refuse_groups("psum", axis_index_groups)
+    return on_leaves("psum", functional.psum, x, axis_name, mesh, on_number=_times)
+
+
+def pmean(
+    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> Any:
+    """Every rank holds the mean of ``x`` over the ranks along ``axis_name``.
+
+    Varying -> invariant.
+
+    Args:
+        x, axis_name, axis_index_groups, mesh: as for ``psum``.
+
+    Returns:
+        Arrays of the shape and dtype of ``x`` (integers and bool give the default float dtype),
+        equal along the axis; fresh memory. A Python number is its own mean.
+
+    Gradient:
+        psum's, divided by the size of the axis.
+
+    Cost:
+        That of ``psum``; the division follows the sum.
+
+    Raises:
+        What ``psum`` raises.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        ...     return md.lax.pmean({"loss": torch.tensor(float(md.get_rank()))}, "dp", mesh=mesh)
+        >>> md.simulate(program, 4)[3]
+        {'loss': tensor(1.5000)}
+    """
+    refuse_groups("pmean", axis_index_groups)
+    return on_leaves("pmean", functional.pmean, x, axis_name, mesh, on_number=_as_quotient)
+
+
+def pmax(
+    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> Any:
+    """Every rank holds the largest of ``x`` over the ranks along ``axis_name``, by element.
+
+    Varying -> invariant.
+
+    Args:
+        x: this rank's array of any shape and dtype but complex ones, or a pytree; equal shapes and
+            dtypes along the axis. The larger of two bools is their "or".
+        axis_name, axis_index_groups, mesh: as for ``psum``.
+
+    Returns:
+        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. A Python number
+        is its own maximum.
+
+    Gradient:
+        Split evenly among the ranks that attain the maximum, zero on the others. JAX has none.
+
+    Cost:
+        One all-reduce a leaf; in the backward another, which counts those ranks.
+
+    Raises:
+        What ``psum`` raises. DtypeError: a complex dtype.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        ...     x = torch.tensor(float(min(md.get_rank(), 1)), requires_grad=True)
+        ...     y = md.lax.pmax(x, "tp", mesh=mesh)
+        ...     y.backward()
+        ...     return y.item(), x.grad.item()
+        >>> md.simulate(program, 3)
+        [(1.0, 0.0), (1.0, 0.5), (1.0, 0.5)]
+    """
+    refuse_groups("pmax", axis_index_groups)
+    return on_leaves(
+        "pmax",
+        functional.pmax,
+        x,
+        axis_name,
+        mesh,
+        on_number=_itself,
+        check=lambda leaf, _: check_reducible(ReduceOp.MAX, leaf, "pmax"),
+    )
+
+
+def pmin(
+    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> Any:
+    """Every rank holds the smallest of ``x`` over the ranks along ``axis_name``, by element.
+
+    Varying -> invariant.
+
+    Args:
+        x, axis_name, axis_index_groups, mesh: as for ``pmax``. The smaller of two bools is their
+            "and".
+
+    Returns:
+        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. A Python number
+        is its own minimum.
+
+    Gradient:
+        Split evenly among the ranks that attain the minimum, zero on the others. JAX has none.
+
+    Cost:
+        That of ``pmax``.
+
+    Raises:
+        What ``pmax`` raises.
+
+    Example:
+        >>> import numpy as np, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        ...     rank = md.get_rank()
+        ...     return md.lax.pmin(np.array([rank, -rank]), "tp", mesh=mesh).tolist()
+        >>> md.simulate(program, 3)[0]
+        [0, -2]
+    """
+    refuse_groups("pmin", axis_index_groups)
+    return on_leaves(
+        "pmin",
+        functional.pmin,
+        x,
+        axis_name,
+        mesh,
+        on_number=_itself,
+        check=lambda leaf, _: check_reducible(ReduceOp.MIN, leaf, "pmin"),
+    )
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: None = None,
+    tiled: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> Any:
+    """Each rank holds its own block of the sum of ``x`` over the ranks along ``axis_name``.
+
+    Varying -> varying; unreduced -> varying.
+
+    Args:
+        x: this rank's array of any numeric dtype, or a pytree; equal shapes and dtypes along the
+            axis.
+        scatter_dimension: the dim that is cut into one block per rank; may be negative.
+        tiled: cut it into equal blocks, so that it stays, p times shorter on p ranks. Else its size
+            is p, each rank takes one index, and the dim goes.
+        axis_name, axis_index_groups, mesh: as for ``psum``.
+
+    Returns:
+        Arrays of the dtype of ``x`` (bool is counted in int32); fresh memory.
+
+    Gradient:
+        all_gather along the same dim.
+
+    Cost:
+        One reduce-scatter a leaf: each of p ranks sends n (p - 1) / p bytes for n bytes of ``x``.
+
+    Raises:
+        What ``psum`` raises. ShapeError: there is no such dim, or it cannot be cut so.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     x = torch.arange(4) + 10 * md.get_rank()
+        ...     return md.lax.psum_scatter(x, "tp", tiled=True, mesh=mesh).tolist()
+        >>> md.simulate(program, 2)
+        [[10, 12], [14, 16]]
+    """
+    refuse_groups("psum_scatter", axis_index_groups)
+    return on_leaves(
+        "psum_scatter",
+        lambda leaf, group: functional.psum_scatter(
+            leaf, group, scatter_dimension=scatter_dimension, tiled=tiled
+        ),
+        x,
+        axis_name,
+        mesh,
+        check=lambda leaf, group: functional.blocks_to_scatter(
+            leaf, group, scatter_dimension, tiled
+        ),
+    )
+
+
+def _times(number: Any, size: int) -> Any:
+    return number * size
+
+
+def _as_quotient(number: Any, size: int) -> Any:
+    return number / 1
+
+
+def _itself(number: Any, size: int) -> Any:
+    return number
