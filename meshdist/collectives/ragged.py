@@ -20,7 +20,7 @@ from ..errors import ArgumentError, DtypeError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
 from .linear_function import LinearFunction
 from .list_verbs import all_to_all_single
-from .torch_private import call_function
+from .torch_private import call_function, outside_transforms
 from .verbs import all_gather_into_tensor
 
 __all__ = ["ragged_all_to_all"]
@@ -62,8 +62,9 @@ def ragged_all_to_all(
     lists = [_whole_numbers(one, name) for one, name in zip(given, _NUMBERS, strict=True)]
     _check_here(operand, output, lists, group)
     starts, sent, places, taken = lists
-    arriving, offsets = _announced(sent, places, group)
-    _check_everywhere(output, arriving, offsets, taken, group)
+    with outside_transforms():
+        arriving, offsets = _announced(sent, places, group)
+        _check_everywhere(output, arriving, offsets, taken, group)
     count = len(sent) // group.size()
     rows = operand.index_select(0, _rows(starts, sent, operand.device))
     arrived = call_function(_Exchange, rows, group, _sums(sent, count), _sums(taken, count))

@@ -8,10 +8,13 @@ import torch
 from torch import _C
 from torch.autograd import Function
 
-__all__ = ["are_transforms_active", "call_function"]
+__all__ = ["are_transforms_active", "call_function", "outside_transforms"]
 
 are_transforms_active = _C._are_functorch_transforms_active
 """Whether the call is inside a transform of torch.func."""
+
+outside_transforms = _C._DisableFuncTorch
+"""A context in which new tensors are plain ones, also inside a transform of torch.func."""
 
 _bare_apply = _C._FunctionBase.__dict__["apply"]
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead

@@ -1,9 +1,10 @@
-"""psum, pmean and pvary against one device that holds what all ranks hold."""
+"""Reductions, gathers and casts against one device that holds what all ranks hold."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,34 @@ from torch.distributed import DebugLevel, get_debug_level, set_debug_level
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.collectives.functional import pmean, psum, pvary
-from meshdist.errors import GradientError, NotInGroupError
+from meshdist.collectives.functional import (
+    all_gather,
+    check_invariant,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    psum,
+    psum_scatter,
+    pvary,
+)
+from meshdist.errors import (
+    ArgumentError,
+    DtypeError,
+    GradientError,
+    KindError,
+    NotInGroupError,
+    ShapeError,
+)
+from tests.collectives.verb_cases import (
+    FUNCTIONAL,
+    PLACES,
+    check,
+    check_memory,
+    check_odd_gradients,
+    run_over_mpi,
+)
+from tests.pool import Pool
 
 # Ranks by coordinate, and the axes to sum over: alone, both, of size 1, permuted.
 CASES = [
@@ -463,6 +490,221 @@ def one_rank() -> Iterator[Any]:
         md.destroy_process_group()
 
 
+# -- every form of every verb ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize("place", PLACES)
+def test_values_adjoints_and_second_derivatives(place: str, dtype: Any) -> None:
+    check(place, FUNCTIONAL, dtype)
+
+
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_the_same_on_processes(wire: str, pool: Pool) -> None:
+    check("permuted", FUNCTIONAL, np.float64, partial(pool.run, backend=wire))
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_over_mpi(place: str, dtype: Any, pool: Pool) -> None:
+    check(place, FUNCTIONAL, dtype, partial(run_over_mpi, pool))
+
+
+@pytest.mark.parametrize("case", FUNCTIONAL, ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_form_returns_memory_of_its_argument(case: Any, size: int) -> None:
+    check_memory(case, size)
+
+
+@pytest.mark.parametrize("case", FUNCTIONAL, ids=str)
+def test_gradients_that_are_missing_or_lie_otherwise(case: Any) -> None:
+    check_odd_gradients(case)
+
+
+HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda x, group: psum_scatter(x, group, tiled=True),
+            ShapeError,
+            "psum_scatter cannot cut dim 0 of size 10 into 4 equal blocks\n"
+            f"  where:    {HERE}; argument x, shape (10, 16), float32\n"
+            "  expected: x.shape[0] a multiple of 4, the number of ranks\n"
+            "  fix:      pad dim 0 to 12; scatter_dimension=1 fits",
+        ),
+        (
+            lambda x, group: psum_scatter(x[:8], group),
+            ShapeError,
+            "psum_scatter cannot cut dim 0 of size 8 into 4 blocks of one index each\n"
+            f"  where:    {HERE}; argument x, shape (8, 16), float32\n"
+            "  expected: x.shape[0] equal to 4, the number of ranks\n"
+            "  fix:      tiled=True cuts it into equal blocks",
+        ),
+        (
+            lambda x, group: psum_scatter(x, group, scatter_dimension=2),
+            ShapeError,
+            "psum_scatter: scatter_dimension=2 is no dim of a tensor of 2\n"
+            "  expected: a number from -2 to 1",
+        ),
+        (
+            lambda x, group: all_gather(x.sum(), group, tiled=True),
+            ShapeError,
+            "all_gather: axis=0 is no dim of a tensor of 0\n"
+            "  expected: an array of one dim at least",
+        ),
+        (
+            lambda x, group: all_gather(x, group, axis=1.5),
+            KindError,
+            "all_gather: axis must be a dim, a whole number\n  found:    1.5, a float",
+        ),
+        (
+            lambda x, group: all_gather(x, group, to="unreduced"),
+            ArgumentError,
+            "all_gather cannot give a result that is 'unreduced'\n"
+            f"  where:    {HERE}\n"
+            "  expected: to as one of 'varying', 'invarying', 'reduced'",
+        ),
+        (
+            lambda x, group: pcast(x, group, to="invarying"),
+            ArgumentError,
+            "pcast has no cast to 'invarying'\n"
+            f"  where:    {HERE}\n"
+            "  expected: invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced "
+            "to 'varying'\n"
+            "  fix:      psum, pmean or all_gather(..., to='invarying') make a value invariant",
+        ),
+        (
+            lambda x, group: pcast(x, group, to="reduced", source="varying"),
+            ArgumentError,
+            "pcast has no cast from varying to 'reduced'\n"
+            f"  where:    {HERE}\n"
+            "  expected: invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced "
+            "to 'varying'",
+        ),
+        (
+            lambda x, group: pmax(x * 1j, group),
+            DtypeError,
+            "pmax cannot reduce complex64 with MAX\n"
+            "  where:    argument of shape (10, 16)\n"
+            "  expected: MAX on dtypes that are not complex\n"
+            "  fix:      use another reduction, or convert the tensor",
+        ),
+    ],
+)
+def test_refusals(call: Any, error: type[Exception], text: str) -> None:
+    """On one rank alone: nothing was sent."""
+
+    def body(rank: int, group: Any) -> str:
+        if rank:
+            return ""
+        with pytest.raises(error) as caught:
+            call(torch.ones(10, 16), group)
+        assert type(caught.value) is error
+        return str(caught.value)
+
+    assert line(body)[0] == text
+
+
+def test_bool_is_counted_where_it_is_scattered() -> None:
+    found = line(lambda rank, group: psum_scatter(torch.tensor([True, rank > 0]), group), size=2)
+    assert [(count.dtype, int(count)) for count in found] == [(torch.int32, 2), (torch.int32, 1)]
+
+
+# -- extremes -------------------------------------------------------------------------------------
+
+EXTREMES = {"pmax": (pmax, np.maximum), "pmin": (pmin, np.minimum)}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize(("ranks", "axes"), CASES)
+def test_extremes_and_their_even_split(ranks: Any, axes: list[str], name: str) -> None:
+    verb, pick = EXTREMES[name]
+    size = np.size(ranks)
+    xs = [integers(3, 20, seed=seed) % 3 for seed in range(size)]  # ties everywhere
+    y = integers(3, 20, seed=99)  # of an invariant value
+
+    def body(rank: int, group: Any) -> Any:
+        x = xs[rank].clone().requires_grad_()
+        value = verb(x, group)
+        return value.detach(), torch.autograd.grad(value, x, y)[0], group.open_group().ranks
+
+    for rank, (value, back, members) in enumerate(on_ranks(ranks, axes, body)):
+        wanted = pick.reduce([xs[member].numpy() for member in members])
+        attained = [xs[member].numpy() == wanted for member in members]
+        share = attained[members.index(rank)] / np.sum(attained, 0)
+        assert np.array_equal(value.numpy(), wanted)
+        np.testing.assert_allclose(back.numpy(), y.numpy() * share, rtol=1e-15)
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes_have_the_derivatives_of_one_device(name: str) -> None:
+    """Without ties: by first and second derivatives, and by finite differences."""
+    verb, size = EXTREMES[name][0], 3
+    w, xs = reals(4, seed=9), [reals(4, seed=seed) for seed in range(size)]
+
+    def whole(w: torch.Tensor, xs: list[torch.Tensor]) -> torch.Tensor:
+        picked = torch.stack([torch.sin(w * x) for x in xs])
+        extreme = picked.amax(0) if name == "pmax" else picked.amin(0)
+        return (extreme**3 * w).sum()
+
+    def loss_of(w: torch.Tensor, x: torch.Tensor, group: Any) -> torch.Tensor:
+        return (verb(torch.sin(pvary(w, group) * x), group) ** 3 * w).sum()
+
+    def body(rank: int, group: Any) -> Any:
+        mine = w.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss_of(mine, xs[rank], group), mine, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), mine)
+        moved = [loss_of(w + step, xs[rank], group).item() for step in (1e-6, -1e-6)]
+        return first.detach(), second, (moved[0] - moved[1]) / 2e-6
+
+    mine = w.clone().requires_grad_()
+    (first,) = torch.autograd.grad(whole(mine, xs), mine, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), mine)
+    for by_w, again, difference in line(body, size=size):
+        torch.testing.assert_close(by_w, first.detach())
+        torch.testing.assert_close(again, second)
+        assert difference == pytest.approx(first.sum().item(), rel=1e-6)
+
+
+def test_the_ranks_that_attain_an_extreme_are_counted_by_one_all_reduce() -> None:
+    def body(rank: int, group: Any) -> Any:
+        x = torch.ones(2, requires_grad=True)
+        channel = group.open_group().open_channel("cpu")
+        before = channel.recorder.sequence
+        value = pmax(x, group)
+        between = channel.recorder.sequence
+        value.sum().backward()
+        return between - before, channel.recorder.sequence - between, x.grad.tolist()
+
+    assert line(body, size=4) == [(1, 1, [0.25, 0.25])] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16])
+def test_extremes_of_other_dtypes(dtype: torch.dtype) -> None:
+    def body(rank: int, group: Any) -> Any:
+        x = torch.tensor([0, rank, 1], dtype=dtype)
+        return pmax(x, group), pmin(x, group)
+
+    for largest, smallest in line(body, size=2):
+        assert (largest.dtype, largest.tolist()) == (dtype, [0, 1, 1])
+        assert (smallest.dtype, smallest.tolist()) == (dtype, [0, 0, 1])
+
+
+def test_a_rank_that_holds_nan_attains_it() -> None:
+    def body(rank: int, group: Any) -> Any:
+        x = torch.tensor([float("nan"), 1.0, 2.0 * rank], requires_grad=True)
+        value = pmax(x, group)
+        value.nan_to_num(5.0).backward(torch.ones(3))
+        return value.tolist()[1:], x.grad.tolist()[1:]
+
+    assert line(body, size=2) == [([1.0, 2.0], [0.5, 0.0]), ([1.0, 2.0], [0.5, 1.0])]
+
+
 # -- the check at debug level DETAIL ------------------------------------------------------------
 
 
@@ -567,3 +809,60 @@ def test_the_check_takes_every_shape_and_dtype(x: torch.Tensor) -> None:
 def test_a_correct_program_passes_the_check_in_both_backwards() -> None:
     test_gradients_are_those_of_the_whole_and_its_finite_differences()
     test_double_backward()
+
+
+@pytest.mark.usefixtures("detail")
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [
+        (partial(all_gather, to="invarying"), "all_gather"),
+        (pmax, "pmax"),
+        (pmin, "pmin"),
+    ],
+)
+def test_every_invariant_result_is_checked(verb: Any, name: str) -> None:
+    def body(rank: int, group: Any) -> str:
+        x = torch.ones(2, requires_grad=True)
+        with pytest.raises(GradientError) as caught:
+            (verb(x, group) * (rank + 1)).sum().backward()
+        return str(caught.value).partition("\n")[0]
+
+    assert (
+        line(body, size=2)
+        == [
+            f"the gradient that reaches {name} over axis 'tp' of DeviceMesh(tp=2) is not the same "
+            "on every rank"
+        ]
+        * 2
+    )
+
+
+@pytest.mark.usefixtures("detail")
+def test_transforms_are_not_checked() -> None:
+    def body(rank: int, group: Any) -> Any:
+        return torch.func.grad(lambda x: psum(x, group) * rank)(torch.ones(())).item()
+
+    assert line(body, size=2) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float64])
+def test_any_value_can_be_compared(dtype: torch.dtype) -> None:
+    def body(rank: int, group: Any) -> Any:
+        group = group.open_group()
+        words = {"where": "here", "expected": "equal ones", "fix": "make them equal"}
+        check_invariant(torch.tensor([1, 0], dtype=dtype), group, "a mask", **words)
+        with pytest.raises(GradientError) as caught:
+            check_invariant(torch.tensor([1, rank], dtype=dtype), group, "a mask", **words)
+        return str(caught.value)
+
+    assert (
+        line(body, size=2)
+        == [
+            "a mask over axis 'tp' of DeviceMesh(tp=2) is not the same on every rank\n"
+            "  where:    here\n"
+            "  expected: equal ones\n"
+            "  found:    rank 1 differs from rank 0, by up to 1 of its largest value\n"
+            "  fix:      make them equal"
+        ]
+        * 2
+    )

@@ -1,0 +1,78 @@
+"""torch has the private names that are used, and they do what they are used for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad
+
+from meshdist.collectives.torch_private import (
+    are_transforms_active,
+    call_function,
+    outside_transforms,
+)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, times: int) -> torch.Tensor:
+        return x * 2 * times
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.times = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * 2 * ctx.times, None
+
+
+def test_torch_has_the_names() -> None:
+    assert callable(torch._C._are_functorch_transforms_active)
+    assert "apply" in torch._C._FunctionBase.__dict__
+    assert callable(torch._C._functorch.unwrap_if_dead)
+    with torch._C._DisableFuncTorch():
+        pass
+
+
+def test_a_call_is_that_of_apply() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for result in (call_function(_Doubled, x, 3), _Doubled.apply(x, 3)):
+        assert result.tolist() == [6.0, 6.0]
+        assert type(result.grad_fn).__name__ == "_DoubledBackward"
+        assert torch.autograd.grad(result.sum(), x)[0].tolist() == [6.0, 6.0]
+    with torch.no_grad():
+        assert not call_function(_Doubled, x, 3).requires_grad
+
+
+def test_transforms_are_noticed_and_obeyed() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        assert are_transforms_active()
+        return call_function(_Doubled, x, 3).sum()
+
+    assert not are_transforms_active()
+    assert grad(f)(torch.ones(2)).tolist() == [6.0, 6.0]
+
+
+def test_a_value_that_left_its_transform_is_a_plain_one() -> None:
+    left = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        left.append(x)
+        return x.sum()
+
+    grad(f)(torch.ones(2))
+    assert call_function(_Doubled, left[0], 3).tolist() == [6.0, 6.0]
+
+
+def test_tensors_made_outside_transforms_have_memory() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with outside_transforms():
+            assert torch.ones(2).data_ptr()
+        with pytest.raises(RuntimeError):
+            torch.ones(2).data_ptr()
+        return x.sum()
+
+    grad(f)(torch.ones(2))
