@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist import lax
-from meshdist.errors import AxisError, KindError, MeshError, NotInGroupError
+from meshdist.errors import (
+    ArgumentError,
+    AxisError,
+    DtypeError,
+    KindError,
+    MeshError,
+    NotInGroupError,
+    ShapeError,
+)
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -117,19 +126,42 @@ def test_an_axis_of_size_one_is_an_ordinary_axis() -> None:
     assert in_mesh(body, (1, 2)) == [([3, 3], [3, 3], 0, 1)] * 2
 
 
-VERBS = {
-    "psum": lambda **o: lax.psum(1, o.pop("axis", "tp"), **o),
-    "pmean": lambda **o: lax.pmean(1, o.pop("axis", "tp"), **o),
-    "pvary": lambda **o: lax.pvary(1, o.pop("axis", "tp"), **o),
-    "axis_index": lambda **o: lax.axis_index(o.pop("axis", "tp"), **o),
-    "axis_size": lambda **o: lax.axis_size(o.pop("axis", "tp"), **o),
+# What each verb takes beside x and the axis; made for x of two rows on two ranks.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "psum": {},
+    "pmean": {},
+    "pmax": {},
+    "pmin": {},
+    "pvary": {},
+    "pcast": {"to": "unreduced"},
+    "all_gather": {},
+    "psum_scatter": {"tiled": True},
+    "all_to_all": {"split_axis": 0, "concat_axis": 0},
+    "ppermute": {"perm": [(0, 1)]},
+    "pshuffle": {"perm": [1, 0]},
+    "pswapaxes": {"axis": 0},
+    "pbroadcast": {"source": 1},
 }
+RAGGED = ([0, 1], [0, 0], [0, 0], [0, 0])  # slices without rows: equal on every rank
+
+
+def called(verb: str, axis: Any, **options: Any) -> Any:
+    """A call of any verb, on what is fit for it."""
+    if verb in ("axis_index", "axis_size"):
+        return getattr(lax, verb)(axis, **options)
+    x = torch.ones(2, 3)
+    if verb == "ragged_all_to_all":
+        return lax.ragged_all_to_all(x, x, *RAGGED, axis_name=axis, **options)
+    return getattr(lax, verb)(x, axis, **ARGUMENTS[verb], **options)
+
+
+VERBS = [*ARGUMENTS, "ragged_all_to_all", "axis_index", "axis_size"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_without_a_mesh_both_ways_to_name_one_are_told(verb: str) -> None:
     with pytest.raises(MeshError) as caught:
-        VERBS[verb]()
+        called(verb, "tp")
     assert str(caught.value) == (
         f"{verb} over axis 'tp': no mesh is in force\n"
         "  expected: a mesh whose axes include it\n"
@@ -148,7 +180,7 @@ def test_without_a_mesh_both_ways_to_name_one_are_told(verb: str) -> None:
     ],
 )
 def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
-    text = refusal(AxisError, lambda rank: VERBS[verb](axis=axis))
+    text = refusal(AxisError, lambda rank: called(verb, axis))
     assert text.startswith(summary + "\n  where:    mesh (dp=2, tp=2)\n")
     if "no axis" in summary:
         assert "\n  expected: one of 'dp', 'tp'" in text
@@ -175,6 +207,69 @@ def test_a_rank_outside_the_mesh_is_told_so() -> None:
             return lax.axis_size("tp")
 
     assert md.simulate(program, 3) == [2.0, 2.0, 2]
+
+
+GROUPED = [
+    verb
+    for verb in VERBS
+    if "axis_index_groups" in inspect.signature(getattr(lax, verb)).parameters
+]
+
+
+@pytest.mark.parametrize("verb", GROUPED)
+def test_parts_of_an_axis_are_axes(verb: str) -> None:
+    body = lambda rank: called(verb, "tp", axis_index_groups=[[0], [1]])  # noqa: E731
+    assert refusal(KindError, body) == (
+        f"{verb} takes no axis_index_groups\n"
+        "  expected: None\n"
+        "  found:    [[0], [1]]\n"
+        "  fix:      make the parts an axis of their own: mesh = mesh.unflatten('tp', (2, 2), "
+        "('outer', 'inner')), then name 'inner' or 'outer'"
+    )
+
+
+def test_the_advice_of_that_error_mends_it() -> None:
+    def body(rank: int) -> Any:
+        mesh = md.get_current_mesh().unflatten("tp", (2, 2), ("outer", "inner"))
+        x = torch.tensor(10**rank)
+        return [lax.psum(x, name, mesh=mesh).item() for name in ("inner", "outer")]
+
+    assert in_mesh(body, (4,)) == [[11, 101], [11, 1010], [1100, 101], [1100, 1010]]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_axis_may_be_a_mesh_of_its_own(verb: str) -> None:
+    def body(rank: int) -> Any:
+        mesh = md.get_current_mesh()
+        flat = mesh.flatten(("dp", "tp"), "all")["all"]
+        assert lax.axis_size(flat) == 4 and lax.axis_index(flat) == rank
+        named, given = called(verb, "dp"), called(verb, mesh["dp"])
+        return torch.equal(torch.as_tensor(named), torch.as_tensor(given))
+
+    assert in_mesh(body) == [True] * 4
+
+
+def test_a_mesh_of_several_axes_is_no_axis() -> None:
+    text = refusal(MeshError, lambda rank: lax.psum(torch.ones(1), md.get_current_mesh()))
+    assert text.startswith("psum over a mesh of 2 axes\n  expected: one axis, such as mesh['tp']\n")
+    assert "\n  found:    axis_name=DeviceMesh(" in text
+    assert text.endswith(
+        "\n  fix:      name the axes: axis_name=('dp', 'tp'), mesh=mesh; or flatten the mesh"
+    )
+
+
+def test_an_axis_that_is_a_mesh_needs_no_other() -> None:
+    def body(rank: int) -> None:
+        mesh = md.get_current_mesh()
+        with pytest.raises(ArgumentError) as caught:
+            lax.psum(torch.ones(1), mesh["tp"], mesh=mesh)
+        assert str(caught.value) == (
+            "psum has a mesh as axis_name, and another as mesh\n"
+            f"  found:    axis_name={mesh['tp']!r}, mesh={mesh!r}\n"
+            "  fix:      leave mesh out, or give the name of an axis of it"
+        )
+
+    in_mesh(body)
 
 
 # -- leaves -------------------------------------------------------------------------------------
@@ -278,6 +373,109 @@ def test_bool_is_counted() -> None:
 def test_integers_have_a_mean() -> None:
     mean = in_mesh(lambda rank: lax.pmean(torch.tensor([rank, 3]), "tp"), (2,))[0]
     assert (mean.dtype, mean.tolist()) == (torch.float32, [0.5, 3.0])
+
+
+@pytest.mark.parametrize("verb", ARGUMENTS)
+def test_every_verb_takes_trees_of_every_library(verb: str) -> None:
+    def body(rank: int) -> Any:
+        x = torch.arange(6.0).view(2, 3) + rank
+        x.requires_grad_()
+        array = x.detach().numpy().copy()
+        array.flags.writeable = False
+        apply = partial(getattr(lax, verb), axis_name="tp", **ARGUMENTS[verb])
+        alone = apply(x)
+        tree = apply({"t": x, "n": [array]})
+        (tree["t"] * alone.detach()).sum().backward()
+        assert torch.equal(tree["t"], alone)
+        assert type(tree["n"][0]) is np.ndarray
+        assert np.array_equal(tree["n"][0], alone.detach().numpy())
+        assert not np.shares_memory(tree["n"][0], array)
+        assert tree["n"][0].flags.writeable
+        return x.grad is not None
+
+    assert in_mesh(body, (2,)) == [True] * 2
+
+
+NO_NUMBERS = ["all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle", "pswapaxes"]
+
+
+@pytest.mark.parametrize("verb", NO_NUMBERS)
+def test_a_number_is_refused_where_the_result_is_no_number(verb: str) -> None:
+    body = lambda rank: getattr(lax, verb)([1.5], "tp", **ARGUMENTS[verb])  # noqa: E731
+    assert refusal(KindError, body) == (
+        f"{verb} cannot take a float as x[0]\n"
+        "  expected: a torch tensor, or an array of NumPy or CuPy\n"
+        "  fix:      make an array of it first: x[0] = torch.tensor(x[0])"
+    )
+
+
+@pytest.mark.parametrize("verb", ["pmax", "pmin", "pcast", "pbroadcast"])
+def test_a_number_is_its_own_extreme_cast_and_broadcast(verb: str) -> None:
+    def body(rank: int) -> Any:  # on one rank alone: nothing may be sent
+        return getattr(lax, verb)(2.5, "tp", **ARGUMENTS[verb]) if rank else None
+
+    assert in_mesh(body, (2,)) == [None, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong", "error"),
+    [
+        ("psum_scatter", torch.ones(3), ShapeError),
+        ("all_gather", torch.tensor(1.0), ShapeError),
+        ("all_to_all", torch.ones(3), ShapeError),
+        ("pswapaxes", torch.ones(3), ShapeError),
+        ("pmax", torch.ones(2) * 1j, DtypeError),
+        ("pmin", torch.ones(2) * 1j, DtypeError),
+    ],
+)
+def test_a_leaf_that_does_not_fit_is_refused_before_any_is_sent(
+    verb: str, wrong: torch.Tensor, error: type[Exception]
+) -> None:
+    options = {"axis": 0, "tiled": True} if verb == "all_gather" else ARGUMENTS[verb]
+
+    def alone(rank: int) -> None:
+        if rank == 1:
+            with pytest.raises(error):
+                getattr(lax, verb)([torch.ones(2, 2), wrong], "tp", **options)
+
+    in_mesh(alone)
+
+
+def test_pcast_knows_jaxs_casts_alone() -> None:
+    def body(rank: int) -> Any:
+        gradients = []
+        for to in ("varying", "reduced", "unreduced"):
+            x = torch.ones((), requires_grad=True)
+            (lax.pcast(x, "tp", to=to) * (rank + 1)).backward()
+            gradients.append(x.grad.item())
+        for to in ("invarying", "V", None):
+            with pytest.raises(ArgumentError, match=f"pcast has no cast to {to!r}"):
+                lax.pcast(torch.ones(()), "tp", to=to)
+        return gradients
+
+    assert in_mesh(body, (2,)) == [[3.0, 3.0, 1.0], [3.0, 3.0, 2.0]]
+
+
+def test_a_ragged_exchange_of_arrays() -> None:
+    def body(rank: int) -> Any:
+        operand, output = np.arange(3.0) + 10 * rank, np.full(4, -1.0)
+        sent, places = ([1, 2], [1, 2]) if rank == 0 else ([1, 2], [2, 0])
+        result = lax.ragged_all_to_all(
+            operand,
+            output,
+            np.array([0, 1]),
+            np.array(sent),
+            torch.tensor(places),
+            [1, 1] if rank == 0 else [2, 2],
+            axis_name="tp",
+        )
+        assert output.tolist() == [-1.0] * 4
+        return type(result) is np.ndarray, result.tolist()
+
+    assert in_mesh(body, (2,)) == [
+        (True, [-1.0, 0.0, 10.0, -1.0]),
+        (True, [11.0, 12.0, 1.0, 2.0]),
+    ]
 
 
 def test_a_leaf_that_is_no_array_is_named_by_its_path_before_anything_is_sent() -> None:
