@@ -35,6 +35,17 @@ def test_signatures_are_those_of_the_code(name: str) -> None:
     assert f"{name}({', '.join(parameters)})`" in page()
 
 
+@pytest.mark.parametrize("name", md.lax.__all__)
+def test_signatures_of_functional_verbs_are_those_of_the_code(name: str) -> None:
+    parameters = [
+        parameter.name
+        if parameter.default is parameter.empty
+        else f"{parameter.name}={parameter.default!r}"
+        for parameter in inspect.signature(getattr(md.lax, name)).parameters.values()
+    ]
+    assert f"`{name}({', '.join(parameters)})`" in page()
+
+
 def test_the_capability_table_is_that_of_the_code() -> None:
     assert table_page(page()) == page(), "run: python -m meshdist.wires.capabilities docs/verbs.md"
 

@@ -8,6 +8,8 @@ import torch
 from torch import _C
 from torch.autograd import Function
 
+from .instruments import leave_untraced
+
 __all__ = ["are_transforms_active", "call_function", "outside_transforms"]
 
 are_transforms_active = _C._are_functorch_transforms_active
@@ -20,11 +22,13 @@ _bare_apply = _C._FunctionBase.__dict__["apply"]
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead
 
 
+@leave_untraced
 def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """``function.apply(x, *rest)``, at a fifth of its cost outside torch.func's transforms.
 
     torch's own binds the arguments to the signature of ``forward`` at each call, for its defaults;
-    the Functions here have none.
+    the Functions here have none. torch.compile ends its graph before the call, as it does before
+    every verb.
     """
     result: torch.Tensor
     if are_transforms_active():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.func import grad
 
+import meshdist as md
 from meshdist.collectives.torch_private import (
     are_transforms_active,
     call_function,
@@ -76,3 +77,26 @@ def test_tensors_made_outside_transforms_have_memory() -> None:
         return x.sum()
 
     grad(f)(torch.ones(2))
+
+
+@pytest.mark.soak  # it imports the compiler
+# torch's own, of what lies between two graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_function_is_cut_at_a_verb_and_keeps_its_derivative() -> None:
+    def program() -> Any:
+        with md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)):
+            x = torch.ones(3, requires_grad=True)
+            graphs = []
+
+            def counted(graph: Any, inputs: Any) -> Any:
+                graphs.append(graph)
+                return graph.forward
+
+            def f(x: torch.Tensor) -> torch.Tensor:
+                return (md.lax.psum(md.lax.pvary(x, "tp") * 2, "tp") + 1).sum()
+
+            loss = torch.compile(f, backend=counted)(x)
+            loss.backward()
+            return loss.item(), x.grad.tolist(), len(graphs)
+
+    assert md.simulate(program, 2)[1] == (15.0, [4.0] * 3, 2)
