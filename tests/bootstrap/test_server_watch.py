@@ -74,7 +74,10 @@ def test_only_a_store_that_a_process_serves_is_watched() -> None:
     assert not watch.is_served()
 
 
-@pytest.mark.parametrize("listener", ["None", 'bind_listener("127.0.0.1", 0)'])
+@pytest.mark.parametrize(
+    "listener",
+    [pytest.param("None", marks=pytest.mark.soak), 'bind_listener("127.0.0.1", 0)'],
+)
 def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(listener: str) -> None:
     with served(listener) as (server, store):
         watch, late = ServerWatch(store), ServerWatch(store)
@@ -135,7 +138,13 @@ def test_a_killed_server_ends_all_connections() -> None:
         watch.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"junk", bytes(16), bytes(100)])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"junk",
+        *(pytest.param(said, marks=pytest.mark.soak) for said in (b"", bytes(16), bytes(100))),
+    ],
+)
 def test_strangers_keep_no_server_from_ending(said: bytes) -> None:
     with served("None") as (server, store):
         offer = find_offer(store.get("meshdist/server watch"))

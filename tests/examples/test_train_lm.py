@@ -273,7 +273,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # at a port of the s
         ([*RUN, "-n", "2"], "dp=1,tp=2"),
         pytest.param([*RUN, "-n", "4"], "dp=2,tp=2", marks=pytest.mark.soak),
         pytest.param([*TORCHRUN, "--nproc-per-node=2"], "dp=2,tp=1", marks=pytest.mark.soak),
-        ([], "dp=1,tp=1"),
+        pytest.param([], "dp=1,tp=1", marks=pytest.mark.soak),
     ],
     ids=["meshdist run 1x2", "meshdist run 2x2", "torchrun 2x1", "plain python"],
 )

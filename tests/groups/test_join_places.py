@@ -30,7 +30,7 @@ def run_both(drawn: list[Any]) -> list[Any]:
     return [(run_plan(*plan, padded=False), run_plan(*plan, padded=True)) for plan in drawn if plan]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
 def test_random_loops_equal_the_padded_ones_on_processes(pool: Pool, size: int) -> None:
     drawn: list[Any] = []
 
@@ -46,7 +46,7 @@ def test_random_loops_equal_the_padded_ones_on_processes(pool: Pool, size: int) 
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_random_loops_equal_the_padded_ones_over_mpi(pool: Pool, size: int) -> None:
     drawn: list[Any] = []
 
@@ -350,7 +350,9 @@ def test_a_context_that_members_of_a_group_leave_apart_is_refused(pool: Pool) ->
     assert "all of them leave together" in third
 
 
-@pytest.mark.parametrize("victim", [0, 2])  # rank 0 serves the store
+@pytest.mark.parametrize(  # rank 0 serves the store
+    "victim", [0, pytest.param(2, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("where", ["joined", "in a call", "before a source's call"])
 def test_a_killed_rank_frees_the_others_wherever_they_wait(
     pool: Pool, where: str, victim: int

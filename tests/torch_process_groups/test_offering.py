@@ -121,6 +121,7 @@ MPIEXEC = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shuti
 
 
 @pytest.mark.mpi
+@pytest.mark.soak
 def test_torchs_hook_for_mpi(tmp_path: Path) -> None:
     assert MPIEXEC is not None
     done = run(

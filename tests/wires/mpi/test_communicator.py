@@ -585,6 +585,7 @@ md.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_errors_of_mpis_world_are_raised_as_mpi4py_raises_them(tmp_path: Path) -> None:
     done = run_job(ERRORS, tmp_path, 2)
     assert (done.returncode, done.stdout.split()) == (0, ["raised", "True"] * 2), done.stderr
@@ -708,6 +709,7 @@ def test_another_mpis_mpiexec(tmp_path: Path) -> None:
     assert f"fix:      {MPIEXEC} -n 4 {sys.executable} script.py" in done.stderr
 
 
+@pytest.mark.soak
 def test_processes_of_different_worlds_of_mpi(tmp_path: Path) -> None:
     program = "import meshdist as md\nmd.init_process_group('gloo')\nmd.new_group(backend='mpi')\n"
     command = (sys.executable, "-m", "meshdist", "run", "-n", 2)
