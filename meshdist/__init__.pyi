@@ -19,6 +19,7 @@ from .checking.debug_levels import (
     set_debug_level as set_debug_level,
     set_debug_level_from_env as set_debug_level_from_env,
 )
+from .collectives.annotations import annotate as annotate, typeof as typeof
 from .collectives.list_verbs import (
     all_gather as all_gather,
     all_to_all as all_to_all,
@@ -53,6 +54,7 @@ from .collectives.several_tensors import (
     reduce_multigpu as reduce_multigpu,
 )
 from .collectives.shared_buffers import shared_empty as shared_empty
+from .collectives.typed_context import typed as typed, untyped as untyped
 from .collectives.verbs import (
     all_gather_into_tensor as all_gather_into_tensor,
     all_gather_single as all_gather_single,
@@ -87,6 +89,7 @@ from .errors import (
     AgreementError as AgreementError,
     ArgumentError as ArgumentError,
     AxisError as AxisError,
+    AxisTypeError as AxisTypeError,
     BackendError as BackendError,
     CollectiveTimeoutError as CollectiveTimeoutError,
     DeadlockError as DeadlockError,
@@ -111,6 +114,7 @@ from .errors import (
     RendezvousError as RendezvousError,
     ShapeError as ShapeError,
     StoreError as StoreError,
+    VaryingNumberWarning as VaryingNumberWarning,
     WorldError as WorldError,
 )
 from .groups.group_calls import (

@@ -24,6 +24,7 @@ __all__ = [
     "AgreementError",
     "ArgumentError",
     "AxisError",
+    "AxisTypeError",
     "BackendError",
     "CollectiveTimeoutError",
     "DeadlockError",
@@ -48,6 +49,7 @@ __all__ = [
     "RendezvousError",
     "ShapeError",
     "StoreError",
+    "VaryingNumberWarning",
     "WorldError",
 ]
 
@@ -152,3 +154,11 @@ class DeadlockError(BackendError):
 
 class GradientError(MeshdistError, RuntimeError):
     """A gradient was asked of a verb that has none."""
+
+
+class AxisTypeError(MeshdistError, TypeError):
+    """Inside ``md.typed``: the kinds of values over mesh axes do not fit; nothing was sent."""
+
+
+class VaryingNumberWarning(UserWarning):
+    """Inside ``md.typed``: a number that differs between ranks was read from a tensor."""

@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.autograd.profiler as profiler
@@ -24,20 +24,34 @@ from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..verb_table import OBJECT_VERBS
 from ..wires.work import Work
+from .torch_private import NotSeen
 
-__all__ = ["leave_untraced", "verb"]
+__all__ = ["Watcher", "leave_untraced", "unseen", "verb", "watchers"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FindPeer = Callable[[ProcessGroup, "int | None", "int | None", str, str], "int | None"]
+
+Watcher: TypeAlias = Callable[
+    [Callable[..., Any], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any
+]
+"""Is given a verb as it is written, what runs it, and the arguments of a call; runs it."""
+
+watchers: list[Watcher] = []
+"""What runs the calls of public verbs in place of themselves: one while a typed context is open in
+this process, else none."""
 
 _WHY_NOT_TRACED = (
     "a verb of meshdist waits for other ranks, and no graph can hold that; without fullgraph=True "
     "one graph ends before it and another begins behind it"
 )
+_WATCH = """\
+    if watchers:
+        return watchers[0](function, unwatched, ({arguments},), {{}})
+"""
 _FAST_CALL = """
 def {name}({parameters}):
     target = group if type(group) is ProcessGroup else resolve_group(group)
-    if profiler._is_profiler_enabled:
+{watch}    if profiler._is_profiler_enabled:
         with profiler.record_function(title(function, ({arguments},), {{}})):
             return run_unnested({name!r}, function, {arguments})
     path = target.fast_path
@@ -84,6 +98,11 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     name = function.__name__
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if watchers:
+            return watchers[0](function, unwatched, args, kwargs)
+        return unwatched(*args, **kwargs)
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
         # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
             with profiler.record_function(_title(function, args, kwargs)):
@@ -117,24 +136,41 @@ def _with_fast_path(
         "profiler": profiler,
         "resolve_group": resolve_group,
         "title": _title,
+        "watchers": watchers,
         "when": when,
     }
     found_peer = f"find_peer(target, {role}, group_{role}, {name!r}, {role!r})"
-    text = _FAST_CALL.format(
-        name=name,
-        parameters=", ".join(parameters),
-        arguments=", ".join("target" if one == "group" else one for one in parameters),
-        conditions="".join(
+    arguments = ", ".join("target" if one == "group" else one for one in parameters)
+    parts = {
+        "name": name,
+        "parameters": ", ".join(parameters),
+        "arguments": arguments,
+        "conditions": "".join(
             f" and {one}" for one in [*conditions, *(["when(target)"] if when else [])]
         ),
-        given=", ".join(found_peer if one == "peer" else one for one in fast),
-    )
+        "given": ", ".join(found_peer if one == "peer" else one for one in fast),
+    }
     # A file of this package, so that the frame is none of the program's.
     file = os.path.join(os.path.dirname(__file__), f"<fast path of {name}>")
-    exec(compile(text, file, "exec"), namespace)
-    made = namespace[name]
-    made.__defaults__ = function.__defaults__
+    for watch in ("", _WATCH.format(arguments=arguments)):
+        exec(compile(_FAST_CALL.format(watch=watch, **parts), file, "exec"), namespace)
+        made = namespace[name]
+        made.__defaults__ = function.__defaults__
+        namespace.setdefault("unwatched", made)
     return cast(Callable[..., Any], made)
+
+
+def unseen(function: _F) -> _F:
+    """Mark a function of ours that torch's modes, as those of typed contexts, do not look into."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not watchers:
+            return function(*args, **kwargs)
+        with NotSeen():
+            return function(*args, **kwargs)
+
+    return cast(_F, leave_untraced(call))
 
 
 def leave_untraced(function: _F) -> _F:

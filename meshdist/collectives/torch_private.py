@@ -1,22 +1,60 @@
-"""The private names of torch that the functional verbs use; a test says that torch has them."""
+"""The private names of torch that verbs and typed contexts use; a test says that torch has them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import _C
-from torch.autograd import Function
+from torch.autograd import Function, function as function_module
 
-from .instruments import leave_untraced
+from .instruments import leave_untraced, watchers
 
-__all__ = ["are_transforms_active", "call_function", "outside_transforms"]
+__all__ = [
+    "NotSeen",
+    "SingleLevelFunction",
+    "are_transforms_active",
+    "call_function",
+    "is_mode_enabled",
+    "is_wrapped",
+    "mode_at",
+    "num_modes",
+    "outside_transforms",
+    "storage_uses",
+    "unseen",
+    "unwrapped",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 are_transforms_active = _C._are_functorch_transforms_active
 """Whether the call is inside a transform of torch.func."""
 
 outside_transforms = _C._DisableFuncTorch
 """A context in which new tensors are plain ones, also inside a transform of torch.func."""
+
+is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+"""Whether a transform of torch.func has wrapped a tensor."""
+
+unwrapped = _C._functorch.get_unwrapped
+"""What such a wrapper holds."""
+
+NotSeen = _C.DisableTorchFunction
+"""A context in which no mode sees what torch is asked to do."""
+
+is_mode_enabled = _C._is_torch_function_mode_enabled
+"""Whether there is a mode that sees what torch is asked to do."""
+
+num_modes = _C._len_torch_function_stack
+"""How many such modes this thread is inside."""
+
+mode_at = _C._get_function_stack_at
+"""One of them, the outermost first."""
+
+SingleLevelFunction = function_module._SingleLevelFunction
+"""The class of torch whose ``apply`` that of every custom Function looks up at each call."""
 
 _bare_apply = _C._FunctionBase.__dict__["apply"]
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead
@@ -36,3 +74,22 @@ def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torc
     else:
         result = _bare_apply(function, _unwrapped_if_dead(x), *rest)
     return result
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors and arrays share the memory of ``tensor``, itself included."""
+    # The storage that is made here to ask counts as well.
+    return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def unseen(function: _F) -> _F:
+    """Mark a function of ours that torch's modes, as those of typed contexts, do not look into."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not watchers:
+            return function(*args, **kwargs)
+        with NotSeen():
+            return function(*args, **kwargs)
+
+    return cast(_F, leave_untraced(call))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..collectives.instruments import unseen
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError, MeshError
@@ -43,6 +44,7 @@ class ModelAverager(ABC):
         self.warmup_steps = warmup_steps
         self.step = 0
 
+    @unseen
     def average_parameters(self, params: Parameters) -> None:
         """Count one step, and average where it is one that does; then collective over the group.
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..arrays import as_tensor, describe, like
+from ..collectives.instruments import unseen
 from ..collectives.verbs import all_reduce
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
@@ -76,6 +77,7 @@ class GradientBuckets:
         ([5.0, 5.0, 5.0], [1.5, 1.5])
     """
 
+    @unseen
     def __init__(self, tree: Any, group: Any = None, *, bucket_cap_mb: float | None = None) -> None:
         caps = bucket_caps(bucket_cap_mb)
         self._group = resolve_group(group)
@@ -140,6 +142,7 @@ class GradientBuckets:
         arrays, buckets = len(self._names), len(self._flats)
         return f"<GradientBuckets: {arrays} arrays in {buckets} buckets on {self._group.name}>"
 
+    @unseen
     def ready(self, path: Any) -> None:
         """Say that gradients are written: that at ``path``, or all below it.
 
@@ -168,6 +171,7 @@ class GradientBuckets:
         while len(self._works) < len(self._flats) and not self._num_pending[len(self._works)]:
             self._start()
 
+    @unseen
     def wait(self) -> Any:
         """Return ``views`` when they hold the averages; collective over the group.
 

@@ -19,6 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_world
 from ..collectives.instruments import leave_untraced
+from ..collectives.typed_in_place import made_equal
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
@@ -237,6 +238,7 @@ def _normalize(
     y, count, mean, squares = _Normalization.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, eps, has_backward, group
     )
+    made_equal(group, count, mean, squares)
     with torch.no_grad():
         # What has no value keeps its estimate: no mean of none, no unbiased variance of one.
         for running, new, least in (

@@ -123,6 +123,7 @@ class DeviceMesh:
             _own_groups=own_groups,
             _flat_group=None,
             _derived={},
+            notes={},
         )
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", self._open)
@@ -133,6 +134,8 @@ class DeviceMesh:
     """The arrangement of ranks, without processes."""
     world: World
     """The world of its ranks."""
+    notes: dict[str, Any]
+    """What rooms above remember for as long as this mesh lives, each under a name of its own."""
     _definition: MeshDefinition
     _root: DeviceMesh
     _coordinate: tuple[int, ...] | None

@@ -90,11 +90,12 @@ def pcast(x: Any, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = Non
     """
     return on_leaves(
         "pcast",
-        lambda leaf, group: functional.pcast(leaf, group, to=to),
+        lambda leaf, group, source="": functional.pcast(leaf, group, to=to, source=source),
         x,
         axis_name,
         mesh,
         on_number=_itself,
+        to=to,
     )
 
 

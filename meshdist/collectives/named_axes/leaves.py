@@ -11,11 +11,13 @@ import torch
 from ...arrays import as_tensor, like
 from ...groups.process_group import ProcessGroup, resolve_group
 from ...mesh.device_mesh import DeviceMesh
+from ..torch_private import NotSeen
+from ..typed_verbs import TypedVerb, find_typed_verb
 from .axes import AxisName, get_axes
 
 __all__ = ["on_leaves"]
 
-OnTensor: TypeAlias = Callable[[torch.Tensor, ProcessGroup], torch.Tensor]
+OnTensor: TypeAlias = Callable[..., torch.Tensor]
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 
@@ -29,6 +31,7 @@ def on_leaves(
     *,
     on_number: Callable[[Any, int], Any] | None = None,
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
+    to: str | None = None,
 ) -> Any:
     """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
 
@@ -38,11 +41,28 @@ def on_leaves(
         x, axis_name, mesh: the verb's own arguments.
         on_number: applies it to a Python number, given the size of the axis; None refuses numbers.
         check: raises where a tensor is not fit, beyond being one; ``on_tensor`` does so, too.
+        to: the kind of result that the call asks for, where the verb leaves that open.
     """
     axes = get_axes(verb, axis_name, mesh)
+    typed = find_typed_verb(verb, axes, to)
+    if typed is not None:
+        with NotSeen():
+            return _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
     if isinstance(x, torch.Tensor):  # by far the most frequent, and needs no tree
         plain = as_tensor(x, argument="x", verb=verb, writable=False)
         return on_tensor(plain, resolve_group(axes))
+    return _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
+
+
+def _on_leaves(
+    verb: str,
+    on_tensor: OnTensor,
+    x: Any,
+    axes: DeviceMesh,
+    on_number: Callable[[Any, int], Any] | None,
+    check: Callable[[torch.Tensor, ProcessGroup], object] | None,
+    typed: TypedVerb | None,
+) -> Any:
     paths, leaves, tree = optree.tree_flatten_with_accessor(x)
     tensors = [
         None
@@ -54,9 +74,14 @@ def on_leaves(
         for tensor in tensors:
             if tensor is not None:
                 check(tensor, resolve_group(axes))
+    calls: list[OnTensor] = [on_tensor] * len(leaves)
+    if typed is not None:  # arrays of other libraries have no types
+        for place, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                calls[place] = typed.checked(on_tensor, leaf, path.codify("x"))
     return tree.unflatten(
-        like(on_tensor(tensor, resolve_group(axes)), leaf)
+        like(call(tensor, resolve_group(axes)), leaf)
         if tensor is not None
         else on_number(leaf, axes.size())  # type: ignore[misc]  # None is for what it takes
-        for leaf, tensor in zip(leaves, tensors, strict=True)
+        for call, leaf, tensor in zip(calls, leaves, tensors, strict=True)
     )

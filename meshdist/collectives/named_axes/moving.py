@@ -10,6 +10,8 @@ from ...groups.process_group import resolve_group
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional, ragged, rearranging
 from ..blocks import get_dim
+from ..torch_private import NotSeen
+from ..typed_verbs import find_typed_verb
 from .axes import AxisName, get_axes, refuse_groups
 from .leaves import on_leaves
 
@@ -78,6 +80,7 @@ def all_gather(
         axis_name,
         mesh,
         check=lambda leaf, _: get_dim(axis, leaf.dim() + (not tiled), "axis", "all_gather"),
+        to=to,
     )
 
 
@@ -196,12 +199,24 @@ def ragged_all_to_all(
     """
     refuse_groups("ragged_all_to_all", axis_index_groups)
     axes = get_axes("ragged_all_to_all", axis_name, mesh)
+    numbers = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    typed = find_typed_verb("ragged_all_to_all", axes)
+    if typed is None:
+        return _ragged(operand, output, numbers, axes)
+    given, text = typed.joined(operand, output, *numbers)
+    with NotSeen():
+        result = _ragged(given[0], given[1], given[2:], axes)
+    return typed.marked(result, text)
+
+
+def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh) -> Any:
     rows, initial = (
         as_tensor(one, argument=argument, verb="ragged_all_to_all", writable=False)
         for one, argument in ((operand, "operand"), (output, "output"))
     )
-    numbers = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    result = ragged.ragged_all_to_all(rows, initial, *numbers, group=resolve_group(axes))
+    starts, sent, places, taken = numbers
+    group = resolve_group(axes)
+    result = ragged.ragged_all_to_all(rows, initial, starts, sent, places, taken, group)
     return like(result, output)
 
 

@@ -1,0 +1,213 @@
+"""Casts that a typed context inserts: aliases whose backward is a psum.
+
+A cast stands where an operand that is invariant over some axes meets others that are not. Forward
+it is the operand itself: an alias that shares its memory and its version, reaches the operation
+alone, and through which torch lets nobody write. Backward it sums the gradient over the axes.
+
+A tensor is cast once for each type that it lacks, and keeps the cast while it lives: three uses of
+an activation cost one psum. Leaves, whose casts would keep them alive, are forgotten when a
+backward has ended. Casts live by the tensor that they are of alone, never by the garbage collector,
+which runs at other moments on other ranks: all ranks make the same casts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from ..runtime.buffer_pool import new_like
+from .axis_types import kinds_in
+from .detail_checks import check_cast, is_checked
+from .functional import psum
+from .leaf_buckets import LeafBuckets
+from .sparse_sums import sparse_psum
+from .torch_private import call_function
+from .verbs import all_reduce
+
+__all__ = ["Casts"]
+
+_NOTE = "leaf buckets"  # under which a mesh keeps its own
+
+
+class Casts:
+    """The casts of one context.
+
+    Args:
+        mesh: the context's.
+
+    Attributes:
+        count: how many nodes of autograd were made.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.count = 0
+        self._mesh = mesh
+        self._buckets: LeafBuckets = mesh.notes.setdefault(_NOTE, LeafBuckets())
+        self._groups: dict[str, ProcessGroup] = {}
+        self._kept: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
+        self._owners: dict[int, weakref.ref[torch.Tensor] | torch.Tensor] = {}
+        self._order: list[tuple[weakref.ref[torch.Tensor], str]] = []
+
+    @property
+    def num_kept(self) -> int:
+        """How many tensors have a cast now."""
+        return len(self._kept)
+
+    def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
+        """``x`` with the kinds ``missing`` over axes along which it is invariant, for one use."""
+        kept = self._kept.get(id(x))
+        if kept is not None:
+            found = kept.get(missing)
+            if found is not None and found[0] == x._version:
+                return found[1]
+        group = self._groups.get(missing)
+        if group is None:
+            group = self._groups[missing] = self._group(missing)
+        self.count += 1
+        if is_checked():
+            check_cast(x, group, self._mesh)
+        if not x.is_leaf:
+            alias = call_function(_Cast, x, group, None)
+            self._keep(x, missing, alias)
+            return alias
+        return self._cast_leaf(x, missing, group)
+
+    def _cast_leaf(self, leaf: torch.Tensor, missing: str, group: ProcessGroup) -> torch.Tensor:
+        members = [
+            one
+            for one in self._buckets.members(leaf, missing)
+            if one is leaf or not self._has(one, missing)
+        ]
+        if len(members) == 1:
+            self._order.append((weakref.ref(leaf), missing))
+            alias = call_function(_Cast, leaf, group, self._buckets)
+            self._keep(leaf, missing, alias)
+            return alias
+        aliases: Any = call_function(_CastTogether, members[0], group, *members[1:])
+        for one, alias in zip(members, aliases, strict=True):
+            self._keep(one, missing, alias)
+        return self._kept[id(leaf)][missing][1]
+
+    def _has(self, leaf: torch.Tensor, missing: str) -> bool:
+        found = self._kept.get(id(leaf), {}).get(missing)
+        return found is not None and found[0] == leaf._version
+
+    def _keep(self, x: torch.Tensor, missing: str, alias: torch.Tensor) -> None:
+        key = id(x)
+        if key not in self._owners:
+            kept, owners = self._kept, self._owners
+
+            def forget(_: object) -> None:
+                kept.pop(key, None)
+                owners.pop(key, None)
+
+            owners[key] = x if x.is_leaf else weakref.ref(x, forget)
+            kept[key] = {}
+        self._kept[key][missing] = (x._version, alias)
+
+    def _group(self, missing: str) -> ProcessGroup:
+        axes = kinds_in(missing)
+        return resolve_group(
+            self._mesh[tuple(axis for axis in self._mesh.axis_names if axis in axes)]
+        )
+
+    def forget_leaves(self) -> None:
+        """Let go of leaves, at the end of a backward: their casts are made anew."""
+        for key in [key for key, one in self._owners.items() if isinstance(one, torch.Tensor)]:
+            del self._owners[key], self._kept[key]
+
+    def close(self) -> None:
+        """Let go of all, and learn which leaves belong together."""
+        self._buckets.learn(self._order)
+        self._order.clear()
+        self._kept.clear()
+        self._owners.clear()
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """A view of the memory of ``x`` that does not keep ``x`` itself alive."""
+    apart = x.detach()
+    return apart.view_as(apart)
+
+
+def _flat_sum(parts: list[torch.Tensor], group: ProcessGroup) -> torch.Tensor:
+    """The sum over the group of one-dim parts, one behind the other."""
+    if torch.is_grad_enabled():
+        return psum(torch.cat(parts), group)
+    flat = new_like(parts[0].new_empty(1).expand(sum(map(len, parts))))
+    torch.cat(parts, out=flat)
+    all_reduce(flat, group=group)  # in place: what psum would copy is ours
+    return flat
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+class _Cast(Function):
+    """One tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: ProcessGroup, buckets: LeafBuckets | None
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.buckets = buckets
+        ctx.leaf = None if buckets is None else weakref.ref(x)
+        return _alias(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if grad.layout is torch.sparse_coo:
+            leaf = None if ctx.leaf is None else ctx.leaf()
+            if leaf is not None:
+                ctx.buckets.leave_alone(leaf)
+            return sparse_psum(grad, ctx.group), None, None
+        return psum(grad, ctx.group), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
+
+class _CastTogether(Function):
+    """The leaves of a bucket: one flat psum, with a number for each that says whether it is used.
+
+    What no rank uses has no gradient, as on one device.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: torch.Tensor, group: ProcessGroup, *others: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        leaves = (first, *others)
+        ctx.set_materialize_grads(False)
+        ctx.group = group
+        ctx.shapes = [one.shape for one in leaves]
+        ctx.like = first.detach().new_empty(0)
+        return tuple(map(_alias, leaves))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        like: torch.Tensor = ctx.like
+        sizes = [shape.numel() for shape in ctx.shapes]
+        used = like.new_tensor([grad is not None for grad in grads])
+        parts = [
+            like.new_zeros(size) if grad is None else _dense(grad).reshape(-1)
+            for grad, size in zip(grads, sizes, strict=True)
+        ]
+        total = _flat_sum([*parts, used], ctx.group)
+        *sums, num_users = total.split([*sizes, len(sizes)])
+        is_used = [True] * len(grads)
+        if any(grad is None for grad in grads):
+            is_used = num_users.detach().ne(0).tolist()
+        first, *others = (
+            one.view(shape) if used_somewhere else None
+            for one, shape, used_somewhere in zip(sums, ctx.shapes, is_used, strict=True)
+        )
+        return first, None, *others

@@ -1,0 +1,85 @@
+"""What typed contexts compare at debug level DETAIL: that invariant values are equal on all ranks.
+
+The types trust what data are annotated with, and numbers that leave tensors. What slips through
+there is named here: each operand that is cast, each loss, and the gradients of leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from .axis_types import kinds_in
+from .functional import check_invariant
+from .type_errors import tensor_text, type_of, where
+
+__all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]
+
+
+def is_checked() -> bool:
+    """Whether values are compared."""
+    return get_debug_level() == DebugLevel.DETAIL
+
+
+def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
+    """Raise GradientError unless all ranks hold the same operand of a cast."""
+    check_invariant(
+        x.detach(),
+        group,
+        f"an operand that is invariant by its type, {tensor_text(x)}, and meets varying ones,",
+        where=where(mesh),
+        expected="equal values, as its type says",
+        fix="say what it is where it is made or enters, for example md.annotate(x, varying='dp')",
+    )
+
+
+def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise GradientError unless a loss is equal along the axes over which it is invariant."""
+    group = _invariant_group(type_of(loss), mesh)
+    if group is not None:
+        check_invariant(
+            loss.detach(),
+            group,
+            f"a loss that is invariant by its type, {tensor_text(loss)},",
+            where=where(mesh),
+            expected="equal values, as its type says",
+            fix="annotate the data that differ between ranks, and take numbers that differ into "
+            "the program as annotated tensors",
+        )
+
+
+def check_gradient_of(
+    leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
+) -> None:
+    """Raise GradientError unless a leaf's gradient is equal along the axes where it is invariant.
+
+    Args:
+        leaf: has the gradient, or on this rank has none.
+        grad: the gradient.
+        text: the type of the gradient.
+        mesh: has the axes.
+    """
+    group = _invariant_group(text, mesh)
+    if group is None:
+        return
+    # A number behind the values says whether there are any.
+    dense = torch.zeros_like(leaf) if grad is None else grad.detach().to_dense()
+    is_there = dense.new_full((1,), grad is not None)
+    check_invariant(
+        torch.cat([dense.reshape(-1), is_there]),
+        group,
+        f"the gradient of a leaf, {tensor_text(leaf)},",
+        where=where(mesh),
+        expected="equal gradients: along these axes the gradient is invariant, as the leaf is",
+        fix="a value that differs between ranks entered without a type: annotate it where it "
+        "enters, md.annotate(x, varying='dp')",
+    )
+
+
+def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
+    """The group along all axes over which a type is invariant; None where there are none."""
+    kinds = kinds_in(text)
+    axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
+    return resolve_group(mesh[axes]) if axes else None

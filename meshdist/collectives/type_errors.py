@@ -1,0 +1,249 @@
+"""What typed contexts refuse, in words: one function for each kind of message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..checking.call_sites import call_site, show_site
+from ..dtypes import dtype_name
+from ..errors import AxisTypeError, KindError
+from ..mesh.device_mesh import DeviceMesh
+from .axis_types import ATTRIBUTE, kinds_in, shown
+from .verb_kinds import KINDS
+
+__all__ = [
+    "axes_text",
+    "foreign_axis",
+    "mesh_text",
+    "of_a_subclass",
+    "owned_loss",
+    "refused_join",
+    "refused_loss",
+    "refused_verb",
+    "refused_write",
+    "tensor_text",
+    "transformed",
+    "type_of",
+    "unseen_history",
+    "where",
+]
+
+
+def type_of(tensor: torch.Tensor) -> str:
+    """The text of a tensor's type; one without a mark is invariant."""
+    found: str = tensor.__dict__.get(ATTRIBUTE, "")
+    return found
+
+
+def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
+    """A tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``."""
+    text = type_of(tensor) if text is None else text
+    kinds = f"{{{text}}}" if text else ""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{kinds}"
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """A mesh's axes and sizes: ``DeviceMesh(dp=2, tp=2)``."""
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())
+    return f"DeviceMesh({sizes})"
+
+
+def axes_text(mesh: DeviceMesh, axes: Sequence[str]) -> str:
+    """Axes with their sizes: ``axis 'dp' (size 2)``."""
+    sizes = mesh.axis_sizes
+    each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
+    return f"{'axis' if len(axes) == 1 else 'axes'} {each}"
+
+
+def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
+    """This rank, the axes that the message is about, and the line of the program."""
+    coordinate = mesh.get_coordinate()
+    place = (
+        ""
+        if coordinate is None
+        else ", ".join(
+            f"{axis}={one}" for axis, one in zip(mesh.axis_names, coordinate, strict=True)
+        )
+    )
+    about = f"; {axes_text(mesh, axes)}" if axes else ""
+    return f"rank {mesh.world.rank} ({place}) of {mesh_text(mesh)}{about}; {show_site(call_site())}"
+
+
+def operands_text(operands: Sequence[torch.Tensor]) -> str:
+    """An operation's operands with their types, one a line."""
+    return "\n".join(f"operand {place}: {tensor_text(one)}" for place, one in enumerate(operands))
+
+
+def _word(kind: str) -> str:
+    return KINDS[kind]
+
+
+def refused_verb(
+    verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, taken: Sequence[str], argument: str
+) -> AxisTypeError:
+    """A functional verb over an axis where its operand is of a kind that it does not take."""
+    kind = kinds_in(type_of(x)).get(axis, "I")
+    words = " or ".join(map(_word, taken)) or "no value at all"
+    fixes = {
+        "I": f"where data enter, say that they differ: md.annotate(batch, varying={axis!r}); to "
+        f"count a value that is equal on all ranks, multiply by lax.axis_size({axis!r}), or cast "
+        f"it first: lax.pvary({argument}, {axis!r})",
+        "V": f"reduce it first: lax.psum({argument}, {axis!r}) or lax.pmean({argument}, {axis!r})",
+        "U": f"reduce it first: lax.psum({argument}, {axis!r}), or lax.psum_scatter",
+        "R": f"cast it first: lax.pcast({argument}, {axis!r}, to='varying')",
+    }
+    return AxisTypeError(
+        f"{verb} over axis {axis!r} of a value that is {_word(kind)} there",
+        where=where(mesh, [axis]),
+        expected=f"a value that is {words} over {axis!r}",
+        found=f"{argument}: {tensor_text(x)}",
+        fix=fixes[kind],
+    )
+
+
+def refused_join(
+    name: str, operands: Sequence[torch.Tensor], axis: str, operand: int, mesh: DeviceMesh
+) -> AxisTypeError:
+    """An operation on an unreduced value that is not linear in it."""
+    target = operands[0]
+    if operand and name.endswith("_") and target.is_leaf and "U" not in type_of(target):
+        return AxisTypeError(
+            f"{name} of an unreduced gradient to a parameter",
+            where=where(mesh, [axis]),
+            expected=f"a gradient that is complete over {axis!r}; this one is a summand on each "
+            "rank",
+            found=operands_text(operands),
+            fix=f"sum it first: lax.psum(p.grad, {axis!r})",
+        )
+    return AxisTypeError(
+        f"{name} of a value unreduced over {axis!r}",
+        where=where(mesh, [axis]),
+        expected="a linear operation: a sum of unreduced values, a product with an invariant or "
+        "reduced one, a division of it, a change of shape or floating dtype",
+        found=operands_text(operands),
+        fix=f"add the summands up first: lax.psum(x, {axis!r}) or lax.psum_scatter(x, {axis!r})",
+    )
+
+
+def refused_loss(
+    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str
+) -> AxisTypeError:
+    """A backward of what is not one number on all ranks."""
+    kinds = kinds_in(type_of(loss))
+    varying = [axis for axis in axes if kinds[axis] == "V"]
+    if varying:
+        return AxisTypeError(
+            f"{verb} of a loss that varies over {shown(varying)}",
+            where=where(mesh, varying),
+            expected="one loss, equal on all ranks",
+            found=f"loss: {tensor_text(loss)}",
+            fix=f"say how the ranks' losses make one: loss = lax.pmean(loss, {_named(varying)}), "
+            "or lax.psum; or ask for that of each rank's own: give the gradient outright, "
+            "torch.ones_like(loss)",
+        )
+    return AxisTypeError(
+        f"{verb} of a loss that is reduced over {shown(axes)}",
+        where=where(mesh, axes),
+        expected="a loss that is invariant there: the gradient of a reduced one is a summand on "
+        "each rank, and would be counted once a rank",
+        found=f"loss: {tensor_text(loss)}",
+        fix="where a term of parameters alone, as a weight penalty, stands beside a mean, move it "
+        f"inside: loss = lax.pmean(loss + term, {_named(axes)})",
+    )
+
+
+def owned_loss(
+    loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, verb: str
+) -> AxisTypeError:
+    """A loss that is complete over an axis over which gradients will be divided once more."""
+    return AxisTypeError(
+        f"{verb} of a loss invariant over {axis!r}, which {owner} owns and divides",
+        where=where(mesh, [axis]),
+        expected=f"each rank's own loss: {owner} takes the mean of the gradients over {axis!r}",
+        found=f"loss: {tensor_text(loss)}",
+        fix=f"drop the lax.pmean over {axis!r}",
+    )
+
+
+def _named(axes: Sequence[str]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+
+
+def refused_write(
+    name: str,
+    target: torch.Tensor,
+    text: str,
+    operands: Sequence[torch.Tensor],
+    mesh: DeviceMesh,
+    why: str,
+) -> AxisTypeError:
+    """A write in place that would change a type that other tensors rely on."""
+    before, after = kinds_in(type_of(target)), kinds_in(text)
+    axes = [axis for axis, kind in after.items() if before.get(axis, "I") != kind]
+    was, becomes = before.get(axes[0], "I"), after[axes[0]]
+    cast = (
+        f"buf = lax.pvary(buf, {_named(axes)})"
+        if becomes == "V"
+        else f"buf = lax.pcast(buf, {_named(axes)}, to={_word(becomes)!r})"
+    )
+    return AxisTypeError(
+        f"{name} would turn what it writes, {_word(was)} over {shown(axes)}, into {_word(becomes)}",
+        where=where(mesh, axes),
+        expected=f"a target of type {{{text}}}",
+        found=f"a target of {tensor_text(target)}, {why}\n{operands_text(operands)}",
+        fix=f"cast it before: {cast}",
+    )
+
+
+def unseen_history(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> AxisTypeError:
+    """A tensor with a gradient function and no type."""
+    made = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an unknown function"
+    return AxisTypeError(
+        f"an operand of {operation} has a history that the context did not see",
+        where=where(mesh),
+        expected="a tensor that was made inside the context, a leaf, or one with a type",
+        found=f"{tensor_text(tensor)} without a type, made by {made}: outside the context, by "
+        "TorchScript or by an extension",
+        fix='say what it is: md.annotate(x, varying="dp"), or md.annotate(x) where it is equal on '
+        "all ranks",
+    )
+
+
+def foreign_axis(
+    axis: str, tensor: torch.Tensor, operation: str, mesh: DeviceMesh
+) -> AxisTypeError:
+    """A tensor whose type names an axis of another mesh."""
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())
+    return AxisTypeError(
+        f"axis {axis!r} of an operand of {operation} is not in mesh ({sizes})",
+        where=where(mesh),
+        expected=f"axes of the context's mesh: {shown(mesh.axis_names)}",
+        found=tensor_text(tensor),
+        fix="open the context with the mesh that has the axis, or annotate the tensor anew",
+    )
+
+
+def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisTypeError:
+    """A value that is not invariant, inside a transform of torch.func."""
+    return AxisTypeError(
+        f"{operation} inside a transform of torch.func has an operand that is not invariant",
+        where=where(mesh),
+        expected="invariant values alone: a type is lost when the transform unwraps its results",
+        found=tensor_text(tensor),
+        fix="use torch.autograd inside the context, or the transform with hand-written casts "
+        "(lax.pvary, lax.psum) in `with md.untyped():`",
+    )
+
+
+def of_a_subclass(tensor: torch.Tensor, operation: str) -> KindError:
+    """A subclass of Tensor, whose operations a context cannot follow."""
+    return KindError(
+        f"{operation} in a typed context has an operand of type {type(tensor).__name__}",
+        expected="plain tensors and parameters",
+        found=f"{type(tensor).__module__}.{type(tensor).__qualname__}, a subclass with operations "
+        "of its own",
+        fix="convert it to a plain tensor, as DTensor.to_local() does, or run what needs it in "
+        "`with md.untyped():`",
+    )

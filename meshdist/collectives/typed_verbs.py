@@ -1,0 +1,154 @@
+"""The functional verbs inside typed contexts: kinds checked by the verbs' table, results marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from ..errors import AxisTypeError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from .axis_types import ATTRIBUTE, kinds_in, shown, with_kinds
+from .contexts import ContextMode, find_mode, mark
+from .operation_rules import Operation
+from .type_errors import mesh_text, refused_verb, where
+from .verb_kinds import KINDS, find_result_kind
+
+__all__ = ["TypedVerb", "axes_of_ranks", "find_typed_verb"]
+
+
+def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
+    """The verb as the context has it that the call is in; None where there is no context.
+
+    Args:
+        verb: its public name, as in ``verb_kinds``.
+        axes: the mesh of just the axes that it is over.
+        to: as for ``verb_kinds.find_result_kind``.
+    """
+    mode = find_mode()
+    return None if mode is None else TypedVerb(mode, verb, _context_axes(mode, axes, verb), to)
+
+
+class TypedVerb:
+    """One call of a functional verb inside a context.
+
+    Args:
+        mode: the context.
+        verb, to: as for ``find_typed_verb``.
+        axes: of the context's mesh, in the order of the call.
+    """
+
+    def __init__(self, mode: ContextMode, verb: str, axes: tuple[str, ...], to: str | None) -> None:
+        self._mode = mode
+        self._verb = verb
+        self._axes = axes
+        self._to = to
+
+    def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
+        """The type of what the verb makes of ``x``.
+
+        Raises:
+            AxisTypeError: over one of the axes ``x`` is of a kind that the verb does not take.
+        """
+        verb, to = self._verb, self._to
+        text = self._mode.operand_type(x, verb)
+        kinds, results = kinds_in(text), {}
+        for axis in self._axes:
+            kind = find_result_kind(verb, kinds.get(axis, "I"), to)
+            if kind is None:
+                taken = [one for one in KINDS if find_result_kind(verb, one, to) is not None]
+                if not taken:  # there is no such ``to``, as the verb itself will say
+                    return text
+                raise refused_verb(verb, x, axis, self._mode.mesh, taken, argument)
+            results[axis] = kind
+        return with_kinds(text, results)
+
+    def checked(
+        self, on_tensor: Callable[..., torch.Tensor], x: torch.Tensor, argument: str = "x"
+    ) -> Callable[[torch.Tensor, ProcessGroup], torch.Tensor]:
+        """``on_tensor`` for ``x``, which is fit for it; the result has its type.
+
+        Raises:
+            AxisTypeError: as ``result_type``.
+        """
+        text = self.result_type(x, argument)
+
+        def call(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+            result = self._cast(on_tensor, x) if self._verb == "pcast" else on_tensor(x, group)
+            result.__dict__[ATTRIBUTE] = text
+            return result
+
+        return call
+
+    def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
+        """The operands of a verb that has several, cast to their join, and its text.
+
+        ``x`` is the one whose kind the verb asks for. What is no tensor has no type.
+
+        Raises:
+            AxisTypeError: as ``result_type``; or the operands do not join.
+        """
+        given = [x, *others]
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        if isinstance(x, torch.Tensor):
+            self.result_type(x, "operand")
+        found = self._mode.joined(Operation(self._verb), tensors)
+        missing = {id(one): kinds for one, kinds in zip(tensors, found.missing, strict=True)}
+        return [
+            self._mode.cast(one, kinds_in(missing[id(one)])) if id(one) in missing else one
+            for one in given
+        ], found.text
+
+    @staticmethod
+    def marked(result: Any, text: str) -> Any:
+        """``result`` with its type; an array of another library has none."""
+        mark(result, text)
+        return result
+
+    def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        """A cast from each kind that ``x`` is of, over its axes: their transposes differ."""
+        kinds = kinds_in(self._mode.operand_type(x, self._verb))
+        result = x
+        for kind, word in KINDS.items():
+            axes = tuple(axis for axis in self._axes if kinds.get(axis, "I") == kind)
+            if axes:
+                result = on_tensor(result, resolve_group(self._mode.mesh[axes]), word)
+        return result
+
+
+def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
+    """The axes of the context's mesh along which the ranks of ``axes`` lie.
+
+    Raises:
+        AxisTypeError: there are none.
+    """
+    own, names = mode.mesh, axes.axis_names
+    if all(
+        name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks
+        for name in names
+    ):
+        return tuple(names)
+    found = axes_of_ranks(own, axes.layout.ranks().ravel().tolist())
+    if found is None:
+        raise AxisTypeError(
+            f"{verb} over {shown(names)} of a mesh that is no part of the context's",
+            where=where(own),
+            expected=f"axes of {mesh_text(own)}, a slice of it, or axes flattened",
+            found=mesh_text(axes),
+            fix="open the context with the mesh that has these axes",
+        )
+    return found
+
+
+def axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
+    """The axes of ``mesh`` along which exactly these ranks lie, through this one; None if none."""
+    wanted = set(ranks)
+    for count in range(mesh.ndim + 1):
+        for names in combinations(mesh.axis_names, count):
+            along = mesh[names].layout.ranks().ravel().tolist() if names else [mesh.world.rank]
+            if set(along) == wanted:
+                return names
+    return None
