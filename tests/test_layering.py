@@ -167,7 +167,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "collectives": (
             "checks",
-            "torch_private",
             "instruments",
             "collective",
             "verbs",
@@ -177,6 +176,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "parcels",
             "objects",
             "monitored",
+            "torch_private",
             "verb_kinds",
             "blocks",
             "linear_function",

@@ -24,9 +24,8 @@ from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..verb_table import OBJECT_VERBS
 from ..wires.work import Work
-from .torch_private import NotSeen
 
-__all__ = ["Watcher", "leave_untraced", "unseen", "verb", "watchers"]
+__all__ = ["Watcher", "leave_untraced", "verb", "watchers"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FindPeer = Callable[[ProcessGroup, "int | None", "int | None", str, str], "int | None"]
@@ -158,19 +157,6 @@ def _with_fast_path(
         made.__defaults__ = function.__defaults__
         namespace.setdefault("unwatched", made)
     return cast(Callable[..., Any], made)
-
-
-def unseen(function: _F) -> _F:
-    """Mark a function of ours that torch's modes, as those of typed contexts, do not look into."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not watchers:
-            return function(*args, **kwargs)
-        with NotSeen():
-            return function(*args, **kwargs)
-
-    return cast(_F, leave_untraced(call))
 
 
 def leave_untraced(function: _F) -> _F:

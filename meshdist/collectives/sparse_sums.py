@@ -1,14 +1,16 @@
-"""The sum of sparse gradients over a group: each member sends the rows that it has."""
+"""Sums of sparse tensors over a group: each member sends the rows that it has."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..groups.process_group import ProcessGroup
-from .list_verbs import all_gather
 from .verbs import all_gather_into_tensor
 
-__all__ = ["sparse_psum"]
+__all__ = ["sparse_psum", "sum_rows"]
 
 
 def sparse_psum(grad: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -17,14 +19,23 @@ def sparse_psum(grad: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     count = torch.tensor([rows._nnz()], device=grad.device)
     counts = count.new_empty(group.size())
     all_gather_into_tensor(counts, count, group)
-    sizes = counts.tolist()
-    if not any(sizes):
-        return rows
-    # Indices are gathered along their last dim, values along their first.
-    indices = [rows.indices().new_empty(rows.sparse_dim(), size) for size in sizes]
-    values = [rows.values().new_empty(size, *rows.values().shape[1:]) for size in sizes]
-    all_gather(indices, rows.indices().contiguous(), group)
-    all_gather(values, rows.values().contiguous(), group)
-    return torch.sparse_coo_tensor(
-        torch.cat(indices, 1), torch.cat(values), grad.shape, check_invariants=False
-    ).coalesce()
+    return sum_rows(group, rows, counts.tolist())
+
+
+def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the sum of the rows that the members have, coalesced; collective.
+
+    Args:
+        group: torch's kind of process group.
+        mine: coalesced, of one shape on all members.
+        counts: how many rows each member has.
+    """
+    # Along their last dimension indices go, values along their first.
+    indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
+    values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
+    group.allgather([indices], [mine.indices().contiguous()]).wait()
+    group.allgather([values], [mine.values().contiguous()]).wait()
+    summed = torch.sparse_coo_tensor(
+        torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
+    )
+    return summed.coalesce()

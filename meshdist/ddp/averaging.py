@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.instruments import unseen
+from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError, MeshError

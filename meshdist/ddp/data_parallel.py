@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.instruments import leave_untraced, unseen
+from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
@@ -292,7 +292,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         finally:
             self.require_backward_grad_sync = before
 
-    @unseen
     def check_gradients(self) -> None:
         """Raise now, on every rank, what the next forward would raise of the last backward.
 
@@ -343,7 +342,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.logger.note("comm_hook", hook_name(hook))
 
     @unseen
-    @leave_untraced
     def _begin_forward(self) -> None:
         if not self._has_begun:
             self._begin()
@@ -381,7 +379,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.reducer.awaited += self._buffers_of_model.synchronise(self.process_group, source)
 
     @unseen
-    @leave_untraced
     def _end_forward(self, outputs: Any) -> Any:
         if self.takes_buffers(is_before=False):
             self.take_buffers()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..arrays import as_tensor, describe, like
-from ..collectives.instruments import unseen
+from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..collectives.sparse_sums import sum_rows
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from ..torch_process_groups.sparse import sum_rows
 from .single_bucket import SingleBucket
 
 __all__ = ["SparseBucket"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..collectives.sparse_sums import sum_rows
 from ..errors import ArgumentError, DtypeError
 from ..reduce_ops import ReduceKind, ReduceOp
 
-__all__ = ["sum_rows", "sum_sparse"]
+__all__ = ["sum_sparse"]
 
 
 def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
@@ -39,22 +39,3 @@ def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
     group.all_gather_single(counts, torch.tensor([mine._nnz()], device=mine.device)).wait()
     with torch.no_grad():
         tensor.copy_(sum_rows(group, mine, counts.tolist()))
-
-
-def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the sum of the rows that the members have, coalesced; collective.
-
-    Args:
-        group: torch's kind of process group.
-        mine: coalesced, of one shape on all members.
-        counts: how many rows each member has.
-    """
-    # Along their last dimension indices go, values along their first.
-    indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
-    values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
-    group.allgather([indices], [mine.indices().contiguous()]).wait()
-    group.allgather([values], [mine.values().contiguous()]).wait()
-    summed = torch.sparse_coo_tensor(
-        torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
-    )
-    return summed.coalesce()

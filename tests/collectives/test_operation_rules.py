@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshdist.collectives import torch_private
 from meshdist.collectives.operation_rules import (
     LINEARITY,
     OPERATIONS,
@@ -164,23 +163,3 @@ def test_a_dropout_of_nothing_draws_nothing() -> None:
         (torch.lstm, (x, (x,), [x], True, 1, 0.0, True, False, False), {}, False),
     ]:
         assert draws(OPERATIONS[function], args, kwargs) is is_drawn, (function, args)
-
-
-def test_torchs_private_names_exist_and_work() -> None:
-    x = torch.ones(3)
-    assert not torch_private.are_transforms_active()
-    assert not torch_private.is_wrapped(x)
-    assert torch.func.vmap(lambda one: one * torch_private.is_wrapped(one))(x).tolist() == [1] * 3
-    assert torch_private.storage_uses(x) == 1
-    view = x[0]
-    assert torch_private.storage_uses(x) == 2 == torch_private.storage_uses(view)
-    before = torch_private.num_modes()
-    with torch.device("meta"):
-        assert torch_private.is_mode_enabled()
-        assert torch_private.num_modes() == before + 1
-        assert type(torch_private.mode_at(before)).__name__ == "DeviceContext"
-        with torch_private.NotSeen():
-            assert torch.empty(1).device.type == "cpu"
-            assert not torch_private.is_mode_enabled()
-    assert issubclass(torch.autograd.Function, torch_private.SingleLevelFunction)
-    assert "apply" not in vars(torch_private.SingleLevelFunction)

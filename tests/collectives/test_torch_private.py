@@ -9,6 +9,7 @@ import torch
 from torch.func import grad
 
 import meshdist as md
+from meshdist.collectives import torch_private
 from meshdist.collectives.torch_private import (
     are_transforms_active,
     call_function,
@@ -100,3 +101,23 @@ def test_a_compiled_function_is_cut_at_a_verb_and_keeps_its_derivative() -> None
             return loss.item(), x.grad.tolist(), len(graphs)
 
     assert md.simulate(program, 2)[1] == (15.0, [4.0] * 3, 2)
+
+
+def test_what_typed_contexts_ask_torch() -> None:
+    x = torch.ones(3)
+    assert not torch_private.are_transforms_active()
+    assert not torch_private.is_wrapped(x)
+    assert torch.func.vmap(lambda one: one * torch_private.is_wrapped(one))(x).tolist() == [1] * 3
+    assert torch_private.storage_uses(x) == 1
+    view = x[0]
+    assert torch_private.storage_uses(x) == 2 == torch_private.storage_uses(view)
+    before = torch_private.num_modes()
+    with torch.device("meta"):
+        assert torch_private.is_mode_enabled()
+        assert torch_private.num_modes() == before + 1
+        assert type(torch_private.mode_at(before)).__name__ == "DeviceContext"
+        with torch_private.NotSeen():
+            assert torch.empty(1).device.type == "cpu"
+            assert not torch_private.is_mode_enabled()
+    assert issubclass(torch.autograd.Function, torch_private.SingleLevelFunction)
+    assert "apply" not in vars(torch_private.SingleLevelFunction)
