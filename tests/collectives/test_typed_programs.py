@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import meshdist as md
-from tests.collectives.typed_programs import NAMES, largest_error, make_program
+from tests.collectives.typed_programs import NAMES, Program, largest_error, make_program
+from tests.pool import Pool
+
+
+def worst_errors(program: Program, ways: tuple[bool, ...]) -> list[float]:
+    """On one rank, how far each way to run a program is from one device."""
+    ranks = np.array(program.ranks)
+    mesh = md.DeviceMesh("cpu", ranks, mesh_dim_names=NAMES[-ranks.ndim :])
+    return [largest_error(program, mesh, by_hand=by_hand) for by_hand in ways]
 
 
 def errors(seeds: range, ways: tuple[bool, ...] = (True, False)) -> list[tuple[int, bool, float]]:
     """The programs that are wrong: seed, whether by hand, and by how much."""
     programs = {seed: make_program(seed) for seed in seeds}
-
-    def on_rank(seed: int) -> Any:
-        program = programs[seed]
-        ranks = np.array(program.ranks)
-        mesh = md.DeviceMesh("cpu", ranks, mesh_dim_names=NAMES[-ranks.ndim :])
-        return [largest_error(program, mesh, by_hand=by_hand) for by_hand in ways]
-
     wrong = []
     for seed, program in programs.items():
-        found = md.simulate(on_rank, np.size(program.ranks), args=(seed,))
+        found = md.simulate(worst_errors, np.size(program.ranks), args=(program, ways))
         worst = np.max(found, axis=0)
         wrong += [
             (seed, by_hand, error)
@@ -42,3 +41,15 @@ def test_random_programs(start: int) -> None:
 @pytest.mark.parametrize("start", range(200, 2000, 100))
 def test_more_random_programs(start: int) -> None:
     assert errors(range(start, start + 100)) == []
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_random_programs_on_processes(pool: Pool, backend: str) -> None:
+    programs = [make_program(seed) for seed in range(60)]
+    chosen = [one for one in programs if np.size(one.ranks) == 4][:12]
+
+    def on_rank(programs: list[Program]) -> list[float]:
+        return [max(worst_errors(program, (False,))) for program in programs]
+
+    found = pool.run(on_rank, 4, chosen, backend=backend)
+    assert np.max(found) < 1e-12
