@@ -23,7 +23,7 @@ from .custom_functions import calls_seen
 from .instruments import leave_untraced
 from .list_operations import run_on_items
 from .number_reads import warn_of_number
-from .operation_rules import OPERATIONS, Kind, Operation, draws, written_tensors
+from .operation_rules import OPERATIONS, Kind, Operation, argument, draws, written_tensors
 from .operator_errors import OPERATORS, passing
 from .torch_private import are_transforms_active
 from .type_errors import mesh_text, type_of
@@ -152,7 +152,7 @@ class TypedMode(ContextMode):
         kind = operation.kind
         if kind is _FREE or self.is_asleep:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if kind is not _ORDINARY or operation.ignores:
+        if kind is not _ORDINARY or (operation.ignores and _ignores(operation, args, kwargs)):
             return self._checked(operation, func, args, kwargs or {})
         # The common case: all operands are of one type. It is decided here, without a call.
         text = None
@@ -374,6 +374,11 @@ class TypedMode(ContextMode):
     def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom Function, as any other operation."""
         return self._run(Operation(function.__name__), call, args, kwargs)
+
+
+def _ignores(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a call has a tensor of which no values are read: ``x.to(dtype)`` has none."""
+    return any(isinstance(argument(one, args, kwargs), _Tensor) for one in operation.ignores)
 
 
 def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils import data
 
 from ..bootstrap.world import get_world
+from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
@@ -55,6 +57,10 @@ class DistributedSampler(data.DistributedSampler[T]):
     ) -> None:
         size, place = _size_and_place(num_replicas, rank)
         super().__init__(dataset, size, place, shuffle, seed, drop_last)
+
+    @unseen
+    def __iter__(self) -> Iterator[T]:
+        return super().__iter__()
 
 
 def _size_and_place(

@@ -289,6 +289,8 @@ def test_own_rooms_run_as_if_there_were_no_context() -> None:
             with torch.no_grad():
                 out = model(batch)
             averager.average_parameters(net.parameters())
+            sampler = md.DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=True)
+            assert len(list(sampler)) == 4
             return kinds(out), [kinds(one) for one in net.buffers()]
 
     assert in_mesh(body)[0] == ("V:dp", ["", "", ""])

@@ -448,6 +448,18 @@ def test_compiled_code_runs_operation_by_operation() -> None:
     assert len(calls) == 1
 
 
+def test_a_full_graph_ends_in_torchs_error() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+
+    def body(mesh: md.DeviceMesh) -> str:
+        with md.typed(mesh), pytest.raises(RuntimeError) as caught:
+            compiled(v())
+        return type(caught.value).__module__
+
+    (module,) = in_mesh(body, shape=(1,))
+    assert module.startswith(("torch", "builtins"))
+
+
 # -- contexts -------------------------------------------------------------------------------------
 
 
