@@ -15,6 +15,7 @@ CAUGHT_BY = {
     "AgreementError": (dist.DistBackendError, ValueError),
     "ArgumentError": (ValueError,),
     "AxisError": (ValueError, RuntimeError, KeyError),
+    "AxisTypeError": (TypeError,),
     "BackendError": (dist.DistBackendError,),
     "CollectiveTimeoutError": (dist.DistBackendError, TimeoutError),
     "DeadlockError": (dist.DistBackendError,),
@@ -45,8 +46,12 @@ TORCHS = (
 )
 
 
+WARNINGS = ("VaryingNumberWarning",)
+
+
 def test_every_exception_is_here() -> None:
-    assert {*CAUGHT_BY, *TORCHS} == set(errors.__all__)
+    assert all(issubclass(getattr(errors, name), UserWarning) for name in WARNINGS)
+    assert {*CAUGHT_BY, *TORCHS, *WARNINGS} == set(errors.__all__)
 
 
 @pytest.mark.parametrize("name", CAUGHT_BY)
