@@ -45,6 +45,7 @@ from .collectives.point_to_point import (
     recv as recv,
     send as send,
 )
+from .collectives.seeding import seed as seed
 from .collectives.several_tensors import (
     all_gather_coalesced as all_gather_coalesced,
     all_gather_multigpu as all_gather_multigpu,
@@ -66,6 +67,7 @@ from .collectives.verbs import (
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
 from .ddp import comm_hooks as comm_hooks
+from .ddp.accumulation import accumulate_gradients as accumulate_gradients
 from .ddp.averaging import (
     HierarchicalModelAverager as HierarchicalModelAverager,
     PeriodicModelAverager as PeriodicModelAverager,

@@ -13,6 +13,7 @@ which runs at other moments on other ranks: all ranks make the same casts.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ class Casts:
         for one, alias in zip(members, aliases, strict=True):
             self._keep(one, missing, alias)
         return self._kept[id(leaf)][missing][1]
+
+    def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
+        """A leaf that has been made varying over one of ``axes`` since the last backward."""
+        for key, one in self._owners.items():
+            if isinstance(one, torch.Tensor):
+                for missing in self._kept[key]:
+                    if any(k == "V" and axis in axes for axis, k in kinds_in(missing).items()):
+                        return one
+        return None
 
     def _has(self, leaf: torch.Tensor, missing: str) -> bool:
         found = self._kept.get(id(leaf), {}).get(missing)

@@ -184,8 +184,10 @@ LINEARITY = MappingProxyType(
 _ADDS_NUMBERS = frozenset(_SUMS)
 
 # What is written besides the first argument of a name that ends in an underscore, and out=.
+_DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
 _WRITES = MappingProxyType(
     {
+        **dict.fromkeys((*_DROPOUTS, "rrelu"), ((0, "input"),)),
         "batch_norm": ((1, "running_mean"), (2, "running_var")),
         "instance_norm": ((1, "running_mean"), (2, "running_var")),
         "embedding": ((1, "weight"),),
@@ -304,7 +306,7 @@ def _find_writes(name: str, schema: Any) -> tuple[Place, ...]:
     if name in _WRITES:
         return _WRITES[name]
     if name.endswith("_") and not name.endswith("__"):
-        return ((0, "self"), (0, "input"))
+        return ((0, "self"), (0, "input"), (0, "tensor"))
     if name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE:
         return ((0, "self"),)
     return ()
@@ -331,7 +333,12 @@ def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 
 def draws(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     """Whether this call of a function that may draw does: dropout of nothing does not."""
-    return _are_on(_DRAWS_IF.get(operation.name, ()), args, kwargs)
+    switches = _DRAWS_IF.get(operation.name, ())
+    if kwargs and "train" in kwargs:  # torch.dropout's name for it
+        kwargs = {**kwargs, "training": kwargs["train"]}
+    if switches is _RNN and len(args) > 3 and isinstance(args[3], (list, tuple)):
+        args = args[1:]  # of a packed sequence, whose batch sizes stand second
+    return _are_on(switches, args, kwargs)
 
 
 def written_tensors(
@@ -359,19 +366,16 @@ def _are_on(
 
 # A call draws, or writes, only where all of these arguments are true; each with its default.
 _DROPOUT = (((1, "p"), 0.5), ((2, "training"), True))
-_NATIVE = (((1, "p"), 0.5), ((2, "train"), True))
-_RNN = (((5, "dropout"), 0.0), ((6, "train"), False))
+_ALPHA_DROPOUT = (((1, "p"), 0.5), ((2, "training"), False))
+_RNN = (((5, "dropout"), 0.0), ((6, "training"), False))
 _DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _DROPOUT),
-        **dict.fromkeys(
-            ("dropout_", "feature_dropout", "feature_dropout_", "native_dropout"), _NATIVE
-        ),
-        **dict.fromkeys(
-            ("alpha_dropout", "feature_alpha_dropout"), (((1, "p"), 0.5), ((2, "training"), False))
-        ),
-        "rrelu": (((3, "training"), False),),
-        "rrelu_": (((3, "training"), False),),
+        **dict.fromkeys(_words("dropout dropout1d dropout2d dropout3d"), _DROPOUT),
+        **dict.fromkeys(_words("dropout_ feature_dropout feature_dropout_"), _DROPOUT),
+        "native_dropout": _DROPOUT,
+        **dict.fromkeys(_words("alpha_dropout alpha_dropout_"), _ALPHA_DROPOUT),
+        **dict.fromkeys(_words("feature_alpha_dropout feature_alpha_dropout_"), _ALPHA_DROPOUT),
+        **dict.fromkeys(("rrelu", "rrelu_"), (((3, "training"), False),)),
         "scaled_dot_product_attention": (((4, "dropout_p"), 0.0),),
         "multi_head_attention_forward": (((10, "dropout_p"), 0.0), ((13, "training"), True)),
         **dict.fromkeys(("lstm", "gru", "rnn_relu", "rnn_tanh"), _RNN),
@@ -379,6 +383,8 @@ _DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyTy
 )
 _WRITES_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
     {
+        **dict.fromkeys(_DROPOUTS, (((3, "inplace"), False),)),
+        "rrelu": (((4, "inplace"), False),),
         "batch_norm": (((5, "training"), False),),
         "instance_norm": (((5, "use_input_stats"), True),),
         "embedding": (((3, "max_norm"), None),),

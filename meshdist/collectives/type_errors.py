@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from .verb_kinds import KINDS
 __all__ = [
     "axes_text",
     "foreign_axis",
+    "foreign_leaf",
     "mesh_text",
     "of_a_subclass",
     "owned_loss",
@@ -26,6 +27,7 @@ __all__ = [
     "tensor_text",
     "transformed",
     "type_of",
+    "unseeded_draw",
     "unseen_history",
     "where",
 ]
@@ -158,12 +160,30 @@ def owned_loss(
     loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
     """A loss that is complete over an axis over which gradients will be divided once more."""
+    kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
-        f"{verb} of a loss invariant over {axis!r}, which {owner} owns and divides",
+        f"{verb} of a loss {_word(kind)} over {axis!r}, which {owner} owns and divides",
         where=where(mesh, [axis]),
         expected=f"each rank's own loss: {owner} takes the mean of the gradients over {axis!r}",
         found=f"loss: {tensor_text(loss)}",
-        fix=f"drop the lax.pmean over {axis!r}",
+        fix=f"drop the {'lax.pmean' if kind == 'I' else 'cast'} over {axis!r}",
+    )
+
+
+def foreign_leaf(
+    leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, verb: str
+) -> AxisTypeError:
+    """A leaf that gets a sum of gradients, beside leaves whose owner takes their mean."""
+    axes, owner = list(owners), next(iter(owners.values()))
+    return AxisTypeError(
+        f"{verb} of a loss over {shown(axes)}, which {owner} owns, meets a leaf that is not "
+        f"{owner}'s",
+        where=where(mesh, axes),
+        expected=f"one owner of the gradients: {owner} takes the mean of the ranks' gradients, and "
+        "a cast their sum",
+        found=f"leaf: {tensor_text(leaf)}, cast where it met varying values",
+        fix=f"wrap all that is trained in one module; or take it without {owner}, with "
+        f"lax.pmean(loss, {_named(axes)}); or detach the leaf",
     )
 
 
@@ -208,6 +228,29 @@ def unseen_history(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> Ax
         "TorchScript or by an extension",
         fix='say what it is: md.annotate(x, varying="dp"), or md.annotate(x) where it is equal on '
         "all ranks",
+    )
+
+
+def unseeded_draw(
+    operation: str,
+    operands: Sequence[torch.Tensor],
+    axes: Sequence[str],
+    mesh: DeviceMesh,
+    why: str,
+    *,
+    is_own: bool,
+) -> AxisTypeError:
+    """A draw of which nobody knows along which axes it differs."""
+    source = "torch's own generator" if is_own else "a generator of the program's"
+    given = "" if is_own else ", generator=g"
+    return AxisTypeError(
+        f"{operation} draws from a state that md.seed did not set",
+        where=where(mesh, axes),
+        expected=f"a seed of md.seed, or operands that vary over {shown(mesh.axis_names)}: else "
+        "it is not known whether ranks draw the same",
+        found="\n".join([f"{source}, {why}", *([operands_text(operands)] if operands else [])]),
+        fix=f"on every rank: md.seed(seed{given}) where all draw the same; md.seed(seed, "
+        f"differ_over={_named(axes)}{given}) where they draw their own",
     )
 
 

@@ -25,6 +25,7 @@ from .list_operations import run_on_items
 from .number_reads import warn_of_number
 from .operation_rules import OPERATIONS, Kind, Operation, argument, draws, written_tensors
 from .operator_errors import OPERATORS, passing
+from .seeding import type_of_draw
 from .torch_private import are_transforms_active
 from .type_errors import mesh_text, type_of
 from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_grad
@@ -357,19 +358,9 @@ class TypedMode(ContextMode):
             return run_on_items(self, operation, func, args, kwargs)
         if kind is Kind.DRAW and draws(operation, args, kwargs):
             operands = self._operands(operation, args, kwargs)
-            added = self.type_of_draw(operation, operands, args, kwargs)
+            added = type_of_draw(self, operation, operands, args, kwargs)
             return self._run(operation, func, args, kwargs, added)
         return self._run(operation, func, args, kwargs)
-
-    def type_of_draw(
-        self,
-        operation: Operation,
-        operands: Sequence[torch.Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> str:
-        """What the random generators add to the type of a draw over these operands."""
-        return INVARIANT
 
     def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom Function, as any other operation."""

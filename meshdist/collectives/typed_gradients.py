@@ -12,7 +12,7 @@ from .axis_types import ATTRIBUTE, gradient_type, kinds_in, with_kinds
 from .contexts import ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .operation_rules import argument
-from .type_errors import owned_loss, refused_loss, tensor_text, type_of, where
+from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
 from .verb_kinds import GRADIENT_KINDS
 
 __all__ = [
@@ -43,6 +43,9 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     gradients = _check_losses(mode, "backward", losses, argument(place, args, kwargs))
     args, kwargs = _with_argument(place, gradients, args, kwargs)
+    leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
+    if leaf is not None:
+        raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
     try:
         result = call(*args, **kwargs)
     finally:
@@ -92,7 +95,7 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
         text = mode.type_of(loss, verb)
         mode.check_axes(loss, kinds_in(text), verb)
         for axis, owner in mode.owners.items():
-            if kinds_in(text).get(axis, "I") == "I":
+            if kinds_in(text).get(axis, "I") in "IU":
                 raise owned_loss(loss, axis, owner, mode.mesh, verb)
         if mode.is_checked:
             check_loss(loss, mode.mesh)
@@ -101,7 +104,7 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
             wrong = [
                 axis
                 for axis, kind in kinds_in(text).items()
-                if kind == "R" or (kind == "V" and axis not in mode.owners)
+                if kind in "RV" and axis not in mode.owners
             ]
             if wrong:
                 raise refused_loss(loss, wrong, mode.mesh, verb)
@@ -135,8 +138,12 @@ def _cast_gradient(
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """``x.grad``, which has its type from ``x`` unless it has one of its own."""
-    if grad is not None and ATTRIBUTE not in grad.__dict__:
+    """``x.grad``, which has its type from ``x`` unless it has one of its own.
+
+    What an owner reduces has none of its own: before a backward that the owner skips it was
+    complete, and is not behind it, in the same tensor.
+    """
+    if grad is not None and (ATTRIBUTE not in grad.__dict__ or REDUCED_BY_OWNER in x.__dict__):
         grad.__dict__[ATTRIBUTE] = gradient_type_of(x)
     return grad
 

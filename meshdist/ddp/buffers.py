@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import KindError
 from ..groups.process_group import ProcessGroup
 from .replicas import broadcast_from
+from .typed_owner import note_equal
 
 __all__ = ["Buffers"]
 
@@ -61,7 +62,9 @@ class Buffers:
         if self._hook is None:
             # Through ``.data``, whose version is its own: an earlier forward may have saved a
             # buffer for its backward, as batch norm does, which does not read it there.
-            broadcast_from(source, [one.data for one in self.named().values()], group)
+            buffers = list(self.named().values())
+            broadcast_from(source, [one.data for one in buffers], group)
+            note_equal(buffers, group)
             return []
         state, hook, _ = self._hook
         futures = hook(state, self.named())

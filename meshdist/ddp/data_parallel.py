@@ -28,6 +28,7 @@ from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
 from .replicas import broadcast_from, check_equal_lines, tensor_line
 from .torch_methods import TorchMethods
+from .typed_owner import TypedOwner
 from .wrapping import (
     check_module,
     delayed_indices,
@@ -223,6 +224,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
             dtype=reduce_dtype,
         )
+        self._owner = TypedOwner(trainable, self.device_mesh)
         self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
         self.reducer.logger = self.logger = DataLogger(
             module,
@@ -238,7 +240,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self._has_begun = False
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
-        weakref.finalize(self, _let_go, self.reducer, self._cast).atexit = False
+        weakref.finalize(self, _let_go, self.reducer, self._cast, self._owner).atexit = False
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -248,6 +250,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         Raises:
             GradientError: as ``check_gradients``.
         """
+        self._owner.claim(
+            self.process_group, self.device_mesh, is_reduced=self.require_backward_grad_sync
+        )
         self._begin_forward()
         if self.device_ids is not None:
             inputs, kwargs = moved((inputs, kwargs), self.device)
@@ -394,7 +399,8 @@ DDP = DistributedDataParallel
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
-def _let_go(reducer: Reducer, cast: CastParameters | None) -> None:
+def _let_go(reducer: Reducer, cast: CastParameters | None, owner: TypedOwner) -> None:
     reducer.close()
+    owner.release()
     if cast is not None:
         cast.close()

@@ -26,6 +26,7 @@ _BOUND = {
     "reducer",
     "logger",
     "_buffers_of_model",
+    "_owner",
     "_optimizers",
     "_join_config",
 }

@@ -15,6 +15,7 @@ from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .in_backward import InBackward
 from .logging_data import DataLogger
+from .typed_owner import TypedOwner
 from .wrapping import ignored_names
 
 __all__ = ["TorchMethods"]
@@ -34,6 +35,7 @@ class TorchMethods:
     _buffers_of_model: Any
     _has_begun: bool
     _optimizers: InBackward | None
+    _owner: TypedOwner
     broadcast_bucket_size = 250 * 1024 * 1024
     """Torch's; without effect: buffers travel together, see ``broadcast_from``."""
     use_side_stream_for_tensor_copies = False
@@ -173,6 +175,7 @@ class TorchMethods:
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         self.reducer.close()
+        self._owner.release()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are the module's own, never copies: whatever ``val``, nothing changes."""

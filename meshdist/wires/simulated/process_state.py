@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from ...runtime.seed_notes import SeedNotes, seed_notes, swap_seed_notes
+
 __all__ = ["ProcessState", "seed_as"]
 
 _WORDS: Any = vars(np.random.MT19937)["state"]
@@ -49,6 +51,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
+        self.seed_notes = seed_notes()
         self.torch_state = torch.default_generator.get_state()
         self.random_state = random.getstate()
         generator = self.numpy_generator = get_bit_generator()
@@ -63,6 +66,7 @@ class ProcessState:
 
     def restore(self) -> None:
         """Put everything back, for the thread that runs now."""
+        swap_seed_notes(self.seed_notes)
         seed_before = torch.initial_seed()
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
@@ -99,6 +103,7 @@ def _seed_cuda(noted_seed: int) -> None:
 
 def seed_as(rank: int) -> None:
     """Give the generators the fixed states with which a rank starts."""
+    swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()
     torch.default_generator.manual_seed(rank)
     _seed_cuda(seed_before)

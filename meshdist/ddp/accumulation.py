@@ -1,0 +1,236 @@
+"""Gradients of several backwards, summed over an axis once: ``md.accumulate_gradients``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from ..collectives.axis_types import ATTRIBUTE, kinds_in, with_kinds
+from ..collectives.instruments import unseen
+from ..collectives.leaf_buckets import BUCKET_BYTES
+from ..collectives.named_axes.axes import AxisName, get_axes
+from ..collectives.sparse_sums import sparse_psum
+from ..collectives.type_errors import tensor_text, type_of, where
+from ..collectives.typed_gradients import REDUCED_BY_OWNER
+from ..collectives.verb_kinds import KINDS
+from ..collectives.verbs import all_reduce
+from ..errors import ArgumentError, AxisTypeError, KindError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from ..reduce_ops import ReduceOp
+from .buckets import assign_buckets, items_of, views_into
+from .gradient_hooks import is_reduced
+
+__all__ = ["accumulate_gradients"]
+
+_DENSE = 255  # in the round before the sums; 0: no gradient, else the sparse dims of a sparse one
+
+
+def accumulate_gradients(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    axis_name: AxisName,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> AbstractContextManager[None]:
+    """Let backwards inside add up on each rank; at the end ``.grad`` has their sum over the axis.
+
+    For microbatches: one reduction for all of them, in place of one each. Inside, the parameters
+    are reduced over the axis, and their ``.grad`` begins as None and is this rank's summand, which
+    no optimizer of a typed context takes. At the end the ranks' sums are added to the gradients
+    that were there before, and the types are what they were. Each rank's loss is the mean, or the
+    sum, over all ranks: ``lax.pmean(loss, axis)``, with terms of parameters alone inside of it.
+
+    If the body raises, nothing is sent, and gradients and types are what they were; the other ranks
+    must not go on to their end.
+
+    Args:
+        parameters: leaves, or one, in the same order on every rank; frozen ones are left alone.
+        axis_name, mesh: as for ``lax.psum``.
+
+    Returns:
+        A context manager; entering it sends nothing, and leaving it is collective over the axis.
+        A parameter that no rank has a gradient for keeps the ``.grad`` that it had.
+
+    Cost:
+        A byte a parameter, which says what there is to send, and one all-reduce a bucket of
+        25 MiB. Sparse gradients travel alone.
+
+    Raises:
+        KindError: no tensor is among the parameters.
+        ArgumentError: one is no leaf, or none requires a gradient.
+        AxisTypeError: one is not invariant over the axis, or DDP reduces it.
+        AxisError, MeshError: as ``lax.psum``.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     layer = torch.nn.Linear(1, 1, bias=False)
+        ...     batches = [torch.full((1, 1), 1.0 + md.get_rank() + step) for step in range(3)]
+        ...     with md.typed(mesh), md.accumulate_gradients(layer.parameters(), "dp"):
+        ...         for batch in batches:
+        ...             loss = layer(md.annotate(batch, varying="dp")).sum()
+        ...             md.lax.pmean(loss, "dp").backward()
+        ...     return layer.weight.grad.item()          # 1.5 + 2.5 + 3.5
+        >>> md.simulate(program, 2)
+        [7.5, 7.5]
+    """
+    axes = get_axes("accumulate_gradients", axis_name, mesh)
+    leaves = _leaves(parameters)
+    _check(leaves, axes)
+    return _accumulating(leaves, axes)
+
+
+@contextmanager
+def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[None]:
+    group = resolve_group(axes)
+    texts = [type_of(leaf) for leaf in leaves]
+    kept = _set_aside(leaves, axes.axis_names)
+    try:
+        yield
+        _add_up(leaves, kept, group)
+    except BaseException:
+        _put_back(leaves, kept)
+        raise
+    finally:
+        for leaf, text in zip(leaves, texts, strict=True):
+            leaf.__dict__[ATTRIBUTE] = text
+
+
+def _leaves(parameters: Any) -> list[torch.Tensor]:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    if not isinstance(given, Iterable) or isinstance(given, (str, dict)):
+        raise KindError(
+            "accumulate_gradients takes parameters",
+            expected="tensors, as model.parameters() gives them",
+            found=f"a {type(given).__name__}",
+        )
+    found = list({id(one): one for one in given}.values())
+    for one in found:
+        if not isinstance(one, torch.Tensor):
+            raise KindError(
+                "accumulate_gradients takes parameters",
+                expected="tensors, as model.parameters() gives them",
+                found=f"a {type(one).__name__} among them",
+            )
+        if not one.is_leaf:
+            raise ArgumentError(
+                "accumulate_gradients takes leaves, whose gradients lie in .grad",
+                found=f"{tensor_text(one)}, made by {type(one.grad_fn).__name__}",
+                fix="pass the parameters that it was made of",
+            )
+    leaves = [one for one in found if one.requires_grad]
+    if not leaves:
+        raise ArgumentError(
+            "accumulate_gradients has no parameter that requires a gradient",
+            found=f"{len(found)} tensors that require none",
+        )
+    return leaves
+
+
+def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
+    """Raise AxisTypeError unless nobody else reduces the leaves, which are equal on all ranks."""
+    for place, leaf in enumerate(leaves):
+        owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
+        for axis in axes.axis_names:
+            kind = kinds_in(type_of(leaf)).get(axis, "I")
+            if is_reduced(leaf) and (axis in owned or owned == [""]):
+                raise AxisTypeError(
+                    f"accumulate_gradients over {axis!r} of a parameter that DDP reduces there",
+                    where=where(axes, [axis]),
+                    expected="one owner of the gradients over an axis",
+                    found=f"parameter {place}: {tensor_text(leaf)}",
+                    fix="run all but the last microbatch in `with ddp.no_sync():`, or take the "
+                    "module without DDP",
+                )
+            if kind != "I":
+                raise AxisTypeError(
+                    f"accumulate_gradients over {axis!r} of a parameter that is {KINDS[kind]} "
+                    "there",
+                    where=where(axes, [axis]),
+                    expected=f"parameters that are invariant over {axis!r}: of others each rank "
+                    "has its own gradient, or somebody else reduces it",
+                    found=f"parameter {place}: {tensor_text(leaf)}",
+                    fix="leave it out of the parameters",
+                )
+
+
+@unseen
+def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
+    """Mark the leaves reduced, and take their gradients."""
+    kept = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+        leaf.__dict__[ATTRIBUTE] = with_kinds(type_of(leaf), dict.fromkeys(axes, "R"))
+    return kept
+
+
+@unseen
+def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None]) -> None:
+    for leaf, grad in zip(leaves, kept, strict=True):
+        leaf.grad = grad
+
+
+@unseen
+@torch.no_grad()
+def _add_up(
+    leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
+) -> None:
+    """Add the sums of all ranks' new gradients to the old ones; collective over ``group``."""
+    found = [leaf.grad for leaf in leaves]
+    sums = _sums(leaves, found, group)
+    for leaf, old, new in zip(leaves, kept, sums, strict=True):
+        leaf.grad = new if old is None else old if new is None else _added(old, new)
+
+
+def _added(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The sum; in the memory of ``old`` where that is possible, as autograd adds."""
+    if old.layout is torch.strided:
+        return old.add_(new)
+    return new + old
+
+
+def _sums(
+    leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
+) -> list[torch.Tensor | None]:
+    """The sum of each gradient over all members; None where none has it."""
+    layouts = torch.tensor([_layout_of(grad) for grad in grads], dtype=torch.uint8)
+    layouts = layouts.to(leaves[0].device)
+    all_reduce(layouts, ReduceOp.MAX, group)
+    sums: list[torch.Tensor | None] = [None] * len(leaves)
+    dense = []
+    for place, layout in enumerate(layouts.tolist()):
+        leaf, grad = leaves[place], grads[place]
+        if layout == _DENSE:
+            dense.append(place)
+        elif layout:
+            if grad is None:
+                grad = torch.sparse_coo_tensor(
+                    leaf.new_empty((layout, 0), dtype=torch.int64),
+                    leaf.new_empty((0, *leaf.shape[layout:])),
+                    leaf.shape,
+                    check_invariants=False,
+                )
+            sums[place] = sparse_psum(grad, group)
+    items = items_of(leaves)
+    for bucket in assign_buckets(items, dense, (BUCKET_BYTES,)):
+        members = [leaves[place] for place in bucket]
+        flat = members[0].new_zeros(sum(one.numel() for one in members))
+        views = views_into(flat, members)
+        for place, view in zip(bucket, views, strict=True):
+            grad = grads[place]
+            if grad is not None:
+                view.copy_(grad.to_dense() if grad.layout is torch.sparse_coo else grad)
+        all_reduce(flat, group=group)
+        for place, view in zip(bucket, views, strict=True):
+            sums[place] = view.data  # whose version is its own
+    return sums
+
+
+def _layout_of(grad: torch.Tensor | None) -> int:
+    if grad is None:
+        return 0
+    return grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE

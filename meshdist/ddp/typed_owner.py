@@ -1,0 +1,155 @@
+"""What a wrapper says to typed contexts: over which axes it reduces gradients, and so owns them.
+
+Its parameters are marked reduced there, so that no cast sums their gradients a second time, and
+their ``.grad`` counts as complete there. A forward inside a context claims the axes: from then on
+each rank's loss must be its own over them, since the wrapper takes the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import torch
+
+from ..collectives.axis_types import ATTRIBUTE, kinds_in, shown, type_text, with_kinds
+from ..collectives.contexts import find_mode, innermost_mode
+from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
+from ..collectives.typed_gradients import REDUCED_BY_OWNER
+from ..collectives.typed_in_place import kinds_over
+from ..collectives.verb_kinds import KINDS
+from ..error_text import ranks_text
+from ..errors import AxisTypeError
+from ..groups.process_group import ProcessGroup
+from ..mesh.device_mesh import DeviceMesh
+
+__all__ = ["OWNER", "TypedOwner", "note_equal"]
+
+OWNER = "DDP"
+"""As messages call it."""
+
+
+class TypedOwner:
+    """The types of one wrapper's parameters.
+
+    Args:
+        parameters: whose gradients are averaged, by name.
+        axes: the mesh of the axes, where the wrapper was given one; parameters are marked at once.
+
+    Raises:
+        AxisTypeError: a parameter is not equal on all ranks along the axes.
+    """
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], axes: DeviceMesh | None) -> None:
+        self._parameters = parameters
+        self._axes: tuple[str, ...] = ()
+        self._found: tuple[DeviceMesh, ProcessGroup, tuple[str, ...]] | None = None
+        if axes is not None and axes.mesh_dim_names is not None:
+            self._mark(axes, axes.axis_names, is_reduced=True)
+
+    def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
+        """Claim the axes in the context that a forward is in, if it is in one.
+
+        Args:
+            group: over which the wrapper averages.
+            axes: the mesh of the axes, if the wrapper was given one.
+            is_reduced: whether the backwards that follow are averaged.
+
+        Raises:
+            AxisTypeError: the group lies along no axes of the context's mesh; or as above.
+        """
+        mode = find_mode()
+        if mode is None or not torch.is_grad_enabled():
+            return
+        names = self._names(mode.mesh, group, axes)
+        self._mark(mode.mesh, names, is_reduced=is_reduced)
+        mode.owners.update(dict.fromkeys(names, OWNER))
+
+    def release(self) -> None:
+        """Let parameters be what they were: their gradients stay local."""
+        for parameter in self._parameters.values():
+            marks = parameter.__dict__
+            if marks.pop(REDUCED_BY_OWNER, None) is not None:
+                marks[ATTRIBUTE] = self._without_own(marks.get(ATTRIBUTE, ""))
+        self._axes = ()
+
+    def _names(
+        self, mesh: DeviceMesh, group: ProcessGroup, axes: DeviceMesh | None
+    ) -> tuple[str, ...]:
+        """The axes of the context's mesh along which the group's ranks lie."""
+        if self._found is None or self._found[0] is not mesh or self._found[1] is not group:
+            given = axes.axis_names if axes is not None and axes.mesh_dim_names else ()
+            self._found = mesh, group, _axes_of(mesh, group, given)
+        return self._found[2]
+
+    def _mark(self, mesh: DeviceMesh, names: tuple[str, ...], *, is_reduced: bool) -> None:
+        owned = ",".join(names) if is_reduced else ""
+        texts: dict[tuple[str, bool], str] = {}
+        for name, parameter in self._parameters.items():
+            marks = parameter.__dict__
+            key = marks.get(ATTRIBUTE, ""), REDUCED_BY_OWNER in marks
+            if key not in texts:
+                texts[key] = self._marked(mesh, name, parameter, names)
+        for parameter in self._parameters.values():
+            marks = parameter.__dict__
+            marks[ATTRIBUTE] = texts[marks.get(ATTRIBUTE, ""), REDUCED_BY_OWNER in marks]
+            marks[REDUCED_BY_OWNER] = owned
+        self._axes = names
+
+    def _marked(
+        self, mesh: DeviceMesh, name: str, parameter: torch.Tensor, names: tuple[str, ...]
+    ) -> str:
+        kinds = dict(kinds_in(self._without_own(type_of(parameter))))
+        for axis in names:
+            kind = kinds.get(axis, "I")
+            if kind in "VU":
+                raise AxisTypeError(
+                    f"{name} is {KINDS[kind]} over {axis!r}, over which {OWNER} averages its "
+                    "gradient",
+                    where=where(mesh, [axis]),
+                    expected=f"a parameter that is equal on all ranks along {axis!r}",
+                    found=f"{name}: {tensor_text(parameter)}",
+                    fix=f"give {OWNER} the axes alone along which the model is replicated, such as "
+                    "device_mesh=mesh['dp']; or leave the parameter out of the wrapped module",
+                )
+            kinds[axis] = "R"
+        return type_text(kinds)
+
+    def _without_own(self, text: str) -> str:
+        kinds = kinds_in(text)
+        return type_text(
+            {axis: one for axis, one in kinds.items() if one != "R" or axis not in self._axes}
+        )
+
+
+def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tuple[str, ...]:
+    """The axes of ``mesh`` along which the members of ``group`` lie, in their order.
+
+    Raises:
+        AxisTypeError: there are none.
+    """
+    choices: list[tuple[str, ...]] = [
+        names for count in range(1, mesh.ndim + 1) for names in combinations(mesh.axis_names, count)
+    ]
+    if given and all(axis in mesh.axis_names for axis in given):
+        choices.insert(0, tuple(given))
+    for names in choices:
+        if tuple(mesh[names].layout.ranks().ravel().tolist()) == tuple(group.ranks):
+            return names
+    raise AxisTypeError(
+        f"{OWNER} averages over ranks that lie along no axes of the context's mesh",
+        where=where(mesh),
+        expected=f"the ranks along one or several of {shown(mesh.axis_names)} of {mesh_text(mesh)}",
+        found=f"{group.name}, {ranks_text(group.ranks)}",
+        fix=f"wrap with an axis, {OWNER}(module, device_mesh=mesh['dp']); or open the context with "
+        "the mesh that has it",
+    )
+
+
+def note_equal(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
+    """Say in the context that the wrapper has made ``tensors`` equal, where none sees it do so."""
+    mode = innermost_mode()
+    if mode is not None and not mode.is_asleep:
+        kinds = kinds_over(mode.mesh, group, "I")
+        for one in tensors:
+            one.__dict__[ATTRIBUTE] = with_kinds(type_of(one), kinds)
