@@ -25,7 +25,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..runtime.seed_notes import seed_notes
 from .axis_types import INVARIANT, kinds_in, type_text
-from .contexts import ContextMode
+from .contexts import ContextMode, collect
 from .operation_rules import Operation
 from .type_errors import mesh_text, type_of, unseeded_draw
 
@@ -169,12 +169,9 @@ def type_of_draw(
     Raises:
         AxisTypeError: md.seed did not set its state, and not all axes vary already.
     """
-    generator = _find_generator(args, kwargs)
-    if generator is None:
-        noted = seed_notes().get(torch.default_generator)
-        generator = _own_generator(operands, kwargs)
-    else:
-        noted = seed_notes().get(generator)
+    given = _find_generator(args, kwargs)
+    noted = seed_notes().get(given or torch.default_generator)
+    generator = given or _own_generator(args, kwargs)
     number = generator.initial_seed()
     if noted is not None and noted.number == number:
         axes = varying_axes(noted.axes, noted.layout, mode.mesh.layout)
@@ -192,8 +189,7 @@ def type_of_draw(
         why = f"seeded since md.seed, with {number}"
     else:
         why = "seeded over a mesh that lacks ranks of this one"
-    is_own = _find_generator(args, kwargs) is None
-    raise unseeded_draw(operation.name, operands, lacking, mode.mesh, why, is_own=is_own)
+    raise unseeded_draw(operation.name, operands, lacking, mode.mesh, why, is_own=given is None)
 
 
 @lru_cache(maxsize=256)
@@ -230,11 +226,14 @@ def _find_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Gen
     return None
 
 
-def _own_generator(operands: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> torch.Generator:
+def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
     """torch's own generator on the device of a call that names none."""
-    device = torch.device(kwargs.get("device") or torch.get_default_device())
-    if operands:
-        device = operands[0].device
+    device = kwargs.get("device")
+    if device is None:
+        given: list[torch.Tensor] = []
+        collect((*args, *kwargs.values()), given)
+        device = given[0].device if given else torch.get_default_device()
+    device = torch.device(device)
     if device.type == "cuda" and torch.cuda.is_initialized():
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]

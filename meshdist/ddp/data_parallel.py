@@ -33,6 +33,7 @@ from .wrapping import (
     check_module,
     delayed_indices,
     find_devices,
+    let_go,
     module_state,
     refuse_both,
     refuse_unfrozen,
@@ -58,6 +59,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     the loss is a *mean* over each rank's samples, equal numbers of samples per rank give the
     gradient of the whole batch; where it is a *sum*, gradients are smaller than the whole batch's
     by the number of ranks. Inputs are not split: see ``DistributedSampler``.
+
+    Inside ``md.typed`` the wrapper owns the axis: each rank's loss varies over it, without a pmean.
 
     Every backward that passes outputs of the model averages, also a second one on a retained graph.
     Unless ``find_unused_parameters`` or ``static_graph`` says so, every parameter must get a
@@ -240,7 +243,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self._has_begun = False
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
-        weakref.finalize(self, _let_go, self.reducer, self._cast, self._owner).atexit = False
+        weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -250,9 +253,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         Raises:
             GradientError: as ``check_gradients``.
         """
-        self._owner.claim(
-            self.process_group, self.device_mesh, is_reduced=self.require_backward_grad_sync
-        )
+        self._owner.claim(self)
         self._begin_forward()
         if self.device_ids is not None:
             inputs, kwargs = moved((inputs, kwargs), self.device)
@@ -397,10 +398,3 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 DDP = DistributedDataParallel
 # Trainers and torch's own checkpoints unwrap what is an instance of torch's class.
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
-
-
-def _let_go(reducer: Reducer, cast: CastParameters | None, owner: TypedOwner) -> None:
-    reducer.close()
-    owner.release()
-    if cast is not None:
-        cast.close()

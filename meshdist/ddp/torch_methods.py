@@ -175,7 +175,7 @@ class TorchMethods:
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         self.reducer.close()
-        self._owner.release()
+        self._owner.close()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are the module's own, never copies: whatever ``val``, nothing changes."""

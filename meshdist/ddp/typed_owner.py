@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Protocol
 
 import torch
 
 from ..collectives.axis_types import ATTRIBUTE, kinds_in, shown, type_text, with_kinds
 from ..collectives.contexts import find_mode, innermost_mode
+from ..collectives.instruments import leave_untraced
 from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
 from ..collectives.typed_gradients import REDUCED_BY_OWNER
 from ..collectives.typed_in_place import kinds_over
@@ -27,6 +29,12 @@ __all__ = ["OWNER", "TypedOwner", "note_equal"]
 
 OWNER = "DDP"
 """As messages call it."""
+
+
+class _Wrapper(Protocol):
+    process_group: ProcessGroup
+    device_mesh: DeviceMesh | None
+    require_backward_grad_sync: bool
 
 
 class TypedOwner:
@@ -47,25 +55,21 @@ class TypedOwner:
         if axes is not None and axes.mesh_dim_names is not None:
             self._mark(axes, axes.axis_names, is_reduced=True)
 
-    def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
-        """Claim the axes in the context that a forward is in, if it is in one.
-
-        Args:
-            group: over which the wrapper averages.
-            axes: the mesh of the axes, if the wrapper was given one.
-            is_reduced: whether the backwards that follow are averaged.
+    @leave_untraced
+    def claim(self, wrapper: _Wrapper) -> None:
+        """Claim the wrapper's axes in the context that its forward is in, if it is in one.
 
         Raises:
-            AxisTypeError: the group lies along no axes of the context's mesh; or as above.
+            AxisTypeError: its group lies along no axes of the context's mesh; or as above.
         """
         mode = find_mode()
         if mode is None or not torch.is_grad_enabled():
             return
-        names = self._names(mode.mesh, group, axes)
-        self._mark(mode.mesh, names, is_reduced=is_reduced)
+        names = self._names(mode.mesh, wrapper.process_group, wrapper.device_mesh)
+        self._mark(mode.mesh, names, is_reduced=wrapper.require_backward_grad_sync)
         mode.owners.update(dict.fromkeys(names, OWNER))
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let parameters be what they were: their gradients stay local."""
         for parameter in self._parameters.values():
             marks = parameter.__dict__

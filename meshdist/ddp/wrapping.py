@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ __all__ = [
     "delayed_indices",
     "find_devices",
     "ignored_names",
+    "let_go",
     "module_state",
     "refuse_both",
     "refuse_unfrozen",
@@ -156,6 +157,17 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             found=f"{tuple(tensor.shape)} {dtype_name(dtype)}",
             fix="keep it in bfloat16, and cast it in the forward; or freeze it",
         )
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def let_go(*rooms: _Closable | None) -> None:
+    """Take from a model what a wrapper has put on it: the wrapper is gone, the model may live."""
+    for room in rooms:
+        if room is not None:
+            room.close()
 
 
 def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
