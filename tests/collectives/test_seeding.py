@@ -100,7 +100,8 @@ def test_a_generator_is_seeded_alone() -> None:
 # -- types ----------------------------------------------------------------------------------------
 
 
-DRAWS = {
+LSTM = nn.LSTM(2, 2, 2, dropout=0.5)
+DRAWS: dict[str, Any] = {
     "rand": lambda x: torch.rand(3),
     "randn": lambda x: torch.randn(3),
     "randperm": lambda x: torch.randperm(3),
@@ -121,26 +122,22 @@ DRAWS = {
     "attention": lambda x: F.scaled_dot_product_attention(
         *[torch.ones(1, 2, 4)] * 3, dropout_p=0.5
     ),
-    "lstm": lambda x: nn.LSTM(2, 2, 2, dropout=0.5)(torch.ones(3, 1, 2))[0],
+    "lstm": lambda x: LSTM(torch.ones(3, 1, 2))[0],
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_varies_over_the_axes_of_the_seed(name: str) -> None:
+def test_a_draw_varies_over_the_axes_of_the_seed() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
-        x = varying(torch.ones(3), "tp")
-        module = nn.LSTM(2, 2, 2, dropout=0.5) if name == "lstm" else None
-        draw: Any = DRAWS[name]
-        if module is not None:
-            draw = lambda x: module(torch.ones(3, 1, 2))[0]  # noqa: E731
+        x = varying(torch.ones(3), "tp")  # of which rand_like reads no values
         with md.typed(mesh):
             md.seed(0)
-            alike = kinds(draw(x))
+            alike = {name: kinds(draw(x)) for name, draw in DRAWS.items()}
             md.seed(0, differ_over="dp")
-            return alike, kinds(draw(x))
+            found = {name: kinds(draw(x)) for name, draw in DRAWS.items()}
+        return alike, found
 
-    # rand_like reads no values of its operand.
-    assert in_mesh(body) == [("", "V:dp")] * 4
+    expected = dict.fromkeys(DRAWS, ""), dict.fromkeys(DRAWS, "V:dp")
+    assert in_mesh(body) == [expected] * 4
 
 
 def test_a_draw_varies_over_its_operands_axes_too() -> None:
@@ -164,7 +161,7 @@ def test_a_draw_varies_over_its_operands_axes_too() -> None:
         assert grad == total  # the psum of both masks, as the cast has it
 
 
-NO_DRAWS = {
+NO_DRAWS: dict[str, Any] = {
     "dropout of nothing": lambda x: F.dropout(x, 0.0),
     "dropout in evaluation": lambda x: F.dropout(x, training=False),
     "the module": lambda x: nn.Dropout().eval()(x),
@@ -178,24 +175,23 @@ NO_DRAWS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_DRAWS)
-def test_what_draws_nothing_needs_no_seed(name: str) -> None:
+def test_what_draws_nothing_needs_no_seed() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         with md.typed(mesh):
-            return kinds(NO_DRAWS[name](torch.ones(3)))
+            return {name: kinds(call(torch.ones(3))) for name, call in NO_DRAWS.items()}
 
-    assert in_mesh(body) == [""] * 4
+    assert in_mesh(body) == [dict.fromkeys(NO_DRAWS, "")] * 4
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_recurrent_layer_draws_in_training_alone(is_packed: bool) -> None:
-    def body(mesh: md.DeviceMesh) -> Any:
+def test_a_recurrent_layer_draws_in_training_alone() -> None:
+    def body(mesh: md.DeviceMesh) -> None:
         layer, x = nn.LSTM(2, 2, 2, dropout=0.5), torch.ones(3, 1, 2)
-        given: Any = nn.utils.rnn.pack_padded_sequence(x, [3]) if is_packed else x
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3])
         with md.typed(mesh):
-            layer.eval()(given)
-            with pytest.raises(AxisTypeError, match=r"^lstm draws"):
-                layer.train()(given)
+            for given in (x, packed):
+                layer.eval()(given)
+                with pytest.raises(AxisTypeError, match=r"^lstm draws"):
+                    layer.train()(given)
 
     in_mesh(body)
 

@@ -16,6 +16,7 @@ import meshdist as md
 from meshdist import lax
 from meshdist.errors import AxisTypeError
 from tests.collectives.typed_cases import F64, in_mesh, kinds, refusal, varying
+from tests.pool import Pool
 
 # -- one model, in every way ----------------------------------------------------------------------
 
@@ -127,21 +128,41 @@ def gradients(mesh: md.DeviceMesh, way: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["dp", "dp x sequence-parallel tp"])
-def test_one_model_in_every_way(shape: tuple[int, ...]) -> None:
+def check_every_way(found: dict[str, list[torch.Tensor]]) -> None:
+    """One rank's gradients against one device's, and DDP's against DDP's without types."""
     reference = model()
     loss_of(reference, BATCH).backward()
-    whole = [one.grad for one in reference.parameters()]
+    for way, grads in found.items():
+        for grad, one in zip(grads, reference.parameters(), strict=True):
+            torch.testing.assert_close(grad, one.grad, rtol=0, atol=1e-13, msg=way)
+    for plain, typed in zip(found["ddp"], found["ddp with types"], strict=True):
+        assert torch.equal(plain, typed)
 
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["dp", "dp x sequence-parallel tp"])
+def test_one_model_in_every_way(shape: tuple[int, ...]) -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         return {way: gradients(mesh, way) for way in WAYS}
 
     for found in in_mesh(body, shape=shape):
-        for way, grads in found.items():
-            for grad, expected in zip(grads, whole, strict=True):
-                torch.testing.assert_close(grad, expected, rtol=0, atol=1e-13, msg=way)
-        for plain, typed in zip(found["ddp"], found["ddp with types"], strict=True):
-            assert torch.equal(plain, typed)
+        check_every_way(found)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_one_model_in_every_way_on_processes(pool: Pool, backend: str) -> None:
+    def program() -> Any:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        md.seed(3, differ_over="dp", mesh=mesh)
+        draw = torch.rand(1).item()
+        with md.typed(mesh):
+            assert kinds(torch.rand(1)) == "V:dp"
+        return {way: gradients(mesh, way) for way in WAYS}, draw
+
+    results = pool.run(program, 4, backend=backend)
+    for found, _ in results:
+        check_every_way(found)
+    a, b, c, d = (draw for _, draw in results)
+    assert a == b != c == d
 
 
 # -- marks ----------------------------------------------------------------------------------------
