@@ -59,7 +59,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     the loss is a *mean* over each rank's samples, equal numbers of samples per rank give the
     gradient of the whole batch; where it is a *sum*, gradients are smaller than the whole batch's
     by the number of ranks. Inputs are not split: see ``DistributedSampler``.
-
     Inside ``md.typed`` the wrapper owns the axis: each rank's loss varies over it, without a pmean.
 
     Every backward that passes outputs of the model averages, also a second one on a retained graph.
