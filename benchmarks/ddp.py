@@ -23,7 +23,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,20 +40,13 @@ import meshdist as md
 from benchmarks._ddp_profile import show_profile
 from benchmarks._models import MODELS, Training, step_of, trainings
 from benchmarks._report import interleaved, parser_of, some_of, start_ranks, write_report
+from benchmarks._step_times import Sample, sample_of, verdict
 
 NUM_RANKS = 2
 QUICK_SCALE = 10
 MIB = 1 << 20
 
 Wrap = Callable[[nn.Module], nn.Module]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Milliseconds of one step."""
-
-    cpu: float
-    wall: float
 
 
 def without_messages(model: nn.Module) -> nn.Module:
@@ -108,25 +100,6 @@ def make_sides() -> dict[str, Wrap]:
         partial(compressed, axis=gloo),
     )
     return dict(zip(SIDES, makers, strict=True))
-
-
-def sample_of(step: Callable[[], None], num_steps: int) -> Sample:
-    """Time some steps, without collections of garbage among them."""
-    gc.collect()
-    gc.disable()
-    try:
-        md.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
-            step()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    finally:
-        gc.enable()
-    slowest = torch.tensor(wall, dtype=torch.float64)
-    mean = torch.tensor(cpu, dtype=torch.float64)
-    md.all_reduce(slowest, md.ReduceOp.MAX)
-    md.all_reduce(mean, md.ReduceOp.AVG)
-    return Sample(mean.item() * 1e3 / num_steps, slowest.item() * 1e3 / num_steps)
 
 
 def live_bytes(model: nn.Module) -> int:
@@ -218,13 +191,6 @@ def quotient_of(
 def shown(value: float) -> float | str:
     """A quotient as JSON can hold it."""
     return value if math.isfinite(value) else "inf"
-
-
-def verdict(most: float | None, found: Sequence[float]) -> str:
-    """Whether what was found keeps to a target, if there is one."""
-    if most is None:
-        return ""
-    return f"{'met' if max(found) <= most else 'MISSED'} (at most {most:g})"
 
 
 def comparison_rows(model: str, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
