@@ -41,7 +41,7 @@ def test_pytorch_153016_two_all_gathers_had_two_gradients() -> None:
     # DTensor's gave the own slice of each rank's own loss, the functional one the sum of all.
     def body(mesh: md.DeviceMesh) -> Any:
         found = []
-        for to in ("varying", "invariant"):
+        for to in ("varying", "invarying"):
             x = varying(leaf(1.0, 2.0))
             with md.typed(mesh):
                 out = lax.all_gather(x, "dp", tiled=True, to=to)
@@ -61,7 +61,7 @@ def test_pytorch_58005_a_sum_and_a_gather_scaled_gradients_by_the_number_of_rank
         x, y = varying(leaf(3.0)), varying(leaf(3.0))
         with md.typed(mesh):
             lax.psum(x, "dp").sum().backward()
-            lax.all_gather(y, "dp", tiled=True, to="invariant").sum().backward()
+            lax.all_gather(y, "dp", tiled=True, to="invarying").sum().backward()
         return x.grad.item(), y.grad.item()
 
     assert in_mesh(body, shape=RANKS) == [(1.0, 1.0)] * 4
