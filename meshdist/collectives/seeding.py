@@ -66,6 +66,7 @@ def seed(
     Inside ``md.typed`` a draw varies over the axes of its operands and those of ``differ_over``.
     There an operation that draws from a generator seeded in another way is an AxisTypeError, unless
     its operands vary over all axes: dropout of what differs on all ranks may draw what it likes.
+    What a custom Function draws inside itself is not seen.
 
     Args:
         seed: a whole number, as for torch.manual_seed.
@@ -174,9 +175,9 @@ def type_of_draw(
     generator = given or _own_generator(args, kwargs)
     number = generator.initial_seed()
     if noted is not None and noted.number == number:
-        axes = varying_axes(noted.axes, noted.layout, mode.mesh.layout)
-        if axes is not None:
-            return type_text(dict.fromkeys(axes, "V"))
+        text = _type_over(noted.axes, noted.layout, mode.mesh.layout)
+        if text is not None:
+            return text
     kinds = [kinds_in(type_of(one)) for one in operands]
     lacking = [
         axis for axis in mode.mesh.axis_names if not any(one.get(axis) == "V" for one in kinds)
@@ -193,6 +194,11 @@ def type_of_draw(
 
 
 @lru_cache(maxsize=256)
+def _type_over(axes: tuple[str, ...], seeded: Layout | None, layout: Layout) -> str | None:
+    varying = varying_axes(axes, seeded, layout)
+    return None if varying is None else type_text(dict.fromkeys(varying, "V"))
+
+
 def varying_axes(
     axes: tuple[str, ...], seeded: Layout | None, layout: Layout
 ) -> tuple[str, ...] | None:
@@ -228,13 +234,15 @@ def _find_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Gen
 
 def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
     """torch's own generator on the device of a call that names none."""
+    if not torch.cuda.is_initialized():
+        return torch.default_generator
     device = kwargs.get("device")
     if device is None:
         given: list[torch.Tensor] = []
         collect((*args, *kwargs.values()), given)
         device = given[0].device if given else torch.get_default_device()
     device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_initialized():
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

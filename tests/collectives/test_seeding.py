@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
+from meshdist.collectives.contexts import find_mode
 from meshdist.collectives.operation_rules import OPERATIONS, Kind
-from meshdist.collectives.seeding import varying_axes
+from meshdist.collectives.seeding import type_of_draw, varying_axes
 from meshdist.errors import (
     ArgumentError,
     AxisError,
@@ -138,6 +139,22 @@ def test_a_draw_varies_over_the_axes_of_the_seed() -> None:
 
     expected = dict.fromkeys(DRAWS, ""), dict.fromkeys(DRAWS, "V:dp")
     assert in_mesh(body) == [expected] * 4
+
+
+def test_what_is_drawn_in_place_is_marked_itself() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        filled, dropped, spoilt = (torch.ones(3) for _ in range(3))
+        parameter = nn.Parameter(torch.ones(3))
+        with md.typed(mesh):
+            md.seed(0, differ_over="dp")
+            nn.init.uniform_(tensor=filled)
+            assert F.dropout(dropped, inplace=True) is dropped
+            F.rrelu(spoilt, training=True, inplace=True)
+            with pytest.raises(AxisTypeError, match="normal_ would turn what it writes"):
+                nn.init.normal_(parameter)
+            return kinds(filled), kinds(dropped), kinds(spoilt), kinds(parameter)
+
+    assert in_mesh(body) == [("V:dp", "V:dp", "V:dp", "")] * 4
 
 
 def test_a_draw_varies_over_its_operands_axes_too() -> None:
@@ -323,6 +340,36 @@ def test_a_context_over_ranks_that_were_not_seeded() -> None:
         return str(caught.value)
 
     assert "seeded over a mesh that lacks ranks of this one" in in_mesh(body)[0]
+
+
+def test_each_device_has_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for two CUDA devices: torch seeds them together, and one by itself is seen."""
+
+    def body(mesh: md.DeviceMesh) -> Any:
+        devices = tuple(torch.Generator() for _ in range(2))
+
+        def of(device: Any) -> str:
+            given = {} if device is None else {"device": device}
+            with md.typed(mesh):
+                mode = find_mode()
+                assert mode is not None
+                return type_of_draw(mode, OPERATIONS[torch.rand], [], (3,), given)
+
+        md.seed(5, differ_over="dp", mesh=mesh)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "current_device", lambda: 1)
+            patch.setattr(torch.cuda, "default_generators", devices)
+            for one in devices:
+                one.manual_seed(torch.initial_seed())
+            assert of("cuda:0") == of("cuda") == of(None) == of("cpu") == "V:dp"
+            devices[1].manual_seed(1)
+            assert of("cuda:0") == of("cpu") == "V:dp"
+            for device in ("cuda:1", "cuda"):
+                with pytest.raises(AxisTypeError, match=r"seeded since md\.seed, with 1"):
+                    of(device)
+
+    in_mesh(body, shape=(1,))
 
 
 # -- bad arguments, and torch's tags --------------------------------------------------------------

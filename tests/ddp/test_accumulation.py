@@ -94,7 +94,7 @@ def test_gradients_that_were_there_are_added_to() -> None:
         old.grad = before = torch.full((2,), 5.0)
         untouched = torch.zeros(2, requires_grad=True)
         untouched.grad = kept = torch.full((2,), 7.0)
-        with mesh, md.accumulate_gradients([old, new, none, untouched, new], "dp"):
+        with mesh, md.accumulate_gradients([old, new, none, untouched, old], "dp"):
             assert old.grad is None and untouched.grad is None
             (old + new).sum().backward()
         assert old.grad is before and untouched.grad is kept
@@ -151,6 +151,9 @@ def test_buckets_are_of_one_dtype_and_no_larger_than_they_may(
         with mesh, md.accumulate_gradients(leaves, "dp"):
             sum((place + 1) * leaf.sum().double() for place, leaf in enumerate(leaves)).backward()
         assert leaves[3].grad.stride() == leaves[3].stride()
+        versions = [leaf.grad._version for leaf in leaves]
+        leaves[0].grad.mul_(1.0)  # what was saved of the others is as it was
+        assert [leaf.grad._version for leaf in leaves[1:]] == versions[1:]
         return [leaf.grad.flatten()[0].item() for leaf in leaves]
 
     assert in_mesh(body, shape=(2,)) == [[2.0, 4.0, 6.0, 8.0]] * 2

@@ -165,6 +165,19 @@ def test_one_model_in_every_way_on_processes(pool: Pool, backend: str) -> None:
     assert a == b != c == d
 
 
+def test_values_that_claim_to_be_equal_are_compared_at_debug_level_detail() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        return {way: gradients(mesh, way) for way in WAYS}
+
+    before = md.get_debug_level()
+    md.set_debug_level(md.DebugLevel.DETAIL)
+    try:
+        found = in_mesh(body)
+    finally:
+        md.set_debug_level(before)
+    check_every_way(found[0])
+
+
 # -- marks ----------------------------------------------------------------------------------------
 
 
@@ -209,7 +222,7 @@ def test_a_wrapper_made_inside_a_context_and_used_outside_of_it() -> None:
     assert in_mesh(body) == [("V:dp", 1.5)] * 4
 
 
-@pytest.mark.parametrize("how", ["mesh", "group", "flat", "slice"])
+@pytest.mark.parametrize("how", ["mesh", "group", "flat", "slice", "turned"])
 def test_gradients_are_invariant_over_the_wrappers_axes(how: str) -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         given: dict[str, Any] = {
@@ -217,6 +230,7 @@ def test_gradients_are_invariant_over_the_wrappers_axes(how: str) -> None:
             "group": {"process_group": mesh.get_group("dp")},
             "flat": {"device_mesh": mesh["dp", "tp"].flatten(name="all")},
             "slice": {"device_mesh": mesh["dp", "tp"]},
+            "turned": {"device_mesh": mesh["tp", "dp"]},
         }[how]
         axes = ("dp",) if how in ("mesh", "group") else ("dp", "tp")
         net = layer()
@@ -253,6 +267,17 @@ def test_with_neither_it_owns_all_axes_of_its_world() -> None:
             return kinds(net.weight), net.weight.grad.item()
 
         assert in_mesh(alone, shape=shape) == [("R:dp", 1.0)]
+
+
+def test_an_axis_of_one_rank_is_the_one_that_is_named() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        net = layer()
+        ddp = md.DDP(net, device_mesh=mesh["tp"])
+        with md.typed(mesh):
+            ddp(varying(torch.ones(1, 1), "tp")).sum().backward()
+        return kinds(net.weight), net.weight.grad.item()
+
+    assert in_mesh(body, shape=(1, 1)) == [("R:tp", 1.0)]
 
 
 def test_what_adds_up_in_no_sync_is_no_gradient_yet() -> None:
