@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ddp
+from benchmarks import axis_types, ddp
 from benchmarks._report import interleaved
+from benchmarks._step_times import Sample, verdict as verdict_of_target
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
 from benchmarks.busy import busy_processes, row
 from meshdist.bench.measuring import Cell
@@ -133,12 +134,11 @@ def test_no_side_is_always_asked_first_or_behind_the_same_one() -> None:
     assert [len(taken) for taken in samples.values()] == [2, 2, 2]
 
 
-def samples_of(**times: list[float]) -> dict[str, list[ddp.Sample]]:
+def samples_of(**times: list[float]) -> dict[str, list[Sample]]:
     """Both clocks show the same."""
     names = {"shm": "meshdist/shm", "gloo": "meshdist/gloo", "views": "torch/views"}
     return {
-        names.get(side, side): [ddp.Sample(one, one) for one in taken]
-        for side, taken in times.items()
+        names.get(side, side): [Sample(one, one) for one in taken] for side, taken in times.items()
     }
 
 
@@ -163,7 +163,7 @@ def test_a_target_of_ddp_is_missed_where_one_clock_misses_it() -> None:
     (row,) = ddp.comparison_rows("many", samples)
     assert (row["what"], row["best"]) == ("step: meshdist/gloo / torch, best", "torch/views")
     assert (row["CPU"], row["verdict"]) == (1.5, "MISSED (at most 1)")
-    assert ddp.verdict(0.3, [0.2, 0.4]) == "MISSED (at most 0.3)"
+    assert verdict_of_target(0.3, [0.2, 0.4]) == "MISSED (at most 0.3)"
 
 
 def test_a_round_whose_divisor_says_nothing_counts_as_infinite() -> None:
@@ -190,3 +190,33 @@ def test_the_benchmark_of_ddp_runs(tmp_path: Path) -> None:
     assert len(memory) == 4 and all(0.99 < one < 1.05 for one in memory)
     assert "models 10 times smaller" in told["notes"]
     assert "exposed: meshdist/shm / torch" in done.stdout
+
+
+def test_costs_of_types_are_compared_within_each_round() -> None:
+    # The machine is ten times slower in the second round.
+    assert axis_types.quotient([1.5, 20.0, 1.6], [1.0, 10.0, 1.0]) == 1.6
+    taken = {
+        "typed": [Sample(2.0, 3.0), Sample(20.0, 30.0)],
+        "DDP": [Sample(1.0, 2.0), Sample(10.0, 20.0)],
+    }
+    assert axis_types.quotients(taken) == (2.0, 1.5)
+    row = axis_types.target("step", 1.6, *axis_types.quotients(taken))
+    assert row == {"what": "step", "CPU": 2.0, "wall": 1.5, "verdict": "MISSED (at most 1.6)"}
+    assert axis_types.target("call", 10, 9.5)["verdict"] == "met (at most 10)"
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_types_runs(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "benchmarks/axis_types.py", str(report), "--quick"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text())
+    sides = {row["side"] for row in told["rows"]}
+    assert sides == {"plain", "empty mode", "typed", "DDP", "meshdist", "torch"}
+    assert all(0 < row["min"] <= row["median"] for row in told["rows"])
+    targets = [row["what"] for row in told["targets"]]
+    assert len(targets) == len(set(targets)) == 2 * 4 + 1 + 2 + 4
+    assert "sizes 8 times smaller" in told["notes"]
