@@ -33,7 +33,7 @@ from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_gra
 __all__ = ["typed", "untyped"]
 
 _Tensor = torch.Tensor
-_ORDINARY, _FREE = Kind.ORDINARY, Kind.FREE
+_ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
@@ -153,7 +153,9 @@ class TypedMode(ContextMode):
         kind = operation.kind
         if kind is _FREE or self.is_asleep:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if kind is not _ORDINARY or (operation.ignores and _ignores(operation, args, kwargs)):
+        if (kind is not _ORDINARY and (kind is not _DRAW or draws(operation, args, kwargs))) or (
+            operation.ignores and _ignores(operation, args, kwargs)
+        ):
             return self._checked(operation, func, args, kwargs or {})
         # The common case: all operands are of one type. It is decided here, without a call.
         text = None
