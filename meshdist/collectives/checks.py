@@ -31,6 +31,7 @@ __all__ = [
     "check_stored",
     "as_wire_tensor",
     "find_peer",
+    "find_whole_numbers",
     "first_cuda_device",
     "forbid_gradient",
     "get_peer",
@@ -184,6 +185,17 @@ def _whole(rank: Any, argument: str, verb: str) -> int:
         f"{verb}: {argument} must be a rank, a whole number",
         found=f"{rank!r}, a {type(rank).__name__}",
     )
+
+
+def find_whole_numbers(given: Any) -> list[int] | None:
+    """Return the numbers of a list or tuple as plain ints; None where it is, or has, another thing.
+
+    A bool is no number.
+    """
+    if isinstance(given, (list, tuple)) and not any(isinstance(one, bool) for one in given):
+        with suppress(TypeError):
+            return [index(one) for one in given]
+    return None
 
 
 def get_peer(

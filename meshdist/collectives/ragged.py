@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import index
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ..arrays import describe
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
+from .checks import find_whole_numbers
 from .linear_function import LinearFunction
 from .list_verbs import all_to_all_single
 from .torch_private import call_function, outside_transforms
@@ -72,17 +72,14 @@ def ragged_all_to_all(
 
 
 def _whole_numbers(given: Any, argument: str) -> list[int]:
-    numbers = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(numbers, (list, tuple)) and not any(isinstance(one, bool) for one in numbers):
-        try:
-            return [index(one) for one in numbers]
-        except TypeError:
-            pass
-    raise KindError(
-        f"ragged_all_to_all: {argument} must be whole numbers",
-        expected="a one-dim integer array, or a list of ints",
-        found=f"{given!r}, a {type(given).__name__}",
-    )
+    numbers = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    if numbers is None:
+        raise KindError(
+            f"ragged_all_to_all: {argument} must be whole numbers",
+            expected="a one-dim integer array, or a list of ints",
+            found=f"{given!r}, a {type(given).__name__}",
+        )
+    return numbers
 
 
 def _check_here(

@@ -13,7 +13,6 @@ What ``functional`` says of its verbs holds here too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.buffer_pool import new_like
 from .blocks import cut, get_dim, joined
+from .checks import find_whole_numbers
 from .functional import check_gradient
 from .linear_function import LinearFunction
 from .list_verbs import all_to_all_single
@@ -114,7 +114,13 @@ def pbroadcast(x: torch.Tensor, group: object = None, source: int = 0) -> torch.
     The transpose leaves the gradient at the source, and has zeros elsewhere.
     """
     group = resolve_group(group)
-    (place,) = _whole_numbers([source], "pbroadcast", "source")
+    numbers = find_whole_numbers([source])
+    if numbers is None:
+        raise KindError(
+            "pbroadcast: source must be a whole number",
+            found=f"{source!r}, a {type(source).__name__}",
+        )
+    (place,) = numbers
     if not 0 <= place < group.size():
         raise ArgumentError(
             f"pbroadcast over {group.name}: source={place} is outside it",
@@ -124,16 +130,13 @@ def pbroadcast(x: torch.Tensor, group: object = None, source: int = 0) -> torch.
 
 
 def _whole_numbers(given: Any, verb: str, argument: str) -> list[int]:
-    if isinstance(given, (list, tuple)) and not any(isinstance(one, bool) for one in given):
-        try:
-            return [index(one) for one in given]
-        except TypeError:
-            pass
-    what = "a whole number" if argument == "source" else "a list or tuple of whole numbers"
-    shown = given[0] if argument == "source" else given
-    raise KindError(
-        f"{verb}: {argument} must be {what}", found=f"{shown!r}, a {type(shown).__name__}"
-    )
+    numbers = find_whole_numbers(given)
+    if numbers is None:
+        raise KindError(
+            f"{verb}: {argument} must be a list or tuple of whole numbers",
+            found=f"{given!r}, a {type(given).__name__}",
+        )
+    return numbers
 
 
 def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:

@@ -7,7 +7,7 @@ from typing import Any
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional
 from .axes import AxisName
-from .leaves import on_leaves
+from .leaves import itself, on_leaves
 
 __all__ = ["pcast", "pvary"]
 
@@ -46,7 +46,7 @@ def pvary(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any
         >>> md.simulate(program, 4)
         [6.0, 6.0, 6.0, 6.0]
     """
-    return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=_itself)
+    return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=itself)
 
 
 def pcast(x: Any, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None) -> Any:
@@ -66,8 +66,8 @@ def pcast(x: Any, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = Non
         A copy of ``x``.
 
     Gradient:
-        From an invariant value: psum of the ranks' gradients. From varying to unreduced the
-        gradient passes through.
+        From an invariant value: psum of the ranks' gradients. Between varying and unreduced or
+        reduced values the gradient passes through.
 
     Cost:
         Forward sends nothing; backward is one all-reduce a leaf where the value was invariant.
@@ -94,10 +94,6 @@ def pcast(x: Any, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = Non
         x,
         axis_name,
         mesh,
-        on_number=_itself,
+        on_number=itself,
         to=to,
     )
-
-
-def _itself(number: Any, size: int) -> Any:
-    return number

@@ -15,7 +15,7 @@ from ..torch_private import NotSeen
 from ..typed_verbs import TypedVerb, find_typed_verb
 from .axes import AxisName, get_axes
 
-__all__ = ["on_leaves"]
+__all__ = ["itself", "on_leaves"]
 
 OnTensor: TypeAlias = Callable[..., torch.Tensor]
 
@@ -52,6 +52,11 @@ def on_leaves(
         plain = as_tensor(x, argument="x", verb=verb, writable=False)
         return on_tensor(plain, resolve_group(axes))
     return _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
+
+
+def itself(number: Any, size: int) -> Any:
+    """What most verbs make of a Python number, which is equal on all ranks."""
+    return number
 
 
 def _on_leaves(

@@ -13,7 +13,7 @@ from ..blocks import get_dim
 from ..torch_private import NotSeen
 from ..typed_verbs import find_typed_verb
 from .axes import AxisName, get_axes, refuse_groups
-from .leaves import on_leaves
+from .leaves import itself, on_leaves
 
 __all__ = [
     "all_gather",
@@ -396,5 +396,5 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, mesh: DeviceMesh | N
         x,
         axis_name,
         mesh,
-        on_number=lambda number, _: number,
+        on_number=itself,
     )

@@ -9,7 +9,7 @@ from ...reduce_ops import ReduceOp
 from .. import functional
 from ..checks import check_reducible
 from .axes import AxisName, refuse_groups
-from .leaves import on_leaves
+from .leaves import itself, on_leaves
 
 __all__ = ["pmax", "pmean", "pmin", "psum", "psum_scatter"]
 
@@ -141,7 +141,7 @@ def pmax(
         x,
         axis_name,
         mesh,
-        on_number=_itself,
+        on_number=itself,
         check=lambda leaf, _: check_reducible(ReduceOp.MAX, leaf, "pmax"),
     )
 
@@ -186,7 +186,7 @@ def pmin(
         x,
         axis_name,
         mesh,
-        on_number=_itself,
+        on_number=itself,
         check=lambda leaf, _: check_reducible(ReduceOp.MIN, leaf, "pmin"),
     )
 
@@ -254,7 +254,3 @@ def _times(number: Any, size: int) -> Any:
 
 def _as_quotient(number: Any, size: int) -> Any:
     return number / 1
-
-
-def _itself(number: Any, size: int) -> Any:
-    return number
