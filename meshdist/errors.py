@@ -157,7 +157,7 @@ class GradientError(MeshdistError, RuntimeError):
 
 
 class AxisTypeError(MeshdistError, TypeError):
-    """Inside ``md.typed``: the kinds of values over mesh axes do not fit; nothing was sent."""
+    """Kinds of values over mesh axes do not fit, mostly in ``md.typed``; nothing was sent."""
 
 
 class VaryingNumberWarning(UserWarning):

@@ -2,7 +2,7 @@
 
 A cast stands where an operand that is invariant over some axes meets others that are not. Forward
 it is the operand itself: an alias that shares its memory and its version, reaches the operation
-alone, and through which torch lets nobody write. Backward it sums the gradient over the axes.
+alone, and into which torch refuses to write. Backward it sums the gradient over the axes.
 
 A tensor is cast once for each type that it lacks, and keeps the cast while it lives: three uses of
 an activation cost one psum. Leaves, whose casts would keep them alive, are forgotten when a

@@ -58,8 +58,8 @@ class ContextMode(TorchFunctionMode):
     Attributes:
         casts: what it has cast.
         is_asleep: whether ``md.untyped()`` has paused it.
-        owners: by axis, who reduces gradients over it behind the backward, and so wants a loss
-            that varies there.
+        owners: by axis, the name of what reduces gradients over it behind the backward, and so
+            needs a loss that varies there.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import AxisTypeError
 from .axis_types import ATTRIBUTE
 from .contexts import find_mode
 from .instruments import watchers
-from .torch_private import NotSeen, SingleLevelFunction
+from .torch_private import BackwardHookFunction, NotSeen, SingleLevelFunction
 from .type_errors import where
 from .typed_in_place import watch
 

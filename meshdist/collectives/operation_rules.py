@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .torch_private import OverloadPacket
+
 __all__ = [
     "LINEARITY",
     "OPERATIONS",
@@ -290,7 +292,7 @@ def _is_of_torch(function: Any) -> bool:
 
 def _find_schema(function: Any) -> Any:
     """The schema of a function of ``torch.ops``, None of any other."""
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OverloadPacket):
         overloads = function.overloads()
         return getattr(function, overloads[0])._schema if overloads else None
     return getattr(function, "_schema", None)

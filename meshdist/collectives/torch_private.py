@@ -7,13 +7,16 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import _C
+from torch import _C, _ops
 from torch.autograd import Function, function as function_module
+from torch.nn.modules._functions import BackwardHookFunction
 
 from .instruments import leave_untraced, watchers
 
 __all__ = [
+    "BackwardHookFunction",
     "NotSeen",
+    "OverloadPacket",
     "SingleLevelFunction",
     "are_transforms_active",
     "call_function",
@@ -55,6 +58,9 @@ mode_at = _C._get_function_stack_at
 
 SingleLevelFunction = function_module._SingleLevelFunction
 """The class of torch whose ``apply`` that of every custom Function looks up at each call."""
+
+OverloadPacket = _ops.OpOverloadPacket
+"""The class of the functions of ``torch.ops``, each with its overloads."""
 
 _bare_apply = _C._FunctionBase.__dict__["apply"]
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead

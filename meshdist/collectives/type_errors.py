@@ -14,7 +14,6 @@ from .axis_types import ATTRIBUTE, kinds_in, shown
 from .verb_kinds import KINDS
 
 __all__ = [
-    "axes_text",
     "foreign_axis",
     "foreign_leaf",
     "mesh_text",
@@ -52,7 +51,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return f"DeviceMesh({sizes})"
 
 
-def axes_text(mesh: DeviceMesh, axes: Sequence[str]) -> str:
+def _axes_text(mesh: DeviceMesh, axes: Sequence[str]) -> str:
     """Axes with their sizes: ``axis 'dp' (size 2)``."""
     sizes = mesh.axis_sizes
     each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
@@ -69,7 +68,7 @@ def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
             f"{axis}={one}" for axis, one in zip(mesh.axis_names, coordinate, strict=True)
         )
     )
-    about = f"; {axes_text(mesh, axes)}" if axes else ""
+    about = f"; {_axes_text(mesh, axes)}" if axes else ""
     return f"rank {mesh.world.rank} ({place}) of {mesh_text(mesh)}{about}; {show_site(call_site())}"
 
 
@@ -201,8 +200,13 @@ def refused_write(
 ) -> AxisTypeError:
     """A write in place that would change a type that other tensors rely on."""
     before, after = kinds_in(type_of(target)), kinds_in(text)
-    axes = [axis for axis, kind in after.items() if before.get(axis, "I") != kind]
-    was, becomes = before.get(axes[0], "I"), after[axes[0]]
+    changes = {
+        axis: (before.get(axis, "I"), kind)
+        for axis, kind in after.items()
+        if before.get(axis, "I") != kind
+    }
+    was, becomes = next(iter(changes.values()))
+    axes = [axis for axis, change in changes.items() if change == (was, becomes)]
     cast = (
         f"buf = lax.pvary(buf, {_named(axes)})"
         if becomes == "V"

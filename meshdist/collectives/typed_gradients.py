@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 REDUCED_BY_OWNER = "_axes_of_owner"
-"""Where a leaf's ``__dict__`` names the axes, joined by commas, over which somebody reduces its
+"""Where a leaf's ``__dict__`` names the axes, joined by commas, over which a wrapper reduces its
 ``.grad`` behind the backward: it is invariant there, though the leaf is reduced."""
 
 

@@ -17,7 +17,7 @@ from .operation_rules import Operation
 from .type_errors import mesh_text, refused_verb, where
 from .verb_kinds import KINDS, find_result_kind
 
-__all__ = ["TypedVerb", "axes_of_ranks", "find_typed_verb"]
+__all__ = ["TypedVerb", "find_typed_verb"]
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
@@ -131,7 +131,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, 
         for name in names
     ):
         return tuple(names)
-    found = axes_of_ranks(own, axes.layout.ranks().ravel().tolist())
+    found = _axes_of_ranks(own, axes.layout.ranks().ravel().tolist())
     if found is None:
         raise AxisTypeError(
             f"{verb} over {shown(names)} of a mesh that is no part of the context's",
@@ -143,7 +143,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, 
     return found
 
 
-def axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
+def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
     """The axes of ``mesh`` along which exactly these ranks lie, through this one; None if none."""
     wanted = set(ranks)
     for count in range(mesh.ndim + 1):

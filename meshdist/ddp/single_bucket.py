@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..collectives.torch_private import storage_uses
 from .buckets import dense_stride
 from .flat_bucket import Pending
 
@@ -134,6 +135,4 @@ class InPlaceBucket(SingleBucket):
 
 def _has_own_memory(gradient: torch.Tensor) -> bool:
     """Whether no other tensor lies in the memory of ``gradient``, which a parameter holds."""
-    storage = gradient.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, and ``storage``
-    return bool(users <= 2)
+    return storage_uses(gradient) == 1

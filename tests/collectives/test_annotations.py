@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.collectives.axis_types import ATTRIBUTE
 from meshdist.errors import AxisError, AxisTypeError, KindError, MeshdistError
 from tests.collectives.typed_cases import in_mesh, refusal
 
@@ -60,11 +61,12 @@ def test_axes_are_checked_where_there_is_a_mesh() -> None:
     ],
 )
 def test_refusals(kind: type[MeshdistError], arguments: dict[str, Any], words: str) -> None:
+    x = torch.ones(2)
     with pytest.raises(kind) as caught:
-        md.annotate(**{"tensor": torch.ones(2), **arguments})
+        md.annotate(**{"tensor": x, **arguments})
     assert type(caught.value) is kind
     assert words in str(caught.value)
-    assert "_axis_types" not in torch.ones(2).__dict__
+    assert ATTRIBUTE not in x.__dict__
 
 
 def test_subclasses_and_other_objects() -> None:

@@ -20,17 +20,12 @@ from meshdist import lax
 from meshdist.collectives import leaf_buckets
 from meshdist.collectives.contexts import find_mode
 from meshdist.errors import GradientError
+from tests.collectives.typed_cases import F64, in_mesh
 
-F64 = torch.float64
 
-
-def on_line(body: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
-    """Call ``body(mesh, *args)`` on simulated ranks of a mesh (dp,)."""
-
-    def program(*args: Any) -> Any:
-        return body(md.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), *args)
-
-    return md.simulate(program, size, args=args)
+def on_line(body: Callable[[md.DeviceMesh], Any]) -> list[Any]:
+    """Call ``body(mesh)`` on two simulated ranks of a mesh (dp,)."""
+    return in_mesh(body, shape=(2,))
 
 
 def mine(mesh: md.DeviceMesh, *shape: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist import lax
+from meshdist.collectives.axis_types import ATTRIBUTE
 from meshdist.collectives.torch_private import SingleLevelFunction
 from meshdist.errors import AxisTypeError
 from tests.collectives.typed_cases import F64, in_mesh, kinds, refusal, varying
@@ -163,7 +164,7 @@ def test_functions_inside_functions_see_no_context() -> None:
         def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
                 inner = Product.apply(a.detach().requires_grad_(), torch.ones(2))
-            assert "_axis_types" not in inner.__dict__
+            assert ATTRIBUTE not in inner.__dict__
             return inner.detach() * 2
 
         @staticmethod

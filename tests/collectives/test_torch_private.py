@@ -119,5 +119,8 @@ def test_what_typed_contexts_ask_torch() -> None:
         with torch_private.NotSeen():
             assert torch.empty(1).device.type == "cpu"
             assert not torch_private.is_mode_enabled()
+    assert isinstance(torch.ops.aten.add, torch_private.OverloadPacket)
+    assert not isinstance(torch.ops.aten.add.Tensor, torch_private.OverloadPacket)
     assert issubclass(torch.autograd.Function, torch_private.SingleLevelFunction)
+    assert issubclass(torch_private.BackwardHookFunction, torch.autograd.Function)
     assert "apply" not in vars(torch_private.SingleLevelFunction)

@@ -304,6 +304,23 @@ def test_else_it_may_not(write: Callable[[torch.Tensor], Any], why: str) -> None
     assert "lax.pvary(buf, 'dp')" in text
 
 
+def test_a_write_that_would_change_axes_in_two_ways_names_those_of_the_first() -> None:
+    def body(mesh: md.DeviceMesh) -> None:
+        target = torch.zeros(2, 3)[0]
+        target.copy_(md.annotate(torch.ones(3), reduced="tp", varying="dp"))
+
+    text = refusal(AxisTypeError, body)
+    assert text.startswith("copy_ would turn what it writes, invariant over 'dp', into varying\n")
+    assert "a target of type {V:dp R:tp}" in text
+    assert "fix:      cast it before: buf = lax.pvary(buf, 'dp')" in text
+    text = refusal(
+        AxisTypeError,
+        lambda mesh: torch.zeros(2, 3)[0].copy_(md.annotate(torch.ones(3), reduced="tp")),
+    )
+    assert "invariant over 'tp', into reduced\n" in text
+    assert "buf = lax.pcast(buf, 'tp', to='reduced')" in text
+
+
 def test_batch_norms_estimates_follow_their_batches() -> None:
     def body() -> Any:
         norm = nn.BatchNorm1d(3)

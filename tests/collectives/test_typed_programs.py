@@ -7,6 +7,7 @@ import pytest
 
 import meshdist as md
 from tests.collectives.typed_programs import NAMES, Program, largest_error, make_program
+from tests.mpi_job import job_of
 from tests.pool import Pool
 
 
@@ -43,13 +44,23 @@ def test_more_random_programs(start: int) -> None:
     assert errors(range(start, start + 100)) == []
 
 
+def programs_of_four_ranks() -> list[Program]:
+    programs = [make_program(seed) for seed in range(60)]
+    return [one for one in programs if np.size(one.ranks) == 4][:12]
+
+
+def errors_on_rank(programs: list[Program]) -> list[float]:
+    return [max(worst_errors(program, (False,))) for program in programs]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_random_programs_on_processes(pool: Pool, backend: str) -> None:
-    programs = [make_program(seed) for seed in range(60)]
-    chosen = [one for one in programs if np.size(one.ranks) == 4][:12]
+    found = pool.run(errors_on_rank, 4, programs_of_four_ranks(), backend=backend)
+    assert np.max(found) < 1e-12
 
-    def on_rank(programs: list[Program]) -> list[float]:
-        return [max(worst_errors(program, (False,))) for program in programs]
 
-    found = pool.run(on_rank, 4, chosen, backend=backend)
+@pytest.mark.soak
+@pytest.mark.mpi
+def test_random_programs_over_mpi(pool: Pool) -> None:
+    found = job_of(pool, 4).run_in_world(errors_on_rank, programs_of_four_ranks())
     assert np.max(found) < 1e-12

@@ -11,7 +11,7 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives.verb_kinds import CASTS, GATHERED, VERB_KINDS
+from meshdist.collectives.verb_kinds import CASTS, GATHERED, KINDS, VERB_KINDS
 from meshdist.errors import ArgumentError, AxisTypeError
 from tests.collectives.typed_cases import in_mesh, kinds, refusal, varying
 
@@ -31,12 +31,11 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pswapaxes": lambda x: lax.pswapaxes(x, "dp", 0),
     "pbroadcast": lambda x: lax.pbroadcast(x, "dp", 1),
 }
-WORDS = {"V": "varying", "R": "reduced", "U": "unreduced"}
 
 
-def of_kind(kind: str, **others: str) -> torch.Tensor:
+def of_kind(kind: str) -> torch.Tensor:
     x = torch.ones(2)
-    return x if kind == "I" else md.annotate(x, **{WORDS[kind]: "dp"})
+    return x if kind == "I" else md.annotate(x, **{KINDS[kind]: "dp"})
 
 
 def outcomes(call: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, str]:
