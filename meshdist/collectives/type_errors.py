@@ -244,7 +244,7 @@ def unseeded_draw(
     *,
     is_own: bool,
 ) -> AxisTypeError:
-    """A draw of which nobody knows along which axes it differs."""
+    """A draw that differs along axes which are not known."""
     source = "torch's own generator" if is_own else "a generator of the program's"
     given = "" if is_own else ", generator=g"
     return AxisTypeError(

@@ -132,7 +132,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 
 
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
-    """Raise AxisTypeError unless nobody else reduces the leaves, which are equal on all ranks."""
+    """Raise AxisTypeError unless the leaves are equal on all ranks, and no wrapper reduces them."""
     for place, leaf in enumerate(leaves):
         owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
         for axis in axes.axis_names:
@@ -152,7 +152,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
                     "there",
                     where=where(axes, [axis]),
                     expected=f"parameters that are invariant over {axis!r}: of others each rank "
-                    "has its own gradient, or somebody else reduces it",
+                    "has its own gradient, or something else reduces it",
                     found=f"parameter {place}: {tensor_text(leaf)}",
                     fix="leave it out of the parameters",
                 )

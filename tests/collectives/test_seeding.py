@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.collectives.contexts import find_mode
-from meshdist.collectives.operation_rules import OPERATIONS, Kind
+from meshdist.collectives.operation_rules import OPERATIONS
 from meshdist.collectives.seeding import type_of_draw, varying_axes
 from meshdist.errors import (
     ArgumentError,
@@ -372,7 +372,7 @@ def test_each_device_has_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch)
     in_mesh(body, shape=(1,))
 
 
-# -- bad arguments, and torch's tags --------------------------------------------------------------
+# -- bad arguments --------------------------------------------------------------------------------
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -407,18 +407,3 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
                 md.seed(1, differ_over="dp", mesh=half)
 
     md.simulate(program, 2)
-
-
-def test_the_table_of_draws_has_all_that_torch_says_to_draw() -> None:
-    names = {
-        str(getattr(packet, overload))
-        for packet in (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
-        if isinstance(packet, torch._ops.OpOverloadPacket)
-        for overload in packet.overloads()
-        if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
-    }
-    assert len(names) > 80
-    for name in names:
-        packet, _, overload = name.removeprefix("aten.").partition(".")
-        function = getattr(getattr(torch.ops.aten, packet), overload)
-        assert OPERATIONS[function].kind is Kind.DRAW, name
