@@ -259,7 +259,9 @@ class Ranks:
         return self.leaves[leaf.seed]
 
     def make(self, leaf: Leaf) -> torch.Tensor:
-        x = self.own(values(leaf, self.mesh.axis_sizes)).clone().requires_grad_(leaf.requires_grad)
+        with md.untyped():  # each rank draws the whole, and takes its part
+            whole = values(leaf, self.mesh.axis_sizes)
+            x = self.own(whole).clone().requires_grad_(leaf.requires_grad)
         axes = {
             word: tuple(axis for axis, kind in leaf.kinds.items() if kind == word[0].upper())
             for word in ("varying", "reduced")
