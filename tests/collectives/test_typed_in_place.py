@@ -278,7 +278,7 @@ def test_nothing_is_watched_outside() -> None:
 
 def test_own_rooms_run_as_if_there_were_no_context() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
-        torch.manual_seed(0)
+        md.seed(0)
         with md.typed(mesh):
             net = torch.nn.Sequential(
                 torch.nn.Linear(3, 4), md.SyncBatchNorm(4, process_group=mesh["dp"])
