@@ -131,6 +131,7 @@ def test_mpiexec_on_one_host_leaves_mpi_alone(tmp_path: Path, has_mpi4py: bool) 
 
 
 @pytest.mark.mpi
+@pytest.mark.soak
 def test_mpiexec_across_hosts_goes_by_mpi4py(tmp_path: Path) -> None:
     done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False)
     assert done.returncode == 0, done.stderr
@@ -169,7 +170,8 @@ def test_a_job_that_ends_before_all_have_joined_leaves_nothing_behind(tmp_path: 
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("backend", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["mpi", "shm"])
 def test_a_forked_child_may_leave_by_exit(tmp_path: Path, backend: str) -> None:
     program = (
         "import os, sys, torch, meshdist as md\n"

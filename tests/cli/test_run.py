@@ -448,6 +448,7 @@ def test_mpiexec_starts_the_ranks_more_than_cores_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.soak
 def test_mpiexecs_exit_code_is_the_commands(tmp_path: Path) -> None:
     assert run_by_mpi(tmp_path, "-n", 2, "SCRIPT", "fail").returncode == 3
 

@@ -27,7 +27,7 @@ from tests.verbs.cases import WIRES
 AT_ONCE_S = 1.0
 HANDLER_S = 0.01
 COMES_S = 0.7  # after which the other member comes, though no handler has run yet
-ON = ["shm", "gloo", "hierarchical", pytest.param("mpi", marks=pytest.mark.mpi)]
+ON = ["shm", "gloo", "hierarchical", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.soak])]
 
 
 def run_inside(

@@ -210,6 +210,7 @@ def test_an_exception_frees_ranks_that_wait_in_a_call(pool: Pool, backend: str) 
 
 
 @pytest.mark.mpi
+@pytest.mark.soak
 def test_an_exception_frees_ranks_that_wait_over_mpi(pool: Pool) -> None:
     job = job_of(pool, 3)
     job.run_in_world(md.get_rank)  # starts it

@@ -19,7 +19,7 @@ from tests.native.ranks import OK, run_ranks
 from tests.native.reading import PAGE, reads_others, secret_memory
 
 DTYPES, OPS = native.DTYPES, native.OPS
-SIZES = [1, 2, 3, 5]
+SIZES = [1, 2, 3, pytest.param(5, marks=pytest.mark.soak)]
 # Inline in a cache line; one slot; just over; several rounds, so that slots are used again.
 COUNTS = [0, 1, 4, 5, 1000, 32 * 1024 + 1, 5 * 32 * 1024 + 7]
 TIMEOUT = 20.0
@@ -340,7 +340,7 @@ def in_place_cases(c: Any) -> None:
 
 
 @reads_others
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", SIZES[1:])
 def test_parts_are_read_where_they_lie(size: int) -> None:
     assert run_ranks(size, fetching_cases, is_crowded=False) == [True] * size
 

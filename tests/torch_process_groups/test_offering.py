@@ -147,6 +147,7 @@ def test_mpi_outside_mpiexec() -> None:
     assert "mpiexec -n 4 python" in run(program).stdout
 
 
+@pytest.mark.soak
 def test_torch_keeps_a_hook_of_its_own() -> None:
     done = run(
         "from torch.distributed import distributed_c10d as torchs\n"

@@ -145,8 +145,14 @@ def size_of(place: Place) -> int:
     return int(np.prod([shape[place.names.index(axis)] for axis in place.axes]))
 
 
-@pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("wire", "name"),
+    [
+        pytest.param(wire, name, marks=[pytest.mark.soak] if wire == "mpi" and number else [])
+        for wire in WIRES
+        for number, name in enumerate(PLACES)
+    ],
+)
 def test_every_verb_on_axes(wire: str, name: str, pool: Pool) -> None:
     place = PLACES[name]
     cases = cases_of(size_of(place), 1, name)

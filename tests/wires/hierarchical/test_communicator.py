@@ -353,6 +353,7 @@ md.destroy_process_group()
 PRIVATE = ["unshare", "-Urnmp", "--mount-proc", "--fork", "--kill-child"]
 
 
+@pytest.mark.soak
 def test_hosts_made_of_network_namespaces() -> None:
     needed = all(shutil.which(name) for name in ("unshare", "nsenter", "ip"))
     if (
