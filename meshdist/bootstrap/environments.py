@@ -317,7 +317,8 @@ def _shown(value: str, *, plain: bool = False) -> str:
 
 def _ways_to_start(commands: Sequence[str]) -> list[str]:
     """What to type: the launcher that was half recognised, or what works here."""
-    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    name = sys.argv[0] if sys.argv else ""
+    name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute
     script = name if name.endswith(".py") else "script.py"
     if commands:
         return [f"{command} {script}" for command in commands]

@@ -160,6 +160,8 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "srun -n 4 python train.py",
     ):
         assert command in text
+    monkeypatch.setattr("sys.argv", ["examples/train.py"])
+    assert "meshdist run -n 4 examples/train.py" in error_of({"HOME": "/root"})
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
