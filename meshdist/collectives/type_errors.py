@@ -88,9 +88,8 @@ def refused_verb(
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(_word, taken)) or "no value at all"
     fixes = {
-        "I": f"where data enter, say that they differ: md.annotate(batch, varying={axis!r}); to "
-        f"count a value that is equal on all ranks, multiply by lax.axis_size({axis!r}), or cast "
-        f"it first: lax.pvary({argument}, {axis!r})",
+        "I": f"where data enter, say that they differ: md.annotate(batch, varying={axis!r}), after "
+        f"the last copy or slice outside the context; {_fix_of_equal_values(verb, axis, argument)}",
         "V": f"reduce it first: lax.psum({argument}, {axis!r}) or lax.pmean({argument}, {axis!r})",
         "U": f"reduce it first: lax.psum({argument}, {axis!r}), or lax.psum_scatter",
         "R": f"cast it first: lax.pcast({argument}, {axis!r}, to='varying')",
@@ -101,6 +100,21 @@ def refused_verb(
         expected=f"a value that is {words} over {axis!r}",
         found=f"{argument}: {tensor_text(x)}",
         fix=fixes[kind],
+    )
+
+
+def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
+    """What is meant where the operand of a verb is equal on all ranks indeed."""
+    if verb == "psum":
+        return (
+            "to count a value that is equal on all ranks, multiply by "
+            f"lax.axis_size({axis!r}), or cast it first: lax.pvary({argument}, {axis!r})"
+        )
+    if verb in ("pmean", "pmax", "pmin"):
+        return f"a value that is equal on all ranks is its own {verb[1:]}: leave the verb out"
+    return (
+        f"a value that is equal on all ranks is cast first: lax.pvary(x, {axis!r}), before each "
+        "rank takes its own part of it"
     )
 
 
@@ -116,7 +130,8 @@ def refused_join(
             expected=f"a gradient that is complete over {axis!r}; this one is a summand on each "
             "rank",
             found=operands_text(operands),
-            fix=f"sum it first: lax.psum(p.grad, {axis!r})",
+            fix=f"sum it first: lax.psum(p.grad, {axis!r}); or step behind accumulate_gradients, "
+            "which sums at its end",
         )
     return AxisTypeError(
         f"{name} of a value unreduced over {axis!r}",
@@ -212,12 +227,19 @@ def refused_write(
         if becomes == "V"
         else f"buf = lax.pcast(buf, {_named(axes)}, to={_word(becomes)!r})"
     )
+    fix = f"cast it before: {cast}"
+    if becomes == "V" and target.is_leaf and target.requires_grad:
+        fix = (
+            f"write what is equal over {shown(axes)}: a norm of gradients, say, whose squares are "
+            f"summed there by lax.psum; or, where each rank has its own part of the target, "
+            f"md.annotate(target, varying={_named(axes)})"
+        )
     return AxisTypeError(
         f"{name} would turn what it writes, {_word(was)} over {shown(axes)}, into {_word(becomes)}",
         where=where(mesh, axes),
         expected=f"a target of type {{{text}}}",
         found=f"a target of {tensor_text(target)}, {why}\n{operands_text(operands)}",
-        fix=f"cast it before: {cast}",
+        fix=fix,
     )
 
 
@@ -247,14 +269,17 @@ def unseeded_draw(
     """A draw that differs along axes which are not known."""
     source = "torch's own generator" if is_own else "a generator of the program's"
     given = "" if is_own else ", generator=g"
+    rest = [axis for axis in mesh.axis_names if axis not in axes]
+    alike = f"seed, differ_over={_named(rest)}{given}" if rest else f"seed{given}"
     return AxisTypeError(
         f"{operation} draws from a state that md.seed did not set",
         where=where(mesh, axes),
         expected=f"a seed of md.seed, or operands that vary over {shown(mesh.axis_names)}: else "
         "it is not known whether ranks draw the same",
         found="\n".join([f"{source}, {why}", *([operands_text(operands)] if operands else [])]),
-        fix=f"on every rank: md.seed(seed{given}) where all draw the same; md.seed(seed, "
-        f"differ_over={_named(axes)}{given}) where they draw their own",
+        fix=f"on every rank: md.seed({alike}) where the result is to be equal along "
+        f"{shown(axes)}; md.seed(seed, differ_over={_named(mesh.axis_names)}{given}) where each "
+        "rank draws its own",
     )
 
 

@@ -224,8 +224,10 @@ def test_a_draw_from_a_state_that_seed_did_not_set() -> None:
     assert "operands that vary over 'dp', 'tp'" in text
     assert "torch's own generator, which md.seed has never seeded" in text
     assert "operand 0: float32[3]{V:dp}" in text
-    assert "md.seed(seed) where all draw the same" in text
-    assert "md.seed(seed, differ_over='tp') where they draw their own" in text
+    assert "md.seed(seed, differ_over='dp') where the result is to be equal along 'tp';" in text
+    assert "md.seed(seed, differ_over=('dp', 'tp')) where each rank draws its own" in text
+    text = refusal(AxisTypeError, lambda mesh: F.dropout(torch.ones(3)))
+    assert "md.seed(seed) where the result is to be equal along 'dp', 'tp';" in text
 
 
 def test_other_ways_to_seed_are_seen() -> None:
@@ -255,7 +257,7 @@ def test_a_generator_of_the_programs_counts_as_unseeded() -> None:
 
     text = refusal(AxisTypeError, body)
     assert "a generator of the program's, which md.seed has never seeded" in text
-    assert "md.seed(seed, generator=g) where all draw the same" in text
+    assert "md.seed(seed, generator=g) where the result is to be equal along" in text
     assert "differ_over=('dp', 'tp'), generator=g)" in text
 
     def seeded(mesh: md.DeviceMesh) -> Any:

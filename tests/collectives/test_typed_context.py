@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -186,6 +187,21 @@ def test_a_verb_over_an_axis_where_its_operand_is_invariant() -> None:
         assert fix in text
 
 
+@pytest.mark.parametrize(
+    ("verb", "fix"),
+    [
+        (lax.pmean, "a value that is equal on all ranks is its own mean: leave the verb out"),
+        (lax.all_gather, "is cast first: lax.pvary(x, 'dp'), before each rank takes its own part"),
+    ],
+)
+def test_the_way_out_for_equal_values_is_that_of_the_verb(
+    verb: Callable[..., Any], fix: str
+) -> None:
+    text = refusal(AxisTypeError, lambda mesh: verb(torch.ones(3), "dp"))
+    assert "md.annotate(batch, varying='dp'), after the last copy or slice outside" in text
+    assert fix in text and "lax.axis_size" not in text
+
+
 def test_a_cast_of_what_varies_already() -> None:
     text = refusal(AxisTypeError, lambda mesh: lax.pvary(varying(torch.ones(3)), "dp"))
     assert text.startswith("pvary over axis 'dp' of a value that is varying there\n")
@@ -247,7 +263,7 @@ def test_an_unreduced_gradient_in_an_optimizers_step() -> None:
     text = refusal(AxisTypeError, body)
     assert text.startswith("add_ of an unreduced gradient to a parameter\n")
     assert "operand 1: float32[3]{U:dp}" in text
-    assert "lax.psum(p.grad, 'dp')" in text
+    assert "lax.psum(p.grad, 'dp'); or step behind accumulate_gradients" in text
 
 
 def test_a_history_that_the_context_did_not_see() -> None:

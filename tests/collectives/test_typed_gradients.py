@@ -183,6 +183,8 @@ def test_a_gradient_that_was_widened_does_not_reach_a_parameter() -> None:
     text = refusal(AxisTypeError, body)
     assert "would turn what it writes, invariant over 'tp', into varying\n" in text
     assert "which requires a gradient" in text
+    assert "a norm of gradients, say, whose squares are summed there by lax.psum" in text
+    assert "md.annotate(target, varying='tp')" in text
 
 
 @pytest.mark.parametrize("how", ["sgd", "foreach", "fused"])

@@ -286,23 +286,38 @@ def test_a_tensor_that_nobody_else_relies_on_may_be_widened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "why"),
+    ("write", "why", "is_parameter"),
     [
-        (lambda b: (b[0], b.add_(v(2, 3))), "whose memory others share"),
-        (lambda b: b[0].copy_(v()), "a view of another tensor"),
-        (lambda b: (b.detach(), b.add_(v(2, 3))), "whose memory others share"),
-        (lambda b: (b.numpy(), b.add_(v(2, 3))), "whose memory others share"),
-        (lambda b: torch.no_grad()(lambda: nn.Parameter(b).add_(v(2, 3)))(), "requires a gradient"),
-        (lambda b: (b * torch.ones(3, requires_grad=True)).add_(v(2, 3)), "requires a gradient"),
-        (lambda b: torch.add(v(2, 3), 1, out=b.view(3, 2).view(2, 3)), "a view of another tensor"),
-        (lambda b: b[0].__setitem__(0, v()[0]), "a view of another tensor"),
+        (lambda b: (b[0], b.add_(v(2, 3))), "whose memory others share", False),
+        (lambda b: b[0].copy_(v()), "a view of another tensor", False),
+        (lambda b: (b.detach(), b.add_(v(2, 3))), "whose memory others share", False),
+        (lambda b: (b.numpy(), b.add_(v(2, 3))), "whose memory others share", False),
+        (
+            lambda b: torch.no_grad()(lambda: nn.Parameter(b).add_(v(2, 3)))(),
+            "requires a gradient",
+            True,
+        ),
+        (
+            lambda b: (b * torch.ones(3, requires_grad=True)).add_(v(2, 3)),
+            "requires a gradient",
+            False,
+        ),
+        (
+            lambda b: torch.add(v(2, 3), 1, out=b.view(3, 2).view(2, 3)),
+            "a view of another tensor",
+            False,
+        ),
+        (lambda b: b[0].__setitem__(0, v()[0]), "a view of another tensor", False),
     ],
 )
-def test_else_it_may_not(write: Callable[[torch.Tensor], Any], why: str) -> None:
+def test_else_it_may_not(
+    write: Callable[[torch.Tensor], Any], why: str, is_parameter: bool
+) -> None:
     text = refusal(AxisTypeError, lambda mesh: write(torch.zeros(2, 3)))
     assert "would turn what it writes, invariant over 'dp', into varying\n" in text
     assert why in text
-    assert "lax.pvary(buf, 'dp')" in text
+    assert ("md.annotate(target, varying='dp')" in text) == is_parameter
+    assert ("lax.pvary(buf, 'dp')" in text) != is_parameter
 
 
 def test_a_write_that_would_change_axes_in_two_ways_names_those_of_the_first() -> None:
