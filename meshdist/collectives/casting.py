@@ -20,6 +20,7 @@ import torch
 from torch.autograd import Function
 
 from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.shadowing import find_shadowing
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.buffer_pool import new_like
 from .axis_types import kinds_in
@@ -28,6 +29,7 @@ from .functional import psum
 from .leaf_buckets import LeafBuckets
 from .sparse_sums import sparse_psum
 from .torch_private import call_function
+from .type_errors import uneven_leaf
 from .verbs import all_reduce
 
 __all__ = ["Casts"]
@@ -102,6 +104,23 @@ class Casts:
                     if any(k == "V" and axis in axes for axis, k in kinds_in(missing).items()):
                         return one
         return None
+
+    def refuse_leaves_in_uneven_loop(self, verb: str) -> None:
+        """Raise where a leaf's gradient is summed over ranks some of which may have no data left.
+
+        Raises:
+            JoinError: those would answer the sum with zeros, and not get the gradient.
+        """
+        loop = find_shadowing(self._mesh.world)
+        if loop is None:
+            return
+        for key, one in self._owners.items():
+            if not isinstance(one, torch.Tensor):
+                continue
+            for missing in self._kept[key]:
+                together = {*self._groups[missing].ranks} & {*loop.group.ranks}
+                if len(together) > 1:
+                    raise uneven_leaf(one, missing, self._mesh, verb)
 
     def _has(self, leaf: torch.Tensor, missing: str) -> bool:
         found = self._kept.get(id(leaf), {}).get(missing)

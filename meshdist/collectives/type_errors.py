@@ -8,7 +8,7 @@ import torch
 
 from ..checking.call_sites import call_site, show_site
 from ..dtypes import dtype_name
-from ..errors import AxisTypeError, KindError
+from ..errors import AxisTypeError, JoinError, KindError
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, kinds_in, shown
 from .verb_kinds import KINDS
@@ -26,6 +26,7 @@ __all__ = [
     "tensor_text",
     "transformed",
     "type_of",
+    "uneven_leaf",
     "unseeded_draw",
     "unseen_history",
     "where",
@@ -198,6 +199,18 @@ def foreign_leaf(
         found=f"leaf: {tensor_text(leaf)}, cast where it met varying values",
         fix=f"wrap all that is trained in one module; or take it without {owner}, with "
         f"lax.pmean(loss, {_named(axes)}); or detach the leaf",
+    )
+
+
+def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -> JoinError:
+    """A leaf that is trained where a rank may have no data left."""
+    axes = list(kinds_in(missing))
+    return JoinError(
+        f"{verb} in an uneven loop meets a leaf whose gradient is summed over {shown(axes)}",
+        where=where(mesh, axes),
+        expected="gradients that all ranks get: one without data would miss them",
+        found=f"leaf: {tensor_text(leaf)}",
+        fix="train with DistributedDataParallel, in a loop inside `with model.join():`",
     )
 
 

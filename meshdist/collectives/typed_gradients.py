@@ -43,6 +43,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     gradients = _check_losses(mode, "backward", losses, argument(place, args, kwargs))
     args, kwargs = _with_argument(place, gradients, args, kwargs)
+    mode.casts.refuse_leaves_in_uneven_loop("backward")
     leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
     if leaf is not None:
         raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
@@ -62,6 +63,7 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
     place = (2, "grad_outputs")
     gradients = _check_losses(mode, "autograd.grad", losses, argument(place, args, kwargs))
     args, kwargs = _with_argument(place, gradients, args, kwargs)
+    mode.casts.refuse_leaves_in_uneven_loop("autograd.grad")
     try:
         found = call(*args, **kwargs)
     finally:

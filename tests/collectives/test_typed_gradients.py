@@ -206,3 +206,25 @@ def test_optimizers_step_each_parameter_by_its_own_type(how: str) -> None:
     whole, part, states, _ = in_mesh(body)[0]
     assert (whole, part) == ("", "V:tp")
     assert states == [["", "", ""], ["", "V:tp", "V:tp"]]
+
+
+@pytest.mark.parametrize("way", ["backward", "autograd.grad"])
+def test_leaves_are_not_trained_in_uneven_loops(way: str) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        weight = torch.ones(3, requires_grad=True)
+        try:
+            for x in md.uneven([torch.ones(3)] * (1 + md.get_rank()), mesh["dp"]):
+                with md.typed(mesh):
+                    loss = lax.pmean((weight * md.annotate(x, varying="dp")).sum(), "dp")
+                    if way == "backward":
+                        loss.backward()
+                    else:
+                        torch.autograd.grad(loss, weight)
+        except md.errors.JoinError as error:
+            return str(error)
+        return ""
+
+    for text in md.simulate(program, 2):
+        assert text.startswith(f"{way} in an uneven loop meets a leaf whose gradient is summed")
+        assert "fix:      train with DistributedDataParallel, in a loop inside" in text
