@@ -26,7 +26,7 @@ from ..runtime.buffer_pool import new_like
 from .axis_types import kinds_in
 from .detail_checks import check_cast, is_checked
 from .functional import psum
-from .leaf_buckets import LeafBuckets
+from .leaf_buckets import Bucket, LeafBuckets, Place
 from .sparse_sums import sparse_psum
 from .torch_private import call_function
 from .type_errors import uneven_leaf
@@ -52,9 +52,10 @@ class Casts:
         self._mesh = mesh
         self._buckets: LeafBuckets = mesh.notes.setdefault(_NOTE, LeafBuckets())
         self._groups: dict[str, ProcessGroup] = {}
-        self._kept: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
+        self._kept: dict[int, dict[str, _Kept]] = {}
         self._owners: dict[int, weakref.ref[torch.Tensor] | torch.Tensor] = {}
-        self._order: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._order: list[Place] = []
+        self._noted: dict[tuple[int, str], Place] = {}
 
     @property
     def num_kept(self) -> int:
@@ -66,8 +67,8 @@ class Casts:
         kept = self._kept.get(id(x))
         if kept is not None:
             found = kept.get(missing)
-            if found is not None and found[0] == x._version:
-                return found[1]
+            if found is not None and found.is_of(x):
+                return found.alias
         group = self._groups.get(missing)
         if group is None:
             group = self._groups[missing] = self._group(missing)
@@ -75,26 +76,43 @@ class Casts:
         if is_checked():
             check_cast(x, group, self._mesh)
         if not x.is_leaf:
-            alias = call_function(_Cast, x, group, None)
+            alias = call_function(_Cast, x, group, None, None)
             self._keep(x, missing, alias)
             return alias
         return self._cast_leaf(x, missing, group)
 
     def _cast_leaf(self, leaf: torch.Tensor, missing: str, group: ProcessGroup) -> torch.Tensor:
-        members = [
-            one
-            for one in self._buckets.members(leaf, missing)
-            if one is leaf or not self._has(one, missing)
-        ]
-        if len(members) == 1:
-            self._order.append((weakref.ref(leaf), missing))
-            alias = call_function(_Cast, leaf, group, self._buckets)
+        bucket = self._buckets.find_bucket(leaf, missing)
+        if bucket is None:
+            place = self._buckets.place(leaf, missing)
+            self._note(leaf, place)
+            alias = call_function(_Cast, leaf, group, self._buckets, place)
             self._keep(leaf, missing, alias)
             return alias
-        aliases: Any = call_function(_CastTogether, members[0], group, *members[1:])
-        for one, alias in zip(members, aliases, strict=True):
+        places = tuple(bucket.places)
+        members = [self._member(place) for place in places]
+        living = [one for one in members if one is not None]
+        is_living = tuple(one is not None for one in members)
+        aliases: Any = call_function(
+            _CastTogether, living[0], group, bucket, places, is_living, *living[1:]
+        )
+        for one, alias in zip(living, aliases, strict=True):
             self._keep(one, missing, alias)
-        return self._kept[id(leaf)][missing][1]
+        return self._kept[id(leaf)][missing].alias
+
+    def _member(self, place: Place) -> torch.Tensor | None:
+        """The leaf to cast at a place of a bucket; None: its place stays empty."""
+        leaf = place.leaf()
+        is_cast = leaf is None or not place.fits(leaf) or self._has(leaf, place.missing)
+        return None if is_cast else leaf
+
+    def _note(self, leaf: torch.Tensor, place: Place) -> None:
+        """Remember, once, that ``leaf`` was cast alone."""
+        key = (id(leaf), place.missing)
+        before = self._noted.get(key)
+        if before is None or before.leaf() is not leaf:
+            self._noted[key] = place
+            self._order.append(place)
 
     def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
         """A leaf that has been made varying over one of ``axes`` since the last backward."""
@@ -124,7 +142,7 @@ class Casts:
 
     def _has(self, leaf: torch.Tensor, missing: str) -> bool:
         found = self._kept.get(id(leaf), {}).get(missing)
-        return found is not None and found[0] == leaf._version
+        return found is not None and found.is_of(leaf)
 
     def _keep(self, x: torch.Tensor, missing: str, alias: torch.Tensor) -> None:
         key = id(x)
@@ -137,7 +155,7 @@ class Casts:
 
             owners[key] = x if x.is_leaf else weakref.ref(x, forget)
             kept[key] = {}
-        self._kept[key][missing] = (x._version, alias)
+        self._kept[key][missing] = _Kept(x, alias)
 
     def _group(self, missing: str) -> ProcessGroup:
         axes = kinds_in(missing)
@@ -154,8 +172,26 @@ class Casts:
         """Let go of all, and learn which leaves belong together."""
         self._buckets.learn(self._order)
         self._order.clear()
+        self._noted.clear()
         self._kept.clear()
         self._owners.clear()
+
+
+class _Kept:
+    """The cast of a tensor as it was."""
+
+    __slots__ = ("_is_leaf", "_version", "alias")
+
+    def __init__(self, x: torch.Tensor, alias: torch.Tensor) -> None:
+        self.alias = alias
+        self._version = x._version
+        self._is_leaf = x.is_leaf
+
+    def is_of(self, x: torch.Tensor) -> bool:
+        """Whether it still is: ``.data =`` and ``detach_`` leave the version as it was."""
+        if x._version != self._version or x.is_leaf is not self._is_leaf:
+            return False
+        return x.layout is not torch.strided or self.alias.is_set_to(x)
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -183,21 +219,24 @@ class _Cast(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: ProcessGroup, buckets: LeafBuckets | None
+        ctx: Any,
+        x: torch.Tensor,
+        group: ProcessGroup,
+        buckets: LeafBuckets | None,
+        place: Place | None,
     ) -> torch.Tensor:
         ctx.group = group
         ctx.buckets = buckets
-        ctx.leaf = None if buckets is None else weakref.ref(x)
+        ctx.place = place
         return _alias(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if grad.layout is torch.sparse_coo:
-            leaf = None if ctx.leaf is None else ctx.leaf()
-            if leaf is not None:
-                ctx.buckets.leave_alone(leaf)
-            return sparse_psum(grad, ctx.group), None, None
-        return psum(grad, ctx.group), None, None
+            if ctx.place is not None:
+                ctx.buckets.leave_alone(ctx.place)
+            return sparse_psum(grad, ctx.group), None, None, None
+        return psum(grad, ctx.group), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
@@ -207,24 +246,34 @@ class _Cast(Function):
 class _CastTogether(Function):
     """The leaves of a bucket: one flat psum, with a number for each that says whether it is used.
 
-    What no rank uses has no gradient, as on one device.
+    What no rank uses has no gradient, as on one device. A place without a leaf, which may have one
+    on other ranks, travels as an unused one.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, first: torch.Tensor, group: ProcessGroup, *others: torch.Tensor
+        ctx: Any,
+        first: torch.Tensor,
+        group: ProcessGroup,
+        bucket: Bucket,
+        places: tuple[Place, ...],
+        is_living: tuple[bool, ...],
+        *others: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         leaves = (first, *others)
         ctx.set_materialize_grads(False)
         ctx.group = group
+        ctx.bucket, ctx.places, ctx.is_living = bucket, places, is_living
         ctx.shapes = [one.shape for one in leaves]
         ctx.like = first.detach().new_empty(0)
         return tuple(map(_alias, leaves))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *living: torch.Tensor | None) -> Any:
         like: torch.Tensor = ctx.like
-        sizes = [shape.numel() for shape in ctx.shapes]
+        given = iter(living)
+        grads = [next(given) if is_living else None for is_living in ctx.is_living]
+        sizes = [place.size for place in ctx.places]
         used = like.new_tensor([grad is not None for grad in grads])
         parts = [
             like.new_zeros(size) if grad is None else _dense(grad).reshape(-1)
@@ -235,8 +284,14 @@ class _CastTogether(Function):
         is_used = [True] * len(grads)
         if any(grad is None for grad in grads):
             is_used = num_users.detach().ne(0).tolist()
+        ctx.bucket.note_use(ctx.places, is_used)
+        found = [
+            one if used_somewhere else None
+            for one, used_somewhere, is_living in zip(sums, is_used, ctx.is_living, strict=True)
+            if is_living
+        ]
         first, *others = (
-            one.view(shape) if used_somewhere else None
-            for one, shape, used_somewhere in zip(sums, ctx.shapes, is_used, strict=True)
+            None if one is None else one.view(shape)
+            for one, shape in zip(found, ctx.shapes, strict=True)
         )
-        return first, None, *others
+        return first, None, None, None, None, *others

@@ -71,6 +71,35 @@ def test_a_tensor_that_was_changed_is_cast_anew() -> None:
     assert on_line(body) == [(2, [10.0] * 3)] * 2  # 2 * (1 + 1) + 2 * (1 + 2)
 
 
+def test_a_tensor_that_has_got_other_data_is_cast_anew() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        w = torch.ones(3, dtype=F64, requires_grad=True)
+        x = mine(mesh, 3)
+        with md.typed(mesh):
+            w * x
+            w.data = torch.full((3,), 5.0, dtype=F64)
+            first = lax.psum((w * x).sum(), "dp")
+            with md.untyped():
+                w.data = torch.full((2,), 7.0, dtype=F64)
+            return first.item(), lax.psum((w * x[:2]).sum(), "dp").item()
+
+    assert on_line(body) == [(45.0, 42.0)] * 2
+
+
+def test_a_tensor_that_was_cut_from_its_history_is_cast_anew() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        w = torch.ones(3, dtype=F64, requires_grad=True)
+        x = mine(mesh, 3)
+        with md.typed(mesh):
+            h = w * 2
+            h * x
+            h.detach_().requires_grad_()
+            lax.psum((h * x).sum(), "dp").backward()
+        return h.grad.tolist(), w.grad
+
+    assert on_line(body) == [([3.0] * 3, None)] * 2
+
+
 def test_a_cast_lives_as_long_as_its_tensor() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         w = torch.ones(3, dtype=F64, requires_grad=True)
@@ -208,6 +237,50 @@ def test_members_that_died_or_were_frozen_are_left_out() -> None:
     for counts, gap in on_line(body):
         assert counts == [6, 1, 3, 2]  # a bucket of four; two new ones, alone and then together
         assert gap < 1e-14
+
+
+class Held(nn.Module):
+    """A layer in a reference cycle: it dies where the garbage collector runs."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(3, dtype=F64))
+        self.__dict__["itself"] = self
+
+
+@pytest.mark.parametrize("is_dropped_inside", [False, True], ids=["behind", "inside"])
+def test_leaves_that_die_at_other_moments_on_other_ranks_change_nothing(
+    is_dropped_inside: bool,
+) -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        first, last = (nn.Parameter(torch.ones(3, dtype=F64)) for _ in range(2))
+        x, found = mine(mesh, 3), []
+        for step in range(leaf_buckets.UNUSED_BACKWARDS + 3):
+            first.grad = last.grad = None
+            held = Held(step)
+            with md.typed(mesh):
+                lax.psum((first * x + held.weight * x + last * x).sum(), "dp").backward()
+                counts = num_casts()
+                if is_dropped_inside:
+                    del held
+                    if mesh.get_local_rank("dp") == 0:
+                        gc.collect()
+            held = None
+            if mesh.get_local_rank("dp") == 0:
+                gc.collect()
+            found.append((counts, first.grad.tolist(), last.grad.tolist()))
+        buckets = mesh.notes["leaf buckets"]
+        return found, len(buckets.find_bucket(first, "V:dp").places)
+
+    gc.disable()
+    try:
+        for found, num_places in on_line(body):
+            assert [counts for counts, *_ in found] == [3] + [2] * (len(found) - 1)
+            assert all(grads == [[3.0] * 3] * 2 for _, *grads in found)
+            assert num_places == 2  # that of the first one that died is no longer there
+    finally:
+        gc.enable()
 
 
 def gap_to_whole(mesh: md.DeviceMesh, model: nn.Module) -> float:
