@@ -180,16 +180,16 @@ class Casts:
 class _Kept:
     """The cast of a tensor as it was."""
 
-    __slots__ = ("_is_leaf", "_version", "alias")
+    __slots__ = ("_was_at", "_was_leaf", "alias")
 
     def __init__(self, x: torch.Tensor, alias: torch.Tensor) -> None:
         self.alias = alias
-        self._version = x._version
-        self._is_leaf = x.is_leaf
+        self._was_at = x._version
+        self._was_leaf = x.is_leaf
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Whether it still is: ``.data =`` and ``detach_`` leave the version as it was."""
-        if x._version != self._version or x.is_leaf is not self._is_leaf:
+        if x._version != self._was_at or x.is_leaf is not self._was_leaf:
             return False
         return x.layout is not torch.strided or self.alias.is_set_to(x)
 

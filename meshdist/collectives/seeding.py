@@ -11,14 +11,17 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..checking.call_sites import is_between
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -177,12 +180,12 @@ def type_of_draw(
     if noted is not None and noted.number == number:
         text = _type_over(noted.axes, noted.layout, mode.mesh.layout)
         if text is not None:
-            return text
+            return INVARIANT if text and _is_of_a_loader() else text
     kinds = [kinds_in(type_of(one)) for one in operands]
     lacking = [
         axis for axis in mode.mesh.axis_names if not any(one.get(axis) == "V" for one in kinds)
     ]
-    if not lacking:
+    if not lacking or _is_of_a_loader():
         return INVARIANT
     if noted is None:
         why = "which md.seed has never seeded"
@@ -191,6 +194,24 @@ def type_of_draw(
     else:
         why = "seeded over a mesh that lacks ranks of this one"
     raise unseeded_draw(operation.name, operands, lacking, mode.mesh, why, is_own=given is None)
+
+
+_LOADERS = frozenset(
+    f"torch.utils.data.{name}" for name in ("dataloader", "distributed", "sampler")
+)
+
+
+def _is_of_a_loader() -> bool:
+    """Whether a DataLoader or a sampler of torch draws: numbers, of which batches have no types.
+
+    What the loader gives is typed where it enters, by md.annotate.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_between[frame.f_code.co_filename]:
+        if frame.f_globals.get("__name__") in _LOADERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @lru_cache(maxsize=256)

@@ -203,6 +203,9 @@ class TypedMode(ContextMode):
             result.__dict__[ATTRIBUTE] = text
         else:
             mark(result, text)
+        if operation.writes:
+            for target in written_tensors(operation, args, kwargs):
+                _mark_base(target, text)
         return result
 
     def _mixed(
@@ -301,6 +304,7 @@ class TypedMode(ContextMode):
             for target in written:
                 is_out = out is not None and not any(target is one for one in operands)
                 target.__dict__[ATTRIBUTE] = self.widened(target, joined.text, is_out=is_out)
+                _mark_base(target, type_of(target))
             if any(result is target for target in written):
                 return result
         return self._marked(result, joined.text, operands)
@@ -372,6 +376,13 @@ class TypedMode(ContextMode):
 def _ignores(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     """Whether a call has a tensor of which no values are read: ``x.to(dtype)`` has none."""
     return any(isinstance(argument(one, args, kwargs), _Tensor) for one in operation.ignores)
+
+
+def _mark_base(target: torch.Tensor, text: str) -> None:
+    """Give a type to a leaf without one that a write through a view of it has made a result."""
+    base = target._base
+    if base is not None and ATTRIBUTE not in base.__dict__:
+        base.__dict__[ATTRIBUTE] = text
 
 
 def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:

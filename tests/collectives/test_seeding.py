@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import meshdist as md
 from meshdist.collectives.contexts import find_mode
@@ -275,6 +276,37 @@ def test_operands_that_vary_over_all_axes_need_no_seed() -> None:
             return kinds(F.dropout(varying(torch.ones(3), "dp") + varying(torch.ones(3), "tp")))
 
     assert in_mesh(body) == ["V:dp,tp"] * 4
+
+
+@pytest.mark.parametrize("seeds", [None, {}, {"differ_over": "dp"}], ids=str)
+def test_loaders_draw_numbers_and_need_no_seed(seeds: dict[str, str] | None) -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        if seeds is not None:
+            md.seed(3, mesh=mesh, **seeds)
+        data = TensorDataset(torch.arange(6.0))
+        loaders = [
+            DataLoader(data, batch_size=2),
+            DataLoader(data, batch_size=2, shuffle=True),
+            DataLoader(data, sampler=DistributedSampler(data, 2, md.get_rank() % 2)),
+        ]
+        with md.typed(mesh):
+            return [sorted(x for (batch,) in one for x in batch.tolist()) for one in loaders]
+
+    for plain, shuffled, part in in_mesh(body):
+        assert plain == shuffled == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        assert len(set(part)) == 3
+
+
+def test_a_data_set_that_draws_needs_a_seed() -> None:
+    class Noisy(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.randn(2)
+
+    text = refusal(AxisTypeError, lambda mesh: list(DataLoader(Noisy())))
+    assert text.startswith("randn draws from a state that md.seed did not set\n")
 
 
 def test_states_that_are_put_back_keep_their_seed() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist import lax
 from meshdist.collectives.instruments import watchers
 from meshdist.collectives.typed_in_place import WRITES
 from meshdist.verb_table import VERBS
-from tests.collectives.typed_cases import in_mesh, kinds
+from tests.collectives.typed_cases import in_mesh, kinds, varying
 
 X = "V:dp,tp"  # the kinds of what is read
 
@@ -294,3 +295,23 @@ def test_own_rooms_run_as_if_there_were_no_context() -> None:
             return kinds(out), [kinds(one) for one in net.buffers()]
 
     assert in_mesh(body)[0] == ("V:dp", ["", "", ""])
+
+
+def test_a_tensor_that_is_written_through_a_view_has_a_type() -> None:
+    entering, data = torch.zeros(2, 3), torch.zeros(2, 3)
+
+    def body(mesh: md.DeviceMesh) -> Any:
+        w = torch.ones(3, requires_grad=True)
+        ours, shard = entering.clone(), data.clone()
+        part = varying(shard[0])
+        with md.typed(mesh):
+            made = torch.zeros(2, 3)
+            for base in (made, ours):
+                base[0].add_(w)  # operands of one type
+                base[1, :2].copy_(w[:2])
+                base[1][2] = w[2]
+            part.mul_(w)
+            lax.psum((made * varying(torch.ones(2, 3))).sum(), "dp").backward()
+            return w.grad.tolist(), [kinds(one) for one in (made * 1, ours * 1, shard * 1)]
+
+    assert in_mesh(body)[0] == ([4.0, 4.0, 4.0], ["", "", "V:dp"])
