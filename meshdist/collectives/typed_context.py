@@ -203,9 +203,8 @@ class TypedMode(ContextMode):
             result.__dict__[ATTRIBUTE] = text
         else:
             mark(result, text)
-        if operation.writes:
-            for target in written_tensors(operation, args, kwargs):
-                _mark_base(target, text)
+        if operation.writes and args:
+            _mark_base(args[0], text)
         return result
 
     def _mixed(
@@ -378,9 +377,9 @@ def _ignores(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any
     return any(isinstance(argument(one, args, kwargs), _Tensor) for one in operation.ignores)
 
 
-def _mark_base(target: torch.Tensor, text: str) -> None:
+def _mark_base(target: Any, text: str) -> None:
     """Give a type to a leaf without one that a write through a view of it has made a result."""
-    base = target._base
+    base = target._base if isinstance(target, _Tensor) else None
     if base is not None and ATTRIBUTE not in base.__dict__:
         base.__dict__[ATTRIBUTE] = text
 
