@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -192,12 +193,16 @@ class Join:
         self.is_strict = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._group, device = self._find_group()
-        self._shadowing = Shadowing(self._group, device.type, answer, self.handle, self.is_strict)
+        self._new_shadowing = partial(
+            Shadowing, self._group, device.type, answer, self.handle, self.is_strict
+        )
 
     def __enter__(self) -> None:
         if not self._enable:
             return
-        self._shadowing.begin()
+        shadowing = self._new_shadowing()
+        shadowing.begin()
+        self._shadowing = shadowing
         for index, (one, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
             one._join_config = _JoinConfig(self, index, hook)
             if isinstance(hook, ReplicaHook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +29,8 @@ class Uneven(Generic[T]):
             )
         self._data = data
         target = resolve_group(group)
-        self._shadowing = Shadowing(target, target.first_device_type(), answer)
+        self._new_shadowing = partial(Shadowing, target, target.first_device_type(), answer)
+        self._group = target
         self._is_entered = False
 
     def __iter__(self) -> Iterator[T]:
@@ -71,14 +73,15 @@ class Uneven(Generic[T]):
             self._shadowing.end(error)
 
     def _begin(self) -> None:
-        world = self._shadowing.group.world
+        world = self._group.world
         if find_shadowing(world) is not None:
             raise ArgumentError(
                 "uneven() was called inside a join context",
-                where=f"rank {world.rank}, {self._shadowing.group.name}",
+                where=f"rank {world.rank}, {self._group.name}",
                 expected="one join context at a time",
                 fix="loop over the data themselves: the context around it answers the collectives",
             )
+        self._shadowing = self._new_shadowing()
         self._shadowing.begin()
 
     def _join(self) -> None:

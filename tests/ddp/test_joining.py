@@ -254,6 +254,21 @@ def test_throwing_does_nothing_where_all_have_equally_many() -> None:
     assert md.simulate(program, 2) == [4.0, 4.0]
 
 
+def test_an_object_serves_one_context_after_the_other() -> None:
+    def program() -> list[float]:
+        counter = Counter()
+        context = md.Join([counter])
+        found = []
+        for _ in range(3):
+            with context:
+                for _ in range(1 + md.get_rank()):
+                    counter.step()
+            found.append(counter.most)
+        return found
+
+    assert md.simulate(program, 2) == [[3.0, 6.0, 9.0]] * 2
+
+
 def test_a_context_that_is_not_enabled_does_nothing() -> None:
     def program() -> tuple[Any, ...]:
         counter = Counter()

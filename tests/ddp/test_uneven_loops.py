@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,6 +32,22 @@ def test_all_ranks_leave_the_loop_together(uses_context: bool) -> None:
         return sums, after.item()
 
     assert md.simulate(program, 3) == [([3], 3.0), ([3, 4], 3.0), ([3, 4, 3], 3.0)]
+
+
+@pytest.mark.parametrize("uses_context", [False, True])
+def test_an_object_serves_one_loop_after_the_other(uses_context: bool) -> None:
+    def program() -> list[float]:
+        loader = md.uneven(range(1 + md.get_rank()))
+        sums = []
+        for _ in range(3):
+            with loader if uses_context else nullcontext():
+                for _ in loader:
+                    x = torch.ones(1)
+                    md.all_reduce(x)
+                    sums.append(x.item())
+        return sums
+
+    assert md.simulate(program, 2) == [[2.0] * 3, [2.0, 1.0] * 3]
 
 
 def test_data_by_index_will_do() -> None:
