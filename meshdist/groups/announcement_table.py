@@ -4,7 +4,8 @@ In a join context each member numbers its announcements, and writes them into ro
 The others read them, so that no message is needed, and none of them waits for a reader as long as
 it is less than ``NUM_ROWS`` announcements ahead. A row begins with a word of its number and a
 checksum: words may arrive in another order than they were written in. A member that leaves the
-context writes after how many announcements, whose calls it has made, it has left.
+context writes after how many announcements, whose calls it has made, it has left. One that begins a
+round by the wire counts it, so that the others tell it from calls outside of contexts.
 
 All members make their n-th announcement for the same call. So what is known of a call is a function
 of its number, the same on every member: the announcements, and who has left before.
@@ -24,7 +25,7 @@ NUM_ROWS = 63
 _ROW_WORDS = 32
 _ROW_BYTES = 8 * (_ROW_WORDS - 1)
 _SIZE_BYTES = 4
-_SAID, _LEFT, _FIRST_ROW = 0, 1, _ROW_WORDS
+_SAID, _LEFT, _BY_WIRE, _FIRST_ROW = 0, 1, 2, _ROW_WORDS
 _NUM_WORDS = _FIRST_ROW + NUM_ROWS * _ROW_WORDS
 _LOW = 0xFFFFFFFF
 
@@ -58,6 +59,7 @@ class AnnouncementTable:
         self._views: dict[int, memoryview] = {}
         self._rows: dict[int, tuple[int, bytes]] = {}  # of the last number
         self._num_settled = 0
+        self._num_by_wire = 0
         self._num_reached = 0  # by all others, when it was looked at
         self.number = 0
         """Of this member's last announcement."""
@@ -124,17 +126,35 @@ class AnnouncementTable:
         ]
 
     def find_gone(self) -> int | None:
-        """A member that will never come to this number, since its process has ended."""
-        for member in self._views:
-            # In this order: it may come and go meanwhile.
-            if not self._regions.is_alive(member) and member in self.find_silent():
-                return member
-        return None
+        """A member that will never come to this number, since its process has ended.
+
+        Where all have come to it, one that will never come to the next.
+        """
+        ended = [member for member in self._views if not self._regions.is_alive(member)]
+        if not ended:
+            return None
+        # Behind that: a member may come and go meanwhile.
+        silent = self.find_silent()
+        if not silent:
+            silent = [one for one, view in self._views.items() if view[_SAID] <= self.number]
+        return next((member for member in ended if member in silent), None)
 
     def is_awaited(self) -> bool:
         """Whether a member has made an announcement after this member's last one."""
+        return self._is_behind(_SAID, self.number)
+
+    def count_by_wire(self) -> None:
+        """This member begins a round by the wire."""
+        self._num_by_wire += 1
+        self._mine[_BY_WIRE] = self._num_by_wire
+
+    def is_awaited_by_wire(self) -> bool:
+        """Whether a member has begun a round by the wire after this member's last one."""
+        return self._is_behind(_BY_WIRE, self._num_by_wire)
+
+    def _is_behind(self, word: int, count: int) -> bool:
         return any(
-            view[_SAID] > self.number and self._regions.is_current(member)
+            view[word] > count and self._regions.is_current(member)
             for member, view in self._views.items()
         )
 

@@ -158,11 +158,15 @@ class Channel:
         table = self.header_table
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
-    def is_awaited(self) -> bool:
-        """Whether a member has come to the collective that follows this member's last one."""
+    def is_awaited(self, verb: str | None = None) -> bool:
+        """Whether a member has come to the collective that follows this member's last one.
+
+        Args:
+            verb: what it calls there, if the wire can tell; None means any.
+        """
         table = self.header_table
         if table is None:
-            return self.communicator.is_awaited()
+            return self.communicator.is_awaited(verb)
         return table.is_awaited(self.recorder.sequence + 1)
 
     def enter(

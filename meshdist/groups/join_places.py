@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from .announcements import Announcement, Round, TableRound, to_bytes
+from .announcements import NAME, Announcement, Round, TableRound, to_bytes
 from .channel import Channel
 from .process_group import ProcessGroup
 from .registry import get_registry
@@ -57,6 +57,8 @@ class Place:
             assert self.table is not None  # else the others do not use theirs
             return TableRound(self.table, self.channel, mine, timeout)
         self.is_settled = False
+        if self.table is not None:
+            self.table.count_by_wire()
         sees_all = self.table is not None and self.table.sees_all()
         return Round(self.channel, replace(mine, sees_all=sees_all), timeout)
 
@@ -91,10 +93,13 @@ class Place:
         return not (self.is_over or self.group.is_closed or self.channel.is_broken())
 
     def is_awaited(self) -> bool:
-        """Whether a member has come to a call after this member's last one."""
-        if self.uses_table and self.table is not None:
-            return self.table.is_awaited()
-        return self.channel.is_awaited()
+        """Whether a member has come to a call in a context after this member's last one.
+
+        A call outside of contexts is told from these by tables, or by the wire if it can.
+        """
+        if self.table is None or not self.table.sees_all():
+            return self.channel.is_awaited(NAME)
+        return self.table.is_awaited() if self.uses_table else self.table.is_awaited_by_wire()
 
     def find_gone(self) -> int | None:
         """A member that will make no announcement more, since its process has ended.

@@ -13,8 +13,10 @@ outside of join contexts pay nothing: channels are intercepted in the context al
   for the others' announcements only where it must know who has joined: in what a joinable begins,
   in calls that come from a source, in strict contexts. What it sends it sends at once.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
-  and polls them. It begins one where it sees that a member has come to the next call: in the header
-  table, in shared memory, in a simulated meeting. Where it cannot see all members, since they are
+  and polls them. It begins one where it sees that a member has come to the next call: in the
+  announcement table, which shows calls in contexts alone, else in the header table, in shared
+  memory, in a simulated meeting. What members have started on groups within the main one before
+  they joined is answered before it leaves. Where it cannot see all members, since they are
   on several hosts, it begins one at once, if all of them are in the main group.
 * *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
@@ -35,7 +37,7 @@ from typing import Any
 
 from ..bootstrap.world import World
 from ..checking.nesting import set_aside
-from ..errors import ArgumentError, BackendError, JoinError, MeshdistError
+from ..errors import AgreementError, ArgumentError, BackendError, JoinError, MeshdistError
 from ..wires.failures import WireTimeout
 from .announcements import Announcement, Round
 from .channel import Channel
@@ -162,7 +164,10 @@ class Shadowing:
         described = {name: value for name, value in named.items() if name != "layouts"}
         mine = Announcement.of_call(verb, *given[:5], **described, owner=self.owner)
         self._agree(place, channel, mine, waits=has_source(mine))
-        channel.enter_uncovered(verb, *given, **named)
+        try:
+            channel.enter_uncovered(verb, *given, **named)
+        except AgreementError as error:
+            raise self._find_cause(channel, error) from None
         place.settle()
 
     def announce_call(self, group: ProcessGroup, verb: str) -> None:
@@ -255,7 +260,7 @@ class Shadowing:
         for place in tuple(self._places.values()):
             if place is main or self._begins_at_once(place):
                 self._begin_round(place)
-        while not (main.is_over and all(one.round is None for one in self._places.values())):
+        while not main.is_over or self._is_at_work():
             due = self._find_due()
             if due is None:
                 self._wait_for_any()
@@ -299,6 +304,20 @@ class Shadowing:
                 return place
         return None
 
+    def _is_at_work(self) -> bool:
+        """Whether a round is under way, or a call that a member started before it had joined."""
+        main = set(self.group.ranks)
+        return any(
+            place.round is not None
+            or (
+                place.uses_table
+                and main.issuperset(place.group.ranks)
+                and place.is_open()
+                and place.is_awaited()
+            )
+            for place in self._places.values()
+        )
+
     def _respond(self, place: Place, said: Sequence[Announcement], call: Announcement) -> None:
         """Take part in what the members that go on begin."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
@@ -338,7 +357,7 @@ class Shadowing:
 
     def _find_cause(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Why a call has failed: a member has left, and has ended or closed the group, or not."""
-        if isinstance(error, BackendError):
+        if isinstance(error, (AgreementError, BackendError)):
             try:
                 self._waits.raise_left([channel])
             except JoinError as cause:

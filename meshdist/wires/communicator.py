@@ -176,8 +176,12 @@ class Communicator(ABC):
             WireFailure: the members did not connect.
         """
 
-    def is_awaited(self) -> bool:
-        """Whether a member has come to the collective that follows this member's last one."""
+    def is_awaited(self, verb: str | None = None) -> bool:
+        """Whether a member has come to the collective that follows this member's last one.
+
+        Args:
+            verb: what it calls there, if a wire can tell; None means any.
+        """
         return False
 
     def take_error(self) -> MeshdistError | None:

@@ -127,3 +127,26 @@ def test_a_call_that_was_announced_alone_is_not_made(pair: Team) -> None:
     first.leave()
     assert second.find_left() == 0
     assert first.is_anyone_beyond()
+
+
+def test_a_member_that_has_ended_behind_a_number_that_all_came_to_is_gone(pair: Team) -> None:
+    first, second = pair.tables
+    for table in pair.tables:
+        table.say(b"a call")
+    assert second.find_gone() is None
+    first.say(b"the next")
+    first.close()
+    assert second.find_gone() is None  # it has come to the next before it ended
+    second.say(b"the next")
+    assert second.find_gone() == 0
+
+
+def test_rounds_by_the_wire_are_counted_apart(pair: Team) -> None:
+    first, second = pair.tables
+    first.say(b"a call")
+    assert not second.is_awaited_by_wire()
+    first.count_by_wire()
+    assert second.is_awaited_by_wire()
+    assert not first.is_awaited_by_wire()
+    second.count_by_wire()
+    assert not second.is_awaited_by_wire()

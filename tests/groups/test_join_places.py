@@ -147,6 +147,72 @@ def test_a_rank_with_data_does_not_wait_for_the_others(pool: Pool) -> None:
     assert first < 0.3
 
 
+# -- beside the main group ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_calls_in_flight_on_another_group_at_the_end_are_answered(pool: Pool, backend: str) -> None:
+    def program() -> list[float]:
+        group = md.new_group()
+        found = []
+        for _ in range(10):
+            started = []
+            for _ in md.uneven(range(1 + 3 * md.get_rank())):
+                md.all_reduce(torch.ones(1))
+                x = torch.ones(1)
+                started.append((x, md.all_reduce(x, group=group, async_op=True)))
+            for x, work in started:
+                work.wait()
+                found.append(x.item())
+        return found
+
+    assert pool.run(program, 2, backend=backend) == [[2.0] * 10, [2.0, 1.0, 1.0, 1.0] * 10]
+
+
+def call_behind_contexts() -> list[float]:
+    """Contexts of another group than that of the calls behind them, which was open before."""
+    md.barrier()
+    group = md.new_group()
+    sums = []
+    for turn in range(30):
+        for _ in md.uneven(range(turn % 3 if md.get_rank() else 0), group):
+            md.all_reduce(torch.ones(1), group=group)
+        x = torch.ones(1)
+        md.all_reduce(x)
+        sums.append(x.item())
+    return sums
+
+
+def end_apart() -> list[float]:
+    """Ranks 2 and 3 have left their contexts, and call, while 0 or 1 has joined its own."""
+    rank = md.get_rank()
+    pair = [md.new_group([0, 1]), md.new_group([2, 3])][rank // 2]
+    sums = []
+    for turn in range(3):
+        for _ in md.uneven(range([0, 3, 1, 1][rank]), pair):
+            if turn:
+                time.sleep(0.02)
+            md.all_reduce(torch.ones(1), group=pair)
+        x = torch.ones(1)
+        md.all_reduce(x)
+        sums.append(x.item())
+    return sums
+
+
+@pytest.mark.parametrize("backend", ["simulated", "shm", "gloo"])
+def test_calls_behind_a_context_are_not_taken_for_calls_in_it(
+    backend: str, request: pytest.FixtureRequest
+) -> None:
+    if backend == "simulated":
+        behind, apart = md.simulate(call_behind_contexts, 3), md.simulate(end_apart, 4)
+    else:
+        pool: Pool = request.getfixturevalue("pool")
+        behind = pool.run(call_behind_contexts, 3, backend=backend)
+        apart = pool.run(end_apart, 4, backend=backend)
+    assert behind == [[3.0] * 30] * 3
+    assert apart == [[4.0] * 3] * 4
+
+
 def test_announcements_too_long_for_a_table_arrive(pool: Pool) -> None:
     """Of a list that all know to be long, and of sizes of which some ranks' are short."""
 
@@ -349,6 +415,49 @@ def test_a_context_that_members_of_a_group_leave_apart_is_refused(pool: Pool) ->
     assert "JoinError: rank 0 has left its join context, which this rank is in still" in third
     assert "JoinError: rank 1 has left its join context, which this rank is in still" in fourth
     assert "all of them leave together" in third
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_end_of_all_ranks_that_had_data_frees_those_that_have_joined(
+    pool: Pool, backend: str
+) -> None:
+    """It ends between calls, when no round is under way."""
+
+    def program() -> None:
+        for turn in md.uneven(range(4 if md.get_rank() == 2 else 0)):
+            md.all_reduce(torch.ones(1))
+            if turn == 2:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    begin = time.monotonic()
+    *texts, lost = pool.outcomes(caught(program), 3, backend=backend)
+    assert is_within(time.monotonic() - begin, 8.0)
+    assert isinstance(lost, Failure)
+    for text in texts:
+        assert text.startswith("BackendError: all_reduce on the world failed")
+        assert "rank 2 has ended" in text
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_an_exception_is_told_where_its_rank_is_in_the_next_context(
+    pool: Pool, backend: str
+) -> None:
+    def loop() -> None:
+        with md.uneven(range(4)) as turns:
+            for turn in turns:
+                if turn == 2:
+                    if md.get_rank() == 0:
+                        raise ValueError("no batch")
+                    time.sleep(0.3)
+                md.all_reduce(torch.ones(1))
+
+    def program() -> list[str]:
+        return [caught(loop)() for _ in range(1 if md.get_rank() else 2)]
+
+    (first, second), (third,) = pool.run(program, 2, backend=backend)
+    assert_told(first, third)
+    assert second.startswith(("AgreementError", "AbortedError"))
 
 
 @pytest.mark.parametrize(  # rank 0 serves the store

@@ -258,10 +258,12 @@ class ShmCommunicator(Communicator):
         runner = _core.ShmRunner(core, fail, give_up, LARGEST_TAG, timeout.total_seconds())
         return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
 
-    is_awaited = handed_to("_core", "is_awaited")
     abort = handed_to("_core", "abort")
     leave = handed_to("_core", "announce_end")
     close = handed_to("_core", "close")
+
+    def is_awaited(self, verb: str | None = None) -> bool:
+        return bool(self._core.is_awaited())
 
     def _start(
         self,

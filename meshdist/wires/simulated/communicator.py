@@ -146,8 +146,9 @@ class SimulatedCommunicator(Communicator):
         self._meeting.receive(receive)
         return receive
 
-    def is_awaited(self) -> bool:
-        return self._started + 1 in self._meeting.rounds
+    def is_awaited(self, verb: str | None = None) -> bool:
+        there = self._meeting.rounds.get(self._started + 1, {})
+        return any(verb in (None, started.call.verb) for started in there.values())
 
     def abort(self) -> None:
         """Fail everything that is not done, on all members, and free the ranks that wait for it."""
