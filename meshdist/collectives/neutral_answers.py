@@ -16,6 +16,7 @@ from ..groups.announcements import Announcement
 from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
+from ..wires.work import Work
 from .monitored import monitored_barrier
 from .objects import (
     AnyLength,
@@ -31,16 +32,23 @@ __all__ = ["answer", "neutral"]
 
 def answer(
     group: ProcessGroup, device_type: str, said: Sequence[Announcement], call: Announcement
-) -> None:
+) -> Work | None:
     """Take part in ``call`` with what changes nothing.
+
+    A rank that waited here could not come to a call on another group for which a third one, which
+    answers that first, waits in turn. So what can be started is not waited for.
 
     Args:
         group: whose members are at the call.
         device_type: of its tensors.
         said: what each member says of it.
         call: what those that go on call.
+
+    Returns:
+        What has been started; None where it is done.
     """
-    _ANSWERS[call.verb](_Answer(group, device_type, said, call))
+    work = _ANSWERS[call.verb](_Answer(group, device_type, said, call))
+    return work if isinstance(work, Work) else None
 
 
 def neutral(op: ReduceKind | None, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -135,40 +143,43 @@ class _Answer:
         return takes, gives
 
 
-def _all_to_all_single(it: _Answer) -> None:
+def _all_to_all_single(it: _Answer) -> object:
     takes, gives = it.exchanged()
     output, source = it.tensor(sum(takes)), it.tensor(sum(gives))
-    verbs["all_to_all_single"](output, source, takes, gives, it.group)
+    return verbs["all_to_all_single"](output, source, takes, gives, it.group, async_op=True)
 
 
-def _all_to_all(it: _Answer) -> None:
+def _all_to_all(it: _Answer) -> object:
     outputs, inputs = ([it.tensor(count) for count in counts] for counts in it.exchanged())
-    verbs["all_to_all"](outputs, inputs, it.group)
+    return verbs["all_to_all"](outputs, inputs, it.group, async_op=True)
 
 
-def _reduce_scatter(it: _Answer) -> None:
+def _reduce_scatter(it: _Answer) -> object:
     inputs = it.tensors()
-    verbs["reduce_scatter"](inputs[it.group.rank()].clone(), inputs, it.op, it.group)
+    output = inputs[it.group.rank()].clone()
+    return verbs["reduce_scatter"](output, inputs, it.op, it.group, async_op=True)
 
 
-def _all_gather_into_tensor(it: _Answer) -> None:
+def _all_gather_into_tensor(it: _Answer) -> object:
     tensor = it.tensor()
-    verbs[it.call.verb](tensor.new_empty(it.size * tensor.numel()), tensor, it.group)
+    output = tensor.new_empty(it.size * tensor.numel())
+    return verbs[it.call.verb](output, tensor, it.group, async_op=True)
 
 
-def _reduce_scatter_tensor(it: _Answer) -> None:
+def _reduce_scatter_tensor(it: _Answer) -> object:
     tensor = it.tensor()
     output = tensor.new_empty(tensor.numel() // it.size)
-    verbs[it.call.verb](output, tensor, it.op, it.group)
+    return verbs[it.call.verb](output, tensor, it.op, it.group, async_op=True)
 
 
-def _gather(it: _Answer) -> None:
+def _gather(it: _Answer) -> object:
     outputs = [it.tensor() for _ in range(it.size)] if it.is_root else None
-    verbs["gather"](it.tensor(), outputs, group=it.group, group_dst=it.root)
+    return verbs["gather"](it.tensor(), outputs, group=it.group, group_dst=it.root, async_op=True)
 
 
-def _all_gather_coalesced(it: _Answer) -> None:
-    verbs["all_gather_coalesced"]([it.tensors() for _ in range(it.size)], it.tensors(), it.group)
+def _all_gather_coalesced(it: _Answer) -> object:
+    outputs = [it.tensors() for _ in range(it.size)]
+    return verbs["all_gather_coalesced"](outputs, it.tensors(), it.group, async_op=True)
 
 
 def _all_gather_multigpu(it: _Answer) -> None:
@@ -189,26 +200,32 @@ def _gather_object(it: _Answer) -> None:
 
 
 _ANSWERS: dict[str, Callable[[_Answer], object]] = {
-    "all_reduce": lambda it: verbs["all_reduce"](it.tensor(), it.op, it.group),
-    "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](it.tensors(), it.op, it.group),
+    "all_reduce": lambda it: verbs["all_reduce"](it.tensor(), it.op, it.group, async_op=True),
+    "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](
+        it.tensors(), it.op, it.group, async_op=True
+    ),
     "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](it.tensors(), it.op, it.group),
-    "reduce": lambda it: verbs["reduce"](it.tensor(), None, it.op, it.group, False, it.root),
+    "reduce": lambda it: verbs["reduce"](it.tensor(), None, it.op, it.group, True, it.root),
     "reduce_multigpu": _rooted_multigpu,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "reduce_scatter_single": _reduce_scatter_tensor,
     "reduce_scatter": _reduce_scatter,
-    "broadcast": lambda it: verbs["broadcast"](it.tensor(), group=it.group, group_src=it.root),
+    "broadcast": lambda it: verbs["broadcast"](
+        it.tensor(), group=it.group, group_src=it.root, async_op=True
+    ),
     "broadcast_multigpu": _rooted_multigpu,
     "all_gather_into_tensor": _all_gather_into_tensor,
     "all_gather_single": _all_gather_into_tensor,
-    "all_gather": lambda it: verbs["all_gather"](*it.gathered(), it.group),
+    "all_gather": lambda it: verbs["all_gather"](*it.gathered(), it.group, async_op=True),
     "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_multigpu": _all_gather_multigpu,
     "gather": _gather,
-    "scatter": lambda it: verbs["scatter"](it.tensor(), group=it.group, group_src=it.root),
+    "scatter": lambda it: verbs["scatter"](
+        it.tensor(), group=it.group, group_src=it.root, async_op=True
+    ),
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
-    "barrier": lambda it: verbs["barrier"](it.group),
+    "barrier": lambda it: verbs["barrier"](it.group, async_op=True),
     "monitored_barrier": lambda it: monitored_barrier(it.group),
     "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
     "all_gather_object": lambda it: all_gather_object([None] * it.size, None, it.group),

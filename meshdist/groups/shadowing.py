@@ -16,8 +16,10 @@ outside of join contexts pay nothing: channels are intercepted in the context al
   and polls them. It begins one where it sees that a member has come to the next call: in the
   announcement table, which shows calls in contexts alone, else in the header table, in shared
   memory, in a simulated meeting. What members have started on groups within the main one before
-  they joined is answered before it leaves. Where it cannot see all members, since they are
-  on several hosts, it begins one at once, if all of them are in the main group.
+  they joined is answered before it leaves. Answers that can be in flight are not waited for before
+  that: of two ranks that have joined each may come first to what the other answers later. Where
+  it cannot see all members, since they are on several hosts, it begins one at once, if all of them
+  are in the main group.
 * *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
   that come before it are answered.
@@ -39,6 +41,7 @@ from ..bootstrap.world import World
 from ..checking.nesting import set_aside
 from ..errors import AgreementError, ArgumentError, BackendError, JoinError, MeshdistError
 from ..wires.failures import WireTimeout
+from ..wires.work import Work
 from .announcements import Announcement, Round
 from .channel import Channel
 from .join_places import Place
@@ -61,7 +64,7 @@ class Shadowing:
         group: whose members leave together.
         device_type: of the group's rounds.
         answer: calls the verb that is announced with neutral arguments, given the group, the
-            type of its device, what all members say, and the call.
+            type of its device, what all members say, and the call; returns what is in flight.
         handle: takes part in what a joinable begins or calls: given the announcement, and which
             members have not joined.
         is_strict: whether all ranks raise as soon as one has joined.
@@ -69,7 +72,7 @@ class Shadowing:
 
     group: ProcessGroup
     device_type: str
-    answer: Callable[[ProcessGroup, str, Sequence[Announcement], Announcement], None]
+    answer: Callable[[ProcessGroup, str, Sequence[Announcement], Announcement], Work | None]
     handle: Callable[[Announcement, Sequence[bool]], None] = lambda *_: None
     is_strict: bool = False
     owner: str = field(default="", init=False)
@@ -214,6 +217,7 @@ class Shadowing:
         place.round, place.is_held = begun, True
         try:
             while not begun.is_ready():
+                self._waits.end_answers(ready_alone=True)
                 due = self._find_due()
                 if due is None:
                     self._wait_for_any(begun)
@@ -261,11 +265,13 @@ class Shadowing:
             if place is main or self._begins_at_once(place):
                 self._begin_round(place)
         while not main.is_over or self._is_at_work():
+            self._waits.end_answers(ready_alone=True)
             due = self._find_due()
             if due is None:
                 self._wait_for_any()
             else:
                 self._serve(due)
+        self._waits.end_answers()
         return self._is_late
 
     def _serve(self, place: Place) -> None:
@@ -329,7 +335,8 @@ class Shadowing:
                 if call.owner:
                     self.handle(call, at_work)
                 else:
-                    self.answer(place.group, place.channel.device_type, said, call)
+                    device_type = place.channel.device_type
+                    self._waits.keep(self.answer(place.group, device_type, said, call))
         place.settle()
 
     # -- waiting ----------------------------------------------------------------------------------
@@ -374,7 +381,8 @@ class Shadowing:
             unwatched.append(main)
 
         def is_ready() -> bool:
-            return bool((begun is not None and begun.is_ready()) or self._find_due())
+            is_done = begun is not None and begun.is_ready()
+            return bool(self._waits.has_ready_answer() or is_done or self._find_due())
 
         self._waits.until(is_ready, [one.channel for one in places], _NEVER, unwatched)
 

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 from ..bootstrap.world import World
 from ..checking.call_sites import call_site
+from ..checking.nesting import set_aside
 from ..errors import JoinError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..wires.failures import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
+from ..wires.work import Work, is_ready as is_done
 from .channel import Channel
 from .join_places import Place
 from .registry import get_registry
@@ -41,6 +43,28 @@ class Waits:
     def __init__(self, world: World, whereabouts: Whereabouts) -> None:
         self._world = world
         self._whereabouts = whereabouts
+        self._answers: list[Work] = []
+
+    def keep(self, answer: Work | None) -> None:
+        """Take an answer to others' call that this rank does not wait for now."""
+        if answer is not None:
+            self._answers.append(answer)
+
+    def has_ready_answer(self) -> bool:
+        """Let the answers that were taken go on; whether one is done, or has failed."""
+        return any(is_done(answer) for answer in self._answers)
+
+    def end_answers(self, *, ready_alone: bool = False) -> None:
+        """Wait for the answers that were taken, or for those alone that are done.
+
+        Raises:
+            MeshdistError: of one that has failed.
+        """
+        for answer in tuple(self._answers):
+            if not ready_alone or is_done(answer):
+                self._answers.remove(answer)
+                with set_aside():  # this rank may be inside a call of its own
+                    answer.wait()
 
     def until(
         self,
