@@ -318,4 +318,4 @@ def test_without_a_launcher_a_mesh_of_several_says_how_to_start(start: Callable[
     done = start(SCRIPT, "--mesh", "dp=2,tp=2", *TINY)
     assert done.returncode == 1
     assert "the program was started without a launcher" in done.stderr
-    assert "meshdist run -n 4 train_lm.py" in done.stderr
+    assert "meshdist run -n 4 examples/train_lm.py" in done.stderr

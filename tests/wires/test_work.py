@@ -83,6 +83,10 @@ def test_waiting_copies_back_once_and_zero_means_the_groups_timeout() -> None:
     assert work.is_completed() and work.is_success() and work.exception() is None
 
 
+WATCHER = "meshdist-futures"
+"""The thread that completes futures."""
+
+
 def test_each_thread_that_has_waited_hands_back() -> None:
     hand, seen = Hand(), []
     work = work_of(
@@ -101,8 +105,9 @@ def test_each_thread_that_has_waited_hands_back() -> None:
     assert work.is_completed() and work.is_success()
     future.wait()
     future.then(lambda done: done.value()).wait()
-    # The last two: in the callback, and behind it.
-    assert seen == ["copied"] + [threading.current_thread().name] * 8
+    # The last two: in the callback, which the watcher may run, and behind it.
+    assert seen[0] == "copied" and {*seen[1:]} <= {threading.current_thread().name, WATCHER}
+    assert seen.count(threading.current_thread().name) >= 7 and len(seen) >= 9
 
 
 def test_a_verb_that_failed_hands_nothing_back() -> None:
