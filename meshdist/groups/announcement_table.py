@@ -8,7 +8,7 @@ context writes after how many announcements, whose calls it has made, it has lef
 round by the wire counts it, so that the others tell it from calls outside of contexts.
 
 All members make their n-th announcement for the same call. So what is known of a call is a function
-of its number, the same on every member: the announcements, and who has left before.
+of its number, the same on every member: the announcements, and which members have left before.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The first rounds of a context go by the wire. Once all members have said in one that they see the
 announcement tables of all, later ones go through these: then a member that has data need not wait
-for the others' announcements, except where it must know who has joined.
+for the others' announcements, except where it must know which ranks have joined.
 """
 
 from __future__ import annotations

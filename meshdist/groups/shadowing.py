@@ -10,8 +10,9 @@ outside of join contexts pay nothing: channels are intercepted in the context al
   round there have joined, all of them leave. What they say shows which ranks joined last.
 * *Tables.* Where all members of a group are on one host they announce their calls in shared words
   (``announcement_table``), from the second call of a context on. A rank that has data then waits
-  for the others' announcements only where it must know who has joined: in what a joinable begins,
-  in calls that come from a source, in strict contexts. What it sends it sends at once.
+  for the others' announcements only where it must know which ranks have joined: in what a
+  joinable begins, in calls that come from a source, in strict contexts. What it sends it sends at
+  once.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
   and polls them. It begins one where it sees that a member has come to the next call: in the
   announcement table, which shows calls in contexts alone, else in the header table, in shared
@@ -101,7 +102,7 @@ class Shadowing:
             )
         self._main = self.group.open_channel(self.device_type).opened
         world = self.group.world
-        if len(self.group.ranks) == world.size:  # who joins at once has not opened it by a call
+        if len(self.group.ranks) == world.size:  # one that joins at once has not
             world_group(world).open_channel(self.device_type)
         self._whereabouts = Whereabouts(world, self._main.label, self.group.ranks)
         self._waits = Waits(world, self._whereabouts)
@@ -141,7 +142,7 @@ class Shadowing:
     # -- ranks that have data ---------------------------------------------------------------------
 
     def announce(self, notice: str) -> list[bool]:
-        """Say to the main group that a joinable begins something; return who has not joined.
+        """Say to the main group that a joinable begins something; return which have not joined.
 
         Raises:
             JoinError: a member has joined, in a strict context.
@@ -189,7 +190,7 @@ class Shadowing:
         Or, where no rank need wait for that, as soon as they can know of it.
 
         Args:
-            waits: whether to know who has joined.
+            waits: whether to know which members have joined.
         """
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.is_same_call(mine):

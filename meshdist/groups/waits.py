@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 from ..bootstrap.world import World
@@ -30,6 +31,7 @@ _LEAVING_S = 0.5
 _SEEN_S = 0.002
 _YIELDS_S = 0.0002
 _PAUSE_S = 0.001  # the others wait meanwhile
+_yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # not on every system
 
 
 class Waits:
@@ -46,7 +48,7 @@ class Waits:
         self._answers: list[Work] = []
 
     def keep(self, answer: Work | None) -> None:
-        """Take an answer to others' call that this rank does not wait for now."""
+        """Take an answer that this rank does not wait for now."""
         if answer is not None:
             self._answers.append(answer)
 
@@ -101,7 +103,7 @@ class Waits:
         while time.monotonic() < end:  # a round is short where all members are there
             if is_ready():
                 return
-            os.sched_yield()
+            _yield_core()
         next_look = next_look_at_lives = time.monotonic() + _LOOK_S
 
         def check() -> None:
