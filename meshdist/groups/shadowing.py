@@ -102,7 +102,8 @@ class Shadowing:
             )
         self._main = self.group.open_channel(self.device_type).opened
         world = self.group.world
-        if len(self.group.ranks) == world.size:  # one that joins at once has not
+        # A rank that joins at once has made no call that opens it.
+        if len(self.group.ranks) == world.size:
             world_group(world).open_channel(self.device_type)
         self._whereabouts = Whereabouts(world, self._main.label, self.group.ranks)
         self._waits = Waits(world, self._whereabouts)
