@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +32,14 @@ def pool() -> Iterator[Pool]:
     """Worker processes: ``pool.run(fn, 4, *args)`` gives the results by rank."""
     with Pool() as workers:
         yield workers
+
+
+@pytest.fixture(autouse=True)
+def debug_level() -> Iterator[None]:
+    """Gives the next test the debug level that this one was given."""
+    before = distributed.get_debug_level()
+    yield
+    distributed.set_debug_level(before)
 
 
 @pytest.fixture

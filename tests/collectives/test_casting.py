@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.distributed import DebugLevel, get_debug_level, set_debug_level
+from torch.distributed import DebugLevel, set_debug_level
 
 import meshdist as md
 from meshdist import lax
@@ -413,11 +413,8 @@ def test_autograd_runs_nodes_in_the_reverse_order_of_their_making(seed: int) -> 
 
 
 @pytest.fixture
-def detail() -> Any:
-    before = get_debug_level()
+def detail() -> None:
     set_debug_level(DebugLevel.DETAIL)
-    yield
-    set_debug_level(before)
 
 
 def refusals(body: Callable[[md.DeviceMesh], Any]) -> str:

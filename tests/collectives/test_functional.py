@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.autograd import forward_ad
-from torch.distributed import DebugLevel, get_debug_level, set_debug_level
+from torch.distributed import DebugLevel, set_debug_level
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
@@ -709,13 +709,8 @@ def test_a_rank_that_holds_nan_attains_it() -> None:
 
 
 @pytest.fixture
-def detail() -> Iterator[None]:
-    before = get_debug_level()
+def detail() -> None:
     set_debug_level(DebugLevel.DETAIL)
-    try:
-        yield
-    finally:
-        set_debug_level(before)
 
 
 def run_backward(group: Any, factor: Any) -> str | list[float]:

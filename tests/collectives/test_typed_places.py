@@ -419,7 +419,10 @@ def test_transforms_of_torch_func_take_invariant_values_alone(transform: Any) ->
     assert "float32[3]{V:dp}" in text
 
 
-def test_transforms_of_invariant_values() -> None:
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_transforms_of_invariant_values(level: str) -> None:
+    md.set_debug_level(md.DebugLevel.__members__[level])
+
     def body() -> Any:
         w = torch.arange(3.0)
         grad = torch.func.grad(lambda one: (one**2).sum())(w)

@@ -9,7 +9,6 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,14 +40,6 @@ AFTER_AN_ITERATION = {*TIMES, *MOMENTS, *(f"avg_{name}" for name in TIMES)} | {
     "has_rebuilt_buckets",
 }
 REBUILT = {"rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}
-
-
-@pytest.fixture
-def level() -> Iterator[None]:
-    """The debug level is as before behind the test."""
-    before = md.get_debug_level()
-    yield
-    md.set_debug_level(before)
 
 
 class Parts(nn.Module):
@@ -599,12 +590,10 @@ def lines_at(level: str, caplog: pytest.LogCaptureFixture, num_steps: int) -> li
     return [record.getMessage() for record in caplog.records if record.name == "meshdist.ddp"]
 
 
-@pytest.mark.usefixtures("level")
 def test_nothing_is_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
     assert lines_at("OFF", caplog, 3) == []
 
 
-@pytest.mark.usefixtures("level")
 def test_at_info_facts_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = lines_at("INFO", caplog, 3)
     head, *fields = line.splitlines()
@@ -613,7 +602,6 @@ def test_at_info_facts_are_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert "module_name: Linear" in fields and "total_parameter_size_bytes: 12" in fields
 
 
-@pytest.mark.usefixtures("level")
 def test_at_detail_sampled_iterations_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     first, *rest = lines_at("DETAIL", caplog, 14)
     assert first.startswith("[rank 0]: DDP is made with\n")

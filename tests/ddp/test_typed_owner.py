@@ -169,12 +169,8 @@ def test_values_that_claim_to_be_equal_are_compared_at_debug_level_detail() -> N
     def body(mesh: md.DeviceMesh) -> Any:
         return {way: gradients(mesh, way) for way in WAYS}
 
-    before = md.get_debug_level()
     md.set_debug_level(md.DebugLevel.DETAIL)
-    try:
-        found = in_mesh(body)
-    finally:
-        md.set_debug_level(before)
+    found = in_mesh(body)
     check_every_way(found[0])
 
 
