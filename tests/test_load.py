@@ -12,6 +12,7 @@ from tests import load
 from tests.load import is_within, load_factor
 
 
+@pytest.mark.soak
 def test_beside_busy_processes_everything_takes_longer() -> None:
     busy = [
         subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])

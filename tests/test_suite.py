@@ -14,6 +14,8 @@ import pytest
 from tests.pool import OF_LAUNCHERS
 from tests.test_pool import is_running
 
+pytestmark = pytest.mark.soak  # each test runs a suite of its own
+
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
 # As tests/conftest.py does for the tests that lie there.

@@ -124,6 +124,7 @@ def test_a_stopped_server_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> N
         assert client.add("n", 1) == 1  # what was given up is not done later
 
 
+@pytest.mark.soak
 def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_by_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

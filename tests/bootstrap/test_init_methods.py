@@ -533,6 +533,7 @@ def run_torchrun(tmp_path: Path, code: str, *options: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.soak
 def test_torchrun_and_its_restarts(tmp_path: Path) -> None:
     # In the first attempt rank 1 dies while rank 0 waits for it, in the second within a world.
     begin = """

@@ -192,6 +192,7 @@ def test_a_forked_child_may_leave_by_exit(tmp_path: Path, backend: str) -> None:
     assert done.stdout.splitlines() == ["7 2.0", "7 2.0"]
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_an_uncaught_error_ends_the_job_instead_of_waiting_in_finalize(tmp_path: Path) -> None:
     program = PROGRAM + (

@@ -249,7 +249,10 @@ class Held(nn.Module):
         self.__dict__["itself"] = self
 
 
-@pytest.mark.parametrize("is_dropped_inside", [False, True], ids=["behind", "inside"])
+@pytest.mark.parametrize(
+    "is_dropped_inside",
+    [pytest.param(False, id="behind"), pytest.param(True, id="inside", marks=pytest.mark.soak)],
+)
 def test_leaves_that_die_at_other_moments_on_other_ranks_change_nothing(
     is_dropped_inside: bool,
 ) -> None:

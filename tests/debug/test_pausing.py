@@ -109,6 +109,7 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     assert "rank 0 ends with 140 and 2" in rest or "rank 1 ends with 101 and 2" in rest
 
 
+@pytest.mark.soak
 def test_spawned_ranks_find_the_terminal_of_who_spawned_them(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -130,6 +131,7 @@ def test_spawned_ranks_find_the_terminal_of_who_spawned_them(tmp_path: Path) -> 
         assert terminal.job.wait(30) == 0
 
 
+@pytest.mark.soak
 def test_commands_from_a_file(tmp_path: Path) -> None:
     script, commands = tmp_path / "script.py", tmp_path / "commands"
     script.write_text(

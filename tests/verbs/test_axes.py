@@ -148,9 +148,9 @@ def size_of(place: Place) -> int:
 @pytest.mark.parametrize(
     ("wire", "name"),
     [
-        pytest.param(wire, name, marks=[pytest.mark.soak] if wire == "mpi" and number else [])
+        pytest.param(wire, name, marks=[pytest.mark.soak] if wire == "mpi" else [])
         for wire in WIRES
-        for number, name in enumerate(PLACES)
+        for name in PLACES
     ],
 )
 def test_every_verb_on_axes(wire: str, name: str, pool: Pool) -> None:

@@ -37,7 +37,9 @@ def complex_row(rank: int) -> torch.Tensor:
     return torch.tensor([1 + 1j, 2 + 2j], dtype=C64) + 2 * rank * (1 + 1j)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    "wire", [pytest.param(one, marks=[pytest.mark.soak] if one == "mpi" else []) for one in WIRES]
+)
 def test_documented_examples(wire: str, pool: Pool) -> None:
     """All examples of one world size are one program, so that few worlds are made."""
     for size in sorted({size for size, _, _ in EXAMPLES.values()}):

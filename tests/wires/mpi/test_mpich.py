@@ -21,7 +21,7 @@ from tests.wires.fast_paths import (
 )
 from tests.wires.verb_table import check_every_verb
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.soak]
 SOME = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 
 

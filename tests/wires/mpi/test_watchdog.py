@@ -103,7 +103,8 @@ def test_a_rank_that_is_stopped_while_a_group_opens_is_named(tmp_path: Path) -> 
     assert re.search(r"found:    rank 1, process \d+ on .*, is stopped\n", told), told
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_rank_that_is_stopped_in_mpis_call_is_named(tmp_path: Path, dtype: str) -> None:
     told = run(tmp_path, STOPPED.format(dtype=dtype))
     assert (
