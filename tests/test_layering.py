@@ -175,6 +175,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "several_tensors",
             "point_to_point",
             "parcels",
+            "object_rounds",
             "objects",
             "monitored",
             "torch_private",

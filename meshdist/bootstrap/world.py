@@ -133,6 +133,11 @@ class World:
             self._counts[call] += 1
             return self._counts[call]
 
+    def take_back_number(self, call: Hashable) -> None:
+        """Undo the last ``next_number``, of a call that has left nothing behind."""
+        with self._counting:
+            self._counts[call] -= 1
+
     def check_usable(self) -> None:
         """Raise unless this process owns the world and it is still open."""
         if self._num_forks != num_forks():

@@ -187,13 +187,20 @@ class Regions:
 
     def find(self, member: int, num_words: int) -> memoryview | None:
         """The words of a member, if they are there."""
+        view, key = self._look(member)
+        return None if view is None else view.find(key, num_words)
+
+    def reaches(self, member: int) -> bool:
+        """Whether a member's words are reached, also those that it has not made yet."""
+        return self._look(member)[0] is not None
+
+    def _look(self, member: int) -> tuple[SharedWordsView | None, int]:
         if member not in self._found:
             found = self._find(member)
             if found is None:
-                return None
+                return None, 0
             self._found[member] = found
-        view, key = self._found[member]
-        return None if view is None else view.find(key, num_words)
+        return self._found[member]
 
     def is_current(self, member: int) -> bool:
         """Whether the words of a member, which were found, are still this group's."""

@@ -7,6 +7,7 @@ and compare.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from .instruments import verb
 
-__all__ = ["monitored_barrier"]
+__all__ = ["monitored_barrier", "pass_by"]
 
 _NAME = "monitored_barrier"
 
@@ -74,12 +75,23 @@ monitoredBarrier
     if target.size() == 1:
         return
     context = find_shadowing(target.world)
-    if context is not None:
-        context.announce_call(target, _NAME)
+    ranks = target.ranks if context is None else context.announce_call(target, _NAME)
     if target.world.is_simulated:
-        _meet_simulated(target)
+        _meet_simulated(target, ranks)
     else:
-        _meet(target, timeout or target.timeout, wait_all_ranks)
+        _meet(target, ranks, timeout or target.timeout, wait_all_ranks)
+
+
+def pass_by(group: ProcessGroup) -> None:
+    """Count a barrier of the members that have data, for which this rank, without, need not wait.
+
+    They have learned from its announcement which ranks those are.
+    """
+    if group.world.is_simulated:
+        counts = _counts_of_simulated(group)
+        counts[group.world.rank] = counts.get(group.world.rank, 0) + 1
+    else:
+        group.world.next_number(_keys_of(group))
 
 
 def _keys_of(group: ProcessGroup) -> str:
@@ -89,8 +101,8 @@ def _keys_of(group: ProcessGroup) -> str:
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
-def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
-    """Wait for the other members; raise where one did not arrive, or the store is lost."""
+def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
+    """Wait for the others of ``ranks``; raise where one did not arrive, or the store is lost."""
     world = group.world
     registry = get_registry(world)
     known_aborts = set(registry.aborts)
@@ -102,7 +114,7 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     barrier = MonitoredBarrier(
         world.store,
         prefix,
-        group.ranks,
+        ranks,
         world.rank,
         number,
         timeout,
@@ -110,10 +122,10 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
         lambda: _check(group, known_aborts, where),
     )
     outcome = barrier.wait()
-    came = [rank for rank in group.ranks if rank not in outcome.absent]
+    came = [rank for rank in ranks if rank not in outcome.absent]
     registry.finish(f"{prefix}/{number}", came)
     if outcome.failure:
-        raise _timed_out(group, outcome, where, names_all)
+        raise _timed_out(group.world, ranks, outcome, where, names_all)
 
 
 def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
@@ -131,10 +143,9 @@ def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
 
 
 def _timed_out(
-    group: ProcessGroup, outcome: Outcome, where: str, names_all: bool
+    world: World, ranks: Sequence[int], outcome: Outcome, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
     """What a member raises: rank 0 its findings, the others a pointer to rank 0's error."""
-    world, ranks = group.world, group.ranks
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
@@ -163,8 +174,16 @@ def _last_calls(world: World, ranks: list[int]) -> str:
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
-def _meet_simulated(group: ProcessGroup) -> None:
-    """Wait for the other simulated ranks; where they cannot come, the scheduler raises."""
+def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
+    """How many barriers each simulated member has come to."""
+    rank = find_rank_here()
+    assert rank is not None  # else the caller has raised
+    counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
+    return counts
+
+
+def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
+    """Wait for the others of ``ranks``; where they cannot come, the scheduler raises."""
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
@@ -173,12 +192,12 @@ def _meet_simulated(group: ProcessGroup) -> None:
             expected="verbs on the rank's own thread",
             fix="call it there, or run the program as processes (meshdist run, meshdist.spawn)",
         )
-    counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
+    counts = _counts_of_simulated(group)
     me = group.world.rank
     number = counts[me] = counts.get(me, 0) + 1
 
     def find_absent() -> list[int]:
-        return [rank for rank in group.ranks if counts.get(rank, 0) < number]
+        return [rank for rank in ranks if counts.get(rank, 0) < number]
 
     try:
         wait = CallWait(f"{_NAME} on {group.name}", call_site(), lambda: not find_absent())

@@ -12,19 +12,14 @@ from typing import Any
 
 import torch
 
+from ..checking.nesting import run_unnested
 from ..groups.announcements import Announcement
 from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..wires.work import Work
-from .monitored import monitored_barrier
-from .objects import (
-    AnyLength,
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    scatter_object_list,
-)
+from .monitored import pass_by
+from .object_rounds import Rounds
 from .shared_buffers import shared_empty
 
 __all__ = ["answer", "neutral"]
@@ -106,7 +101,7 @@ class _Answer:
         self.op: Any = ReduceOp.premul_sum(1) if is_scaled else self._kind
         self._said = said
         bound = group.device
-        self._device = bound if bound and bound.type == device_type else torch.device(device_type)
+        self.device = bound if bound and bound.type == device_type else torch.device(device_type)
 
     def tensor(self, count: int | None = None) -> torch.Tensor:
         """As many neutral elements; None means as many as the call's one tensor has."""
@@ -118,7 +113,7 @@ class _Answer:
         return [self._neutral(*part) for part in self.call.parts]
 
     def _neutral(self, count: int, dtype: str) -> torch.Tensor:
-        return neutral(self._kind, getattr(torch, dtype), count).to(self._device)
+        return neutral(self._kind, getattr(torch, dtype), count).to(self.device)
 
     def gathered(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Room for the tensors of an all_gather, and this rank's own.
@@ -182,21 +177,23 @@ def _all_gather_coalesced(it: _Answer) -> object:
     return verbs["all_gather_coalesced"](outputs, it.tensors(), it.group, async_op=True)
 
 
-def _all_gather_multigpu(it: _Answer) -> None:
+def _all_gather_multigpu(it: _Answer) -> object:
     inputs = it.tensors()
     outputs = [[it.tensor() for _ in range(it.size * len(inputs))] for _ in inputs]
-    verbs["all_gather_multigpu"](outputs, inputs, it.group)
+    return verbs["all_gather_multigpu"](outputs, inputs, it.group, async_op=True)
 
 
-def _rooted_multigpu(it: _Answer) -> None:
+def _rooted_multigpu(it: _Answer) -> object:
     assert it.root is not None
     root, op = it.group.ranks[it.root], () if it.op is None else (it.op,)
-    verbs[it.call.verb](it.tensors(), root, *op, group=it.group)
+    return verbs[it.call.verb](it.tensors(), root, *op, group=it.group, async_op=True)
 
 
-def _gather_object(it: _Answer) -> None:
-    found = [None] * it.size if it.is_root else None
-    gather_object(None, found, group=it.group, group_dst=it.root)
+def _objects(it: _Answer) -> object:
+    rounds = Rounds(it.call.verb, it.group, it.device)
+    rounds.root = it.root
+    takes, gives = it.exchanged() if it.call.sent else ([], [])
+    return run_unnested(it.call.verb, rounds.answer, it.call, gives, takes)
 
 
 _ANSWERS: dict[str, Callable[[_Answer], object]] = {
@@ -204,7 +201,9 @@ _ANSWERS: dict[str, Callable[[_Answer], object]] = {
     "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](
         it.tensors(), it.op, it.group, async_op=True
     ),
-    "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](it.tensors(), it.op, it.group),
+    "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](
+        it.tensors(), it.op, it.group, async_op=True
+    ),
     "reduce": lambda it: verbs["reduce"](it.tensor(), None, it.op, it.group, True, it.root),
     "reduce_multigpu": _rooted_multigpu,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
@@ -226,14 +225,10 @@ _ANSWERS: dict[str, Callable[[_Answer], object]] = {
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
     "barrier": lambda it: verbs["barrier"](it.group, async_op=True),
-    "monitored_barrier": lambda it: monitored_barrier(it.group),
+    "monitored_barrier": lambda it: pass_by(it.group),
     "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
-    "all_gather_object": lambda it: all_gather_object([None] * it.size, None, it.group),
-    "gather_object": _gather_object,
-    "broadcast_object_list": lambda it: broadcast_object_list(
-        AnyLength(), group=it.group, group_src=it.root
-    ),
-    "scatter_object_list": lambda it: scatter_object_list(
-        [None], group=it.group, group_src=it.root
-    ),
+    "all_gather_object": _objects,
+    "gather_object": _objects,
+    "broadcast_object_list": _objects,
+    "scatter_object_list": _objects,
 }

@@ -13,17 +13,15 @@ fails leaves its lists as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..error_text import grouped_text
 from ..errors import BackendError
 from ..groups.process_group import ProcessGroup, resolve_group
 from .checks import find_peer, get_peer, get_root
-from .collective import Collective
 from .instruments import verb
+from .object_rounds import Rounds
 from .parcels import (
     Parcel,
     check_is_list,
@@ -36,7 +34,6 @@ from .parcels import (
 from .point_to_point import ANSWER_TAG, Message, check_not_me, start_together
 
 __all__ = [
-    "AnyLength",
     "all_gather_object",
     "broadcast_object_list",
     "gather_object",
@@ -48,11 +45,6 @@ __all__ = [
 
 _MARK = int.from_bytes(b"objects\0", "little")
 """The first number of every list of objects that is sent, so that nothing else is taken for one."""
-_ANY_LENGTH = -1
-
-
-class AnyLength(list[Any]):
-    """A list that ``broadcast_object_list`` fills, however many objects its source has."""
 
 
 @verb()
@@ -81,7 +73,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         >>> md.simulate(program, 2)[0]
         [{'rank': 0}, {'rank': 1}]
     """
-    rounds = _Rounds("all_gather_object", group)
+    rounds = Rounds("all_gather_object", group)
     size = rounds.group.size()
     rounds.check_list(object_list, "object_list", size, may_be_longer=True)
     check_is_list(object_list, "object_list", rounds.name, is_written=True)
@@ -123,7 +115,7 @@ def gather_object(
         >>> md.simulate(program, 2)
         [['a', 'b'], None]
     """
-    rounds, argument = _Rounds("gather_object", group), "object_gather_list"
+    rounds, argument = Rounds("gather_object", group), "object_gather_list"
     root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.name, "dst")
     size = rounds.group.size()
     rounds.check_list(object_gather_list, argument, size, role="destination", may_be_longer=True)
@@ -172,12 +164,11 @@ def broadcast_object_list(
         >>> md.simulate(program, 2)[1]
         ['foo', 12, {1: 2}]
     """
-    rounds = _Rounds("broadcast_object_list", group, device)
+    rounds = Rounds("broadcast_object_list", group, device)
     root = rounds.root = get_root(rounds.group, src, group_src, rounds.name, "src")
     check_is_list(object_list, "object_list", rounds.name, is_written=not rounds.is_root)
     parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
-    length = _ANY_LENGTH if isinstance(object_list, AnyLength) else len(object_list)
-    sizes = rounds.agree(parcel, length)
+    sizes = rounds.agree(parcel, len(object_list))
     arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
     if not rounds.is_root:
         object_list[:] = rounds.unpack(arrived, root)
@@ -215,7 +206,7 @@ def scatter_object_list(
         [['a'], ['b']]
     """
     name, argument = "scatter_object_list", "scatter_object_input_list"
-    rounds = _Rounds(name, group)
+    rounds = Rounds(name, group)
     size = rounds.group.size()
     root = rounds.root = get_root(rounds.group, src, group_src, name, "src")
     rounds.check_list(scatter_object_output_list, "scatter_object_output_list")
@@ -336,101 +327,6 @@ def recv_object_list(
         raise_unpicklable([(sender, data)], "send_object_list")
     object_list[:] = unpack(data.cpu(), sender, name, target)
     return sender
-
-
-class _Rounds(Collective):
-    """The rounds of one call among all members; all of them under the verb's name.
-
-    Args:
-        name, group: as for ``Collective``.
-        device: where the caller wants the bytes to travel, or None.
-    """
-
-    __slots__ = ("device",)
-
-    def __init__(self, name: str, group: Any, device: Any = None) -> None:
-        super().__init__(name, group)
-        self.device = find_device(self.group, device, name)
-
-    def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
-        """Return how many bytes each member has.
-
-        Raises:
-            KindError: a member has failed to pickle. AgreementError: the members' lengths differ.
-        """
-        mine = torch.tensor([parcel.signed_size, length], device=self.device)
-        gathered = mine.new_empty(2 * self.group.size())
-        self.run(lambda wire, terms: wire.all_gather(gathered, mine, terms), mine)
-        signed_sizes, lengths = gathered.view(-1, 2).t().tolist()
-        ranks = self.group.ranks
-        if min(signed_sizes) < 0:
-            reason = parcel.data if parcel.error is not None else self.empty(0)
-            texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
-            failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
-            raise_unpicklable(failed, self.name, parcel.error)
-        if len({*lengths} - {_ANY_LENGTH}) > 1:
-            entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
-            raise other_length(self.name, self.group, grouped_text(entries))
-        return list(signed_sizes)
-
-    def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return how many bytes the source, which has ``parcels``, has for each member.
-
-        Raises:
-            KindError: the source has failed to pickle.
-        """
-        assert self.root is not None
-        failure = next((parcel for parcel in parcels if parcel.error is not None), None)
-        signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
-        signed_sizes = signed_sizes or [0] * self.group.size()
-        sizes: list[int] = self.broadcast(torch.tensor(signed_sizes, device="cpu")).tolist()
-        if sizes[0] < 0:
-            text = self.broadcast(failure.data if failure else self.empty(-sizes[0]))
-            source = self.group.ranks[self.root]
-            raise_unpicklable([(source, text)], self.name, failure.error if failure else None)
-        return sizes
-
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Room for bytes."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the root's tensor; ``tensor`` is like it in dtype and size."""
-        root = self.root
-        assert root is not None
-        there = tensor.to(self.device)
-        self.run(lambda wire, terms: wire.broadcast(there, root, terms), there)
-        return there.cpu()
-
-    def all_gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return every member's bytes, ``sizes`` of them."""
-        there = data.to(self.device)
-        parts = [there.new_empty(size) for size in sizes]
-        self.run(
-            lambda wire, terms: wire.all_gather_list(parts, there, terms),
-            there,
-            sent=[there.numel()] * len(parts),
-            taken=sizes,
-        )
-        return [part.cpu() for part in parts]
-
-    def exchange(
-        self, data: torch.Tensor, sent: Sequence[int], taken: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Send each member its part of ``data``, and return what came from each."""
-        there = data.to(self.device)
-        whole = there.new_empty(sum(taken))
-        self.run(
-            lambda wire, terms: wire.all_to_all_single(whole, there, taken, sent, terms),
-            there,
-            sent=sent,
-            taken=taken,
-        )
-        return list(whole.cpu().split(list(taken)))
-
-    def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
-        """Return the objects that ``member`` sent."""
-        return unpack(data, self.group.ranks[member], self.name, self.group)
 
 
 class _Line:

@@ -189,7 +189,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 fix="build and wrap the same model on every rank of the axis, by equal arguments",
                 options={
                     **self.reducer.shared_options(),
-                    "forward_sync_buffers": self.forward_sync_buffers,
+                    "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
                 },
             )
             broadcast_from(0, [one.detach() for one in state.values()], self.process_group)

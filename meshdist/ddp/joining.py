@@ -194,7 +194,13 @@ class Join:
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._group, device = self._find_group()
         self._new_shadowing = partial(
-            Shadowing, self._group, device.type, answer, self.handle, self.is_strict
+            Shadowing,
+            self._group,
+            device.type,
+            answer,
+            self.handle,
+            self.is_strict,
+            not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
         )
 
     def __enter__(self) -> None:

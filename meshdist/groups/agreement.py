@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,9 +20,10 @@ from torch.distributed import Store
 from ..bootstrap.bounded_store import read_json, read_jsons, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, BackendError, CollectiveTimeoutError
+from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
+from ..wires.simulated.store import SimulatedStore
 from .endings import Endings
 from .signal_thread import ask
 
@@ -94,10 +95,19 @@ class _Meeting:
 
 
 class Agreements:
-    """The agreements of one world, as one rank takes part in them."""
+    """The agreements of one world, as one rank takes part in them.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        world: whose they are.
+        find_joined: which of some ranks have no data left in the join context that this rank is
+            in, so that they come to no agreement before it ends.
+    """
+
+    def __init__(
+        self, world: World, find_joined: Callable[[Collection[int]], list[int]] = lambda _: []
+    ) -> None:
         self._world = world
+        self._find_joined = find_joined
         self._endings = Endings(world)
         self._has_notice = False  # whether the store shows what this rank waits for
 
@@ -123,6 +133,7 @@ class Agreements:
                 ones.
             BackendError: a member that did not come has ended.
             CollectiveTimeoutError: a member did not come; the text names it.
+            JoinError: a member has no data left in a join context; nothing is left of the call.
         """
         world, members = self._world, tuple(sorted(ranks))
         count = world.next_number((kind, members))
@@ -136,7 +147,12 @@ class Agreements:
         store, deadline = world.store, Deadline(timeout)
         with within(deadline):
             store.set(meeting.key(world.rank), json.dumps([definition, offer]))
-            self._await_all(meeting, deadline)
+            try:
+                self._await_all(meeting, deadline)
+            except JoinError:  # on all members that come, so that they count alike
+                world.take_back_number((kind, members))
+                store.delete_key(meeting.key(world.rank))
+                raise
             outcome = _first(store, meeting, _ALL_HAVE_COME)
             if outcome != _ALL_HAVE_COME:
                 raise CollectiveTimeoutError(
@@ -176,13 +192,18 @@ class Agreements:
         world, members = self._world, meeting.members
         store = world.store
         keys = list(map(meeting.key, members))
-        if world.is_simulated:
-            store.wait(keys)
+        if isinstance(store, SimulatedStore):
+            store.wait_unless(keys, lambda: bool(self._joined_before(meeting, store.has)))
+            self._refuse_joined(meeting, store.has)
             return
         self._show_notice(None)
         suspicion, times = "", 0
+
+        def check() -> None:
+            self._refuse_joined(meeting, lambda keys: store.check(list(keys)))
+
         # Not store.wait, whose expiry torch reports on stderr.
-        while not wait_until(lambda: store.check(keys), Grace(deadline.slice_s(_SLICE_S))):
+        while not wait_until(lambda: store.check(keys), Grace(deadline.slice_s(_SLICE_S)), check):
             missing = [rank for rank in members if not store.check([meeting.key(rank)])]
             if not missing:
                 break
@@ -207,6 +228,25 @@ class Agreements:
                     fix="make meshes and groups from equal arguments on all of their ranks",
                 )
         self._show_notice(None)
+
+    def _joined_before(self, meeting: _Meeting, has: Callable[[Sequence[str]], bool]) -> list[int]:
+        """The members that have no data left and had not come before; ``has`` looks for keys."""
+        joined = self._find_joined(meeting.members)  # first: one may come and then join meanwhile
+        return [rank for rank in joined if not has([meeting.key(rank)])]
+
+    def _refuse_joined(self, meeting: _Meeting, has: Callable[[Sequence[str]], bool]) -> None:
+        """Raise where members do not come since they have no data left."""
+        joined = self._joined_before(meeting, has)
+        if not joined:
+            return
+        self._show_notice(None)
+        raise JoinError(
+            f"a {meeting.kind} cannot be made with {ranks_text(joined)}, which "
+            f"{'has' if len(joined) == 1 else 'have'} no data left",
+            where=f"rank {self._world.rank}, {meeting.text}, for {ranks_text(meeting.members)}",
+            expected=f"the same call on {ranks_text(meeting.members)}",
+            fix="make meshes and groups, and use each once, before the loop",
+        )
 
     def _check_alive(self, meeting: _Meeting, missing: list[int]) -> None:
         """Raise where some of the ``missing`` have ended, before they came."""

@@ -55,6 +55,7 @@ class AnnouncementTable:
         self._seed = key & _LOW  # no row of another table is taken for one of this
         self._member = member
         self._size = size
+        self._others = {*range(size)} - {member}
         self._regions = regions
         self._views: dict[int, memoryview] = {}
         self._rows: dict[int, tuple[int, bytes]] = {}  # of the last number
@@ -65,14 +66,16 @@ class AnnouncementTable:
         """Of this member's last announcement."""
 
     def sees_all(self) -> bool:
-        """Whether the tables of all members are seen."""
-        for member in range(self._size):
-            if member != self._member and member not in self._views:
-                view = self._regions.find(member, _NUM_WORDS)
-                if view is None:
-                    return False
+        """Whether the tables of all members are seen; one that was in no context has none."""
+        for member in self._others - self._views.keys():
+            view = self._regions.find(member, _NUM_WORDS)
+            if view is not None:
                 self._views[member] = view
-        return True
+        return len(self._views) == len(self._others)
+
+    def reaches_all(self) -> bool:
+        """Whether the table of each member would be seen if it had one."""
+        return self.sees_all() or all(map(self._regions.reaches, self._others))
 
     def close(self) -> None:
         """Give its words back."""

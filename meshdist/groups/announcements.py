@@ -22,7 +22,7 @@ from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import CollectiveTimeoutError
 from ..reduce_ops import ReduceKind
-from ..wires.failures import WireFailure
+from ..wires.failures import WireFailure, WireTimeout
 from ..wires.operations import Operation, Terms
 from .announcement_table import AnnouncementTable
 from .channel import Channel
@@ -199,6 +199,8 @@ class Round:
         try:
             operation.finish(timeout)
         except WireFailure as failure:
+            if isinstance(failure, WireTimeout):  # it was waited for before, all that time
+                failure = WireTimeout.after(self._timeout)
             raise self._channel.explain(failure) from None
         return [bytes(row) for row in gathered.cpu().numpy()]
 

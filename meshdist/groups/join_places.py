@@ -97,7 +97,7 @@ class Place:
 
         A call outside of contexts is told from these by tables, or by the wire if it can.
         """
-        if self.table is None or not self.table.sees_all():
+        if self.table is None or not self.table.reaches_all():
             return self.channel.is_awaited(NAME)
         return self.table.is_awaited() if self.uses_table else self.table.is_awaited_by_wire()
 

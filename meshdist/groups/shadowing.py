@@ -31,7 +31,7 @@ outside of join contexts pay nothing: channels are intercepted in the context al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -40,7 +40,14 @@ from typing import Any
 
 from ..bootstrap.world import World
 from ..checking.nesting import set_aside
-from ..errors import AgreementError, ArgumentError, BackendError, JoinError, MeshdistError
+from ..errors import (
+    AbortedError,
+    AgreementError,
+    ArgumentError,
+    BackendError,
+    JoinError,
+    MeshdistError,
+)
 from ..wires.failures import WireTimeout
 from ..wires.work import Work
 from .announcements import Announcement, Round
@@ -69,6 +76,7 @@ class Shadowing:
         handle: takes part in what a joinable begins or calls: given the announcement, and which
             members have not joined.
         is_strict: whether all ranks raise as soon as one has joined.
+        calls_more: whether ranks that have joined call what is not announced, too.
     """
 
     group: ProcessGroup
@@ -76,6 +84,7 @@ class Shadowing:
     answer: Callable[[ProcessGroup, str, Sequence[Announcement], Announcement], Work | None]
     handle: Callable[[Announcement, Sequence[bool]], None] = lambda *_: None
     is_strict: bool = False
+    calls_more: bool = False
     owner: str = field(default="", init=False)
     """Of the calls that are started now."""
     _places: dict[OpenCommunicator, Place] = field(default_factory=dict, init=False)
@@ -175,13 +184,26 @@ class Shadowing:
             raise self._find_cause(channel, error) from None
         place.settle()
 
-    def announce_call(self, group: ProcessGroup, verb: str) -> None:
-        """Say to all members that a call follows that goes by no channel."""
+    def find_joined(self, ranks: Collection[int]) -> list[int]:
+        """Those of ``ranks`` that will call nothing of their own before the context ends."""
+        if self.calls_more:
+            return []
+        has_joined, members = self._whereabouts.has_joined, self.group.ranks
+        return [rank for rank in ranks if rank in members and has_joined(rank)]
+
+    def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
+        """Say to all members that a call follows that goes by no channel.
+
+        Returns:
+            The ranks that make it: those that have data.
+        """
         channel = group.open_channel(group.first_device_type())
-        if channel.opened in self._places:
-            place = self._places[channel.opened]
-            self._agree(place, channel, Announcement(verb), waits=True)
-            place.settle()
+        place = self._places.get(channel.opened)
+        if place is None:
+            return list(group.ranks)
+        said = self._agree(place, channel, Announcement(verb), waits=True)
+        place.settle()
+        return [rank for rank, one in zip(group.ranks, said, strict=True) if not one.has_joined]
 
     def _agree(
         self, place: Place, channel: Channel, mine: Announcement, *, waits: bool
@@ -219,12 +241,7 @@ class Shadowing:
         place.round, place.is_held = begun, True
         try:
             while not begun.is_ready():
-                self._waits.end_answers(ready_alone=True)
-                due = self._find_due()
-                if due is None:
-                    self._wait_for_any(begun)
-                else:
-                    self._serve(due)
+                self._serve_next(begun)
         finally:
             place.round, place.is_held = None, False
 
@@ -267,14 +284,39 @@ class Shadowing:
             if place is main or self._begins_at_once(place):
                 self._begin_round(place)
         while not main.is_over or self._is_at_work():
-            self._waits.end_answers(ready_alone=True)
-            due = self._find_due()
-            if due is None:
-                self._wait_for_any()
-            else:
-                self._serve(due)
+            self._serve_next()
         self._waits.end_answers()
         return self._is_late
+
+    def _serve_next(self, begun: Round | None = None) -> None:
+        """Answer one call; where none is there wait for one, or until ``begun`` is done."""
+        self._waits.end_answers(ready_alone=True)
+        due = self._find_due()
+        try:
+            if due is None:
+                self._wait_for_any(begun)
+            else:
+                self._serve(due)
+        except AbortedError:
+            if not self._leave_broken(due):
+                raise
+
+    def _leave_broken(self, due: Place | None) -> bool:
+        """Wait no more for calls where a group is broken: no member that goes on makes any.
+
+        Returns:
+            Whether that was so at ``due``, or where a round is under way.
+        """
+        broken = [
+            place
+            for place in self._places.values()
+            if place.channel.is_broken() and (place is due or place.round is not None)
+        ]
+        if not broken or any(one.is_held or one.channel.opened is self._main for one in broken):
+            return False
+        for place in broken:
+            place.round = None
+        return True
 
     def _serve(self, place: Place) -> None:
         """Begin the round that others wait for, or answer what one that is done announces."""
@@ -296,7 +338,8 @@ class Shadowing:
 
     def _begins_at_once(self, place: Place) -> bool:
         """Whether a round is always under way there, since calls of others cannot be seen."""
-        return not place.channel.shows_calls and set(place.group.ranks) <= set(self.group.ranks)
+        reaches = set(place.group.ranks) <= set(self.group.ranks)
+        return not place.channel.shows_calls and reaches and place.is_open()
 
     def _begin_round(self, place: Place) -> None:
         mine = Announcement(has_joined=True, is_late=self._is_late)
@@ -339,6 +382,7 @@ class Shadowing:
                 else:
                     device_type = place.channel.device_type
                     self._waits.keep(self.answer(place.group, device_type, said, call))
+                self._admitted = None  # not every call is begun here, or goes by a channel
         place.settle()
 
     # -- waiting ----------------------------------------------------------------------------------

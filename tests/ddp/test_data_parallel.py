@@ -752,7 +752,10 @@ def test_models_that_differ_are_shown_on_every_rank(run: Run, what: str, found: 
         ({"find_unused_parameters": True}, {}, "find_unused_parameters: ranks 0, 2: False; rank 1"),
         ({"static_graph": True}, {}, "static_graph: ranks 0, 2: False; rank 1: True\n"),
         ({"skip_all_reduce_unused_params": True}, {}, "skip_all_reduce_unused_params: ranks 0, 2"),
-        ({"forward_sync_buffers": False}, {}, "forward_sync_buffers: ranks 0, 2: True; rank 1"),
+        *(
+            ({name: False}, {}, "broadcast_buffers, forward_sync_buffers: ranks 0, 2: True; rank 1")
+            for name in ("broadcast_buffers", "forward_sync_buffers")
+        ),
         (
             {"mixed_precision": md.MixedPrecision(reduce_dtype=torch.bfloat16)},
             {},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.groups.announcements import Announcement, Round, from_bytes, to_bytes
+from tests.pool import Pool
 
 TEXTS = st.text(max_size=5)
 SIZES = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
@@ -66,3 +70,23 @@ def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
         Announcement.of_call("all_reduce", x, md.ReduceOp.SUM, has_joined=True)
     )
     assert call.text == "all_reduce((3,) float32, SUM)"
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_round_that_is_late_tells_how_long_it_was_waited_for(pool: Pool, backend: str) -> None:
+    def program() -> str:
+        group = md.new_group(timeout=timedelta(seconds=0.3))
+        channel = group.open_channel("cpu")
+        text = ""
+        if md.get_rank() == 0:
+            begun = Round(channel, Announcement("barrier"), channel.timeout)
+            time.sleep(0.3)
+            with pytest.raises(md.CollectiveTimeoutError) as caught:
+                begun.finish()
+            text = str(caught.value)
+        md.barrier()
+        return text
+
+    first, _ = pool.run(program, 2, backend=backend)
+    assert first.startswith("Join on group of ranks 0-1 was not finished within 0.3 s\n")
+    assert "found:    not finished after 0.3 s" in first

@@ -169,25 +169,185 @@ def test_calls_in_flight_on_another_group_at_the_end_are_answered(pool: Pool, ba
     assert pool.run(program, 2, backend=backend) == [[2.0] * 10, [2.0, 1.0, 1.0, 1.0] * 10]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_joined_ranks_may_come_to_calls_on_two_groups_in_any_order(
-    pool: Pool, backend: str
-) -> None:
+def calls_on_two_groups(verb: str) -> list[Any]:
     """Ranks 0 and 1 have no data; ranks 2 and 3 call on groups of which both are members."""
+    rank = md.get_rank()
+    groups = [md.new_group([0, 1, 2]), md.new_group([0, 1, 3])]
+    mine = [group for group in groups if isinstance(group, md.ProcessGroup)]
+    found: list[Any] = []
+    for turn in md.uneven(range(40 if rank > 1 else 0)):
+        (group,) = mine
+        if verb == "all_reduce":
+            x = torch.ones(1)
+            md.all_reduce(x, group=group)
+            found.append(x.item())
+        elif verb == "all_gather_object":
+            objects = [0] * 3
+            md.all_gather_object(objects, "x" * turn, group)
+            found.append(objects)
+        elif verb == "gather_object":
+            objects = [0] * 3
+            md.gather_object("x" * turn, objects, group=group, group_dst=2)
+            md.gather_object("x", None, group=group, group_dst=turn % 2)
+            found.append(objects)
+        elif verb == "broadcast_object_list":
+            objects = [turn, "x" * turn]
+            md.broadcast_object_list(objects, group=group, group_src=2)
+            found.append(objects)
+        elif verb == "scatter_object_list":
+            objects = [0]
+            given = ["a", "b" * turn, turn]
+            md.scatter_object_list(objects, given, group=group, group_src=2)
+            found.append(objects)
+        else:
+            getattr(md, verb)(group)
+            found.append(turn)
+    return found
 
-    def program() -> float:
+
+EXPECTED_ON_TWO_GROUPS: dict[str, list[Any]] = {
+    "all_reduce": [1.0] * 40,
+    "all_gather_object": [[None, None, "x" * turn] for turn in range(40)],
+    "gather_object": [[None, None, "x" * turn] for turn in range(40)],
+    "broadcast_object_list": [[turn, "x" * turn] for turn in range(40)],
+    "scatter_object_list": [[turn] for turn in range(40)],
+    "monitored_barrier": list(range(40)),
+}
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("verb", EXPECTED_ON_TWO_GROUPS)
+def test_joined_ranks_may_come_to_calls_on_two_groups_in_any_order(
+    pool: Pool, backend: str, verb: str
+) -> None:
+    expected = EXPECTED_ON_TWO_GROUPS[verb]
+    found = pool.run(calls_on_two_groups, 4, verb, backend=backend, timeout_s=20.0)
+    assert found == [[], [], expected, expected]
+
+
+@pytest.mark.mpi
+def test_joined_ranks_may_come_to_objects_on_two_groups_over_mpi(pool: Pool) -> None:
+    verb = "all_gather_object"
+    expected = EXPECTED_ON_TWO_GROUPS[verb]
+    found = job_of(pool, 4).run_in_world(calls_on_two_groups, verb)
+    assert found == [[], [], expected, expected]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_simulated_ranks_answer_objects_of_two_groups_in_different_order(first: int) -> None:
+    """Each of the two that have joined comes first to what the other comes to last."""
+
+    def program() -> list[Any]:
         rank = md.get_rank()
         groups = [md.new_group([0, 1, 2]), md.new_group([0, 1, 3])]
-        mine = [group for group in groups if isinstance(group, md.ProcessGroup)]
-        total = 0.0
-        for _ in md.uneven(range(40 if rank > 1 else 0)):
-            for group in mine:
-                x = torch.ones(1)
-                md.all_reduce(x, group=group)
-                total += x.item()
-        return total
+        if rank < 2:
+            order = groups if (rank == first) else groups[::-1]
+            registry = get_registry(get_world())
+            labels = [one.open_channel("cpu").opened.label for one in order if one != -100]
+            registry._by_label = dict(
+                sorted(registry._by_label.items(), key=lambda one: one[0] in labels[1:])
+            )
+        found: list[Any] = []
+        for turn in md.uneven(range(3 if rank > 1 else 0)):
+            objects: list[Any] = [0] * 3
+            md.all_gather_object(objects, turn, groups[rank - 2])
+            found.append(objects)
+        return found
 
-    assert pool.run(program, 4, backend=backend, timeout_s=20.0) == [0.0, 0.0, 40.0, 40.0]
+    expected = [[None, None, turn] for turn in range(3)]
+    assert md.simulate(program, 4) == [[], [], expected, expected]
+
+
+# -- groups and members outside of the context ----------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_call_of_a_rank_outside_of_the_context_waits_for_its_end(
+    pool: Pool, backend: str
+) -> None:
+    """Rank 2 has no part in the loop of ranks 0 and 1, and awaits them behind it."""
+
+    def program() -> list[float]:
+        rank = md.get_rank()
+        md.barrier()
+        pair = md.new_group([0, 1])
+        sums = []
+        if isinstance(pair, md.ProcessGroup):
+            for _ in md.uneven(range(6 * rank), pair):
+                time.sleep(0.05)  # rank 0 has joined, and sees that rank 2 waits
+                x = torch.ones(1)
+                md.all_reduce(x, group=pair)
+                sums.append(x.item())
+        x = torch.ones(1)
+        md.all_reduce(x)
+        return [*sums, x.item()]
+
+    assert pool.run(program, 3, backend=backend) == [[3.0], [1.0] * 6 + [3.0], [3.0]]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_broken_group_that_the_context_does_not_use_is_left_alone(
+    pool: Pool, is_late: bool
+) -> None:
+    """Members on several hosts begin rounds on all groups of theirs at once."""
+
+    def program() -> list[float]:
+        old = md.new_group()
+        if md.get_rank() == 0 and not is_late:
+            old.abort("it is broken")
+        md.barrier()
+        sums = []
+        for turn in md.uneven(range(4 if md.get_rank() == 2 else 0)):
+            if turn == 1 and is_late:
+                old.abort("it is broken")
+                time.sleep(0.2)
+            x = torch.ones(1)
+            md.all_reduce(x)
+            sums.append(x.item())
+        return sums
+
+    found = pool.run(program, 3, backend="gloo", hosts="AAB", timeout_s=20.0)
+    assert found == [[], [], [1.0] * 4]
+
+
+@pytest.mark.parametrize("wire", ["simulated", "gloo"])
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_a_group_made_in_the_loop_with_a_joined_rank_is_refused_at_once(
+    wire: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    def program() -> tuple[list[str], float]:
+        texts = []
+        for _ in md.uneven(range(2 * md.get_rank())):
+            md.all_reduce(torch.ones(1))
+            try:
+                if kind == "group":
+                    md.new_group(group_desc="late")
+                else:
+                    md.init_device_mesh("cpu", (3,), mesh_dim_names=("late",))
+            except md.JoinError as error:
+                texts.append(str(error))
+        x = torch.ones(1)
+        md.all_reduce(x, group=md.new_group(group_desc="late"))  # all count their calls alike
+        return texts, x.item()
+
+    begin = time.monotonic()
+    if wire == "simulated":
+        found = md.simulate(program, 3)
+    else:
+        pool: Pool = request.getfixturevalue("pool")
+        found = pool.run(program, 3, backend=wire, timeout_s=20.0)
+        assert is_within(time.monotonic() - begin, 5.0)
+    what = "late" if kind == "group" else "DeviceMesh(late=3)"
+    (none, first), (some, second), (more, third) = found
+    assert (none, first, second, third) == ([], 3.0, 3.0, 3.0)
+    assert [len(some), len(more)] == [2, 4]
+    for text in (*some, *more):
+        assert text.startswith(f"a {kind} cannot be made with rank")
+        assert "no data left" in text
+        assert what in text
+        assert "fix:      make meshes and groups, and use each once, before the loop" in text
+    assert "with rank 0, which has no data left" in some[0]
+    assert "with ranks 0-1, which have no data left" in more[-1]
 
 
 def call_behind_contexts() -> list[float]:

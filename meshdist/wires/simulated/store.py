@@ -80,11 +80,19 @@ class SimulatedStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are set; if not, the other ranks have run before."""
-        return self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
+        return self._poll(lambda: self.has(keys), f"store.check({list(keys)!r})")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are set; ``timeout`` never expires."""
         self._wait_for(keys, f"store.wait({list(keys)!r})")
+
+    def wait_unless(self, keys: Sequence[str], is_in_vain: Callable[[], bool]) -> None:
+        """Wait until all ``keys`` are set, or until ``is_in_vain()``."""
+        self._wait(lambda: self.has(keys) or is_in_vain(), f"store.wait({list(keys)!r})")
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` are set; no other rank runs meanwhile."""
+        return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
@@ -151,11 +159,8 @@ class SimulatedStore(Store):
     deleteKey = delete_key
     getNumKeys = num_keys
 
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
-
     def _wait_for(self, keys: Sequence[str], call: str) -> None:
-        self._wait(lambda: self._has(keys), call)
+        self._wait(lambda: self.has(keys), call)
 
     def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
         """Wait until ``is_ready()``, while other ranks run; returns True."""

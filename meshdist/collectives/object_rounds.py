@@ -1,0 +1,174 @@
+"""The rounds of which a verb on objects consists, and what a rank without data gives to each.
+
+A verb is a round of sizes and one of bytes; where an object cannot be pickled the second one brings
+the reasons. What is to be given to a round follows from what is announced of it alone. So a rank
+that has joined starts its part of each without waiting for the one before, as with other verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..error_text import grouped_text
+from ..groups.announcements import Announcement
+from ..wires.work import Work
+from .collective import Collective
+from .parcels import Parcel, find_device, other_length, raise_unpicklable, unpack
+
+__all__ = ["Rounds"]
+
+_FROM_SOURCE = "scatter_object_list"
+"""The verb that begins with what its source alone knows."""
+_ANY_LENGTH = -1
+"""Of a member that takes however many objects there are."""
+
+
+class Rounds(Collective):
+    """The rounds of one call among all members; all of them under the verb's name.
+
+    Args:
+        name, group: as for ``Collective``.
+        device: where the caller wants the bytes to travel, or None.
+    """
+
+    __slots__ = ("device",)
+
+    def __init__(self, name: str, group: Any, device: Any = None) -> None:
+        super().__init__(name, group)
+        self.device = find_device(self.group, device, name)
+
+    def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
+        """Return how many bytes each member has.
+
+        Raises:
+            KindError: a member has failed to pickle. AgreementError: the members' lengths differ.
+        """
+        gathered, _ = self._all_gather_numbers(parcel.signed_size, length)
+        signed_sizes, lengths = gathered.t().tolist()
+        ranks = self.group.ranks
+        if min(signed_sizes) < 0:
+            reason = parcel.data if parcel.error is not None else self.empty(0)
+            texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
+            failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
+            raise_unpicklable(failed, self.name, parcel.error)
+        if len({*lengths} - {_ANY_LENGTH}) > 1:
+            entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
+            raise other_length(self.name, self.group, grouped_text(entries))
+        return list(signed_sizes)
+
+    def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
+        """Return how many bytes the source, which has ``parcels``, has for each member.
+
+        Raises:
+            KindError: the source has failed to pickle.
+        """
+        assert self.root is not None
+        failure = next((parcel for parcel in parcels if parcel.error is not None), None)
+        signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
+        signed_sizes = signed_sizes or [0] * self.group.size()
+        sizes: list[int] = self.broadcast(torch.tensor(signed_sizes, device="cpu")).tolist()
+        if sizes[0] < 0:
+            text = self.broadcast(failure.data if failure else self.empty(-sizes[0]))
+            source = self.group.ranks[self.root]
+            raise_unpicklable([(source, text)], self.name, failure.error if failure else None)
+        return sizes
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Room for bytes."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the root's tensor; ``tensor`` is like it in dtype and size."""
+        return self._broadcast(tensor)[0].cpu()
+
+    def all_gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return every member's bytes, ``sizes`` of them."""
+        return [part.cpu() for part in self._all_gather_bytes(data, sizes)[0]]
+
+    def exchange(
+        self, data: torch.Tensor, sent: Sequence[int], taken: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Send each member its part of ``data``, and return what came from each."""
+        return list(self._exchange(data, sent, taken)[0].cpu().split(list(taken)))
+
+    def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
+        """Return the objects that ``member`` sent."""
+        return unpack(data, self.group.ranks[member], self.name, self.group)
+
+    def answer(
+        self, call: Announcement, sent: Sequence[int] = (), taken: Sequence[int] = ()
+    ) -> Work | None:
+        """Start this rank's part in one round, with None as its object; it learns of no error.
+
+        Args:
+            call: the round, as one of those that go on announces it.
+            sent, taken: where sizes differ, what goes to, and comes from, each member.
+        """
+        none = Parcel({"object": None})
+        if not call.sent:
+            ((count, dtype),) = call.parts
+            if self.name != _FROM_SOURCE and dtype == "int64":
+                return self._all_gather_numbers(none.signed_size, _ANY_LENGTH, True)[1]
+            room = torch.empty(count, dtype=getattr(torch, dtype), device="cpu")
+            return self._broadcast(room, True)[1]
+        if self.name != _FROM_SOURCE and len({*call.sent}) == 1:  # each sends all the same
+            mine = call.taken[self.group.rank()]  # none of reasons
+            return self._all_gather_bytes(none.data[:mine], call.taken, True)[1]
+        return self._exchange(none.data[: sum(sent)], sent, taken, True)[1]
+
+    # -- each round, waited for or not: what it writes, and its Work ------------------------------
+
+    def _all_gather_numbers(
+        self, signed_size: int, length: int, async_op: bool = False
+    ) -> tuple[torch.Tensor, Work | None]:
+        mine = torch.tensor([signed_size, length], device=self.device)
+        gathered = mine.new_empty((self.group.size(), 2))
+        flat = gathered.view(-1)
+        return gathered, self.run(
+            lambda wire, terms: wire.all_gather(flat, mine, terms), mine, async_op, [flat, mine]
+        )
+
+    def _broadcast(
+        self, tensor: torch.Tensor, async_op: bool = False
+    ) -> tuple[torch.Tensor, Work | None]:
+        root = self.root
+        assert root is not None
+        there = tensor.to(self.device)
+        return there, self.run(
+            lambda wire, terms: wire.broadcast(there, root, terms), there, async_op, [there]
+        )
+
+    def _all_gather_bytes(
+        self, data: torch.Tensor, sizes: Sequence[int], async_op: bool = False
+    ) -> tuple[list[torch.Tensor], Work | None]:
+        there = data.to(self.device)
+        parts = [there.new_empty(size) for size in sizes]
+        return parts, self.run(
+            lambda wire, terms: wire.all_gather_list(parts, there, terms),
+            there,
+            async_op,
+            [*parts, there],
+            sent=[there.numel()] * len(parts),
+            taken=sizes,
+        )
+
+    def _exchange(
+        self,
+        data: torch.Tensor,
+        sent: Sequence[int],
+        taken: Sequence[int],
+        async_op: bool = False,
+    ) -> tuple[torch.Tensor, Work | None]:
+        there = data.to(self.device)
+        whole = there.new_empty(sum(taken))
+        return whole, self.run(
+            lambda wire, terms: wire.all_to_all_single(whole, there, taken, sent, terms),
+            there,
+            async_op,
+            [whole, there],
+            sent=sent,
+            taken=taken,
+        )
