@@ -1,4 +1,4 @@
-"""One communicator in a join context: how announcements go there, and how far its calls have come.
+"""The communicators of a join context: how announcements go on each, and where a rank is needed.
 
 The first rounds of a context go by the wire. Once all members have said in one that they see the
 announcement tables of all, later ones go through these: then a member that has data need not wait
@@ -7,16 +7,16 @@ for the others' announcements, except where it must know which ranks have joined
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from .announcements import NAME, Announcement, Round, TableRound, to_bytes
 from .channel import Channel
 from .process_group import ProcessGroup
-from .registry import get_registry
+from .registry import OpenCommunicator, get_registry
 
-__all__ = ["Place"]
+__all__ = ["Place", "Places"]
 
 
 @dataclass(eq=False)
@@ -136,3 +136,87 @@ class Place:
         if self.uses_table and self.table is not None:
             return self.table.is_anyone_beyond()
         return not self.is_settled
+
+
+class Places:
+    """All communicators of one rank's join context.
+
+    Args:
+        main: that of the main group, if the rank is not alone there.
+        ranks: of the main group.
+    """
+
+    def __init__(self, main: OpenCommunicator, ranks: Sequence[int]) -> None:
+        self._main = main
+        self._ranks = {*ranks}
+        self._by_opened: dict[OpenCommunicator, Place] = {}
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._by_opened.values())
+
+    @property
+    def main(self) -> Place | None:
+        """That of the main group; None where this rank is alone there."""
+        return self.find(self._main)
+
+    def find(self, opened: OpenCommunicator) -> Place | None:
+        """The place of a communicator that has several members."""
+        return self._by_opened.get(opened)
+
+    def cover(self, group: ProcessGroup, channel: Channel) -> Place:
+        """The place of a channel's communicator, which may be new."""
+        place = self.find(channel.opened)
+        if place is None:
+            place = self._by_opened[channel.opened] = Place(group, channel)
+        return place
+
+    # -- of a rank that has joined ----------------------------------------------------------------
+
+    def begins_at_once(self, place: Place) -> bool:
+        """Whether a round is always under way there, since calls of others cannot be seen."""
+        reaches = self._ranks.issuperset(place.group.ranks)
+        return not place.channel.shows_calls and reaches and place.is_open()
+
+    def find_due(self) -> Place | None:
+        """Where there is something to do: a round is done, or a member waits for this one."""
+        for place in tuple(self):
+            if place.round is not None:
+                if not place.is_held and place.round.is_ready():
+                    return place
+            elif place.is_open() and place.is_awaited():
+                return place
+        return None
+
+    def is_at_work(self) -> bool:
+        """Whether a round is under way, or a call that a member started before it had joined."""
+        return any(
+            place.round is not None
+            or (
+                place.uses_table
+                and self._ranks.issuperset(place.group.ranks)
+                and place.is_open()
+                and place.is_awaited()
+            )
+            for place in self
+        )
+
+    def under_way(self) -> list[Place]:
+        """Those where this rank waits for others: in rounds, and on the main group to its end."""
+        main = self.main
+        return [one for one in self if one.round or (one is main and not one.is_over)]
+
+    def leave_broken(self, due: Place | None) -> bool:
+        """Wait no more for calls where a group is broken: no member that goes on makes any there.
+
+        Returns:
+            Whether that was so at ``due``, or where a round was under way; never on the main group,
+            or where a call of this rank waits.
+        """
+        broken = [
+            one for one in self if one.channel.is_broken() and (one is due or one.round is not None)
+        ]
+        if not broken or any(one.is_held or one is self.main for one in broken):
+            return False
+        for one in broken:
+            one.round = None
+        return True

@@ -105,7 +105,9 @@ class Registry:
         self.endings = Endings(world)
         self.shadowing: Any = None
         """What ranks without data answer the others' calls by, while this rank may become one."""
-        self._agreements = Agreements(world, self._find_joined)
+        self._agreements = Agreements(
+            world, lambda ranks: self.shadowing.find_joined(ranks) if self.shadowing else []
+        )
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._signals: SignalThread | None = None
@@ -315,9 +317,6 @@ class Registry:
         """The communicators that are open."""
         with self._lock:
             return list(self._by_label.values())
-
-    def _find_joined(self, ranks: Collection[int]) -> list[int]:
-        return [] if self.shadowing is None else self.shadowing.find_joined(ranks)
 
     def _leave(self, how: str) -> None:
         """Tell the others that this rank leaves the world, and how."""

@@ -52,10 +52,10 @@ from ..wires.failures import WireTimeout
 from ..wires.work import Work
 from .announcements import Announcement, Round
 from .channel import Channel
-from .join_places import Place
+from .join_places import Place, Places
 from .join_refusals import find_call, has_source, message_refusal
 from .process_group import ProcessGroup, world_group
-from .registry import OpenCommunicator, get_registry
+from .registry import get_registry
 from .waits import Waits
 from .whereabouts import Whereabouts
 
@@ -87,7 +87,6 @@ class Shadowing:
     calls_more: bool = False
     owner: str = field(default="", init=False)
     """Of the calls that are started now."""
-    _places: dict[OpenCommunicator, Place] = field(default_factory=dict, init=False)
     _has_joined: bool = field(default=False, init=False)
     _is_late: bool = field(default=True, init=False)
     _refusal: JoinError | None = field(default=None, init=False)
@@ -109,12 +108,13 @@ class Shadowing:
                 expected="one join context at a time",
                 fix="give all joinables to one: Join([first, second])",
             )
-        self._main = self.group.open_channel(self.device_type).opened
+        main = self.group.open_channel(self.device_type).opened
+        self._places = Places(main, self.group.ranks)
         world = self.group.world
         # A rank that joins at once has made no call that opens it.
         if len(self.group.ranks) == world.size:
             world_group(world).open_channel(self.device_type)
-        self._whereabouts = Whereabouts(world, self._main.label, self.group.ranks)
+        self._whereabouts = Whereabouts(world, main.label, self.group.ranks)
         self._waits = Waits(world, self._whereabouts)
         self._registry.shadowing = self
         for opened in self._registry.all_opened():
@@ -127,9 +127,7 @@ class Shadowing:
         group.fast_path = None
         for channel in group.channels:
             if channel.communicator.size > 1:
-                place = self._places.get(channel.opened)
-                if place is None:
-                    place = self._places[channel.opened] = Place(group, channel)
+                place = self._places.cover(group, channel)
                 channel.intercept(
                     partial(self._enter, place, channel),
                     partial(self._check_message, channel),
@@ -145,9 +143,10 @@ class Shadowing:
                     user.release()
         if error is not None:
             # Members of a broken group are told by what broke it.
-            labels = [one.label for one in self._places if one.label not in one.aborts]
+            whole = [one.channel for one in self._places if not one.channel.is_broken()]
+            labels = [one.opened.label for one in whole]
             self._whereabouts.leave(labels, self._refusal or error)
-        self._waits.leave(tuple(self._places.values()))
+        self._waits.leave(tuple(self._places))
 
     # -- ranks that have data ---------------------------------------------------------------------
 
@@ -157,7 +156,7 @@ class Shadowing:
         Raises:
             JoinError: a member has joined, in a strict context.
         """
-        place = self._places.get(self._main)
+        place = self._places.main
         if place is None:  # a group of one
             return [True]
         said = self._agree(place, place.channel, Announcement(notice=notice), waits=True)
@@ -198,7 +197,7 @@ class Shadowing:
             The ranks that make it: those that have data.
         """
         channel = group.open_channel(group.first_device_type())
-        place = self._places.get(channel.opened)
+        place = self._places.find(channel.opened)
         if place is None:
             return list(group.ranks)
         said = self._agree(place, channel, Announcement(verb), waits=True)
@@ -218,7 +217,7 @@ class Shadowing:
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.is_same_call(mine):
             return []
-        waits = waits or (self.is_strict and channel.opened is self._main)
+        waits = waits or (self.is_strict and place is self._places.main)
         while True:
             self._make_room(place, channel)
             if not (waits or self._has_joined) and place.say(mine):
@@ -251,7 +250,7 @@ class Shadowing:
         Raises:
             JoinError: it cannot be answered; on every member alike.
         """
-        is_strict = self.is_strict and place.channel.opened is self._main
+        is_strict = self.is_strict and place is self._places.main
         try:
             return find_call(place.channel, said, is_strict=is_strict)
         except JoinError as refusal:
@@ -276,14 +275,14 @@ class Shadowing:
             Whether this rank was among the last to join.
         """
         self._has_joined = True
-        main = self._places.get(self._main)
+        main = self._places.main
         if main is None:
             return True
         self._whereabouts.join()
-        for place in tuple(self._places.values()):
-            if place is main or self._begins_at_once(place):
+        for place in tuple(self._places):
+            if place is main or self._places.begins_at_once(place):
                 self._begin_round(place)
-        while not main.is_over or self._is_at_work():
+        while not main.is_over or self._places.is_at_work():
             self._serve_next()
         self._waits.end_answers()
         return self._is_late
@@ -291,32 +290,15 @@ class Shadowing:
     def _serve_next(self, begun: Round | None = None) -> None:
         """Answer one call; where none is there wait for one, or until ``begun`` is done."""
         self._waits.end_answers(ready_alone=True)
-        due = self._find_due()
+        due = self._places.find_due()
         try:
             if due is None:
                 self._wait_for_any(begun)
             else:
                 self._serve(due)
         except AbortedError:
-            if not self._leave_broken(due):
+            if not self._places.leave_broken(due):
                 raise
-
-    def _leave_broken(self, due: Place | None) -> bool:
-        """Wait no more for calls where a group is broken: no member that goes on makes any.
-
-        Returns:
-            Whether that was so at ``due``, or where a round is under way.
-        """
-        broken = [
-            place
-            for place in self._places.values()
-            if place.channel.is_broken() and (place is due or place.round is not None)
-        ]
-        if not broken or any(one.is_held or one.channel.opened is self._main for one in broken):
-            return False
-        for place in broken:
-            place.round = None
-        return True
 
     def _serve(self, place: Place) -> None:
         """Begin the round that others wait for, or answer what one that is done announces."""
@@ -330,44 +312,15 @@ class Shadowing:
             place.settle()
             place.is_over = True
             return
-        if place.channel.opened is self._main:
+        if place is self._places.main:
             self._is_late = False
         self._respond(place, said, call)
-        if self._begins_at_once(place):
+        if self._places.begins_at_once(place):
             self._begin_round(place)
-
-    def _begins_at_once(self, place: Place) -> bool:
-        """Whether a round is always under way there, since calls of others cannot be seen."""
-        reaches = set(place.group.ranks) <= set(self.group.ranks)
-        return not place.channel.shows_calls and reaches and place.is_open()
 
     def _begin_round(self, place: Place) -> None:
         mine = Announcement(has_joined=True, is_late=self._is_late)
         place.round = place.begin_round(mine, _NEVER)
-
-    def _find_due(self) -> Place | None:
-        """Where there is something to do: a round is done, or a member waits for this one."""
-        for place in tuple(self._places.values()):
-            if place.round is not None:
-                if not place.is_held and place.round.is_ready():
-                    return place
-            elif place.is_open() and place.is_awaited():
-                return place
-        return None
-
-    def _is_at_work(self) -> bool:
-        """Whether a round is under way, or a call that a member started before it had joined."""
-        main = set(self.group.ranks)
-        return any(
-            place.round is not None
-            or (
-                place.uses_table
-                and main.issuperset(place.group.ranks)
-                and place.is_open()
-                and place.is_awaited()
-            )
-            for place in self._places.values()
-        )
 
     def _respond(self, place: Place, said: Sequence[Announcement], call: Announcement) -> None:
         """Take part in what the members that go on begin."""
@@ -419,16 +372,12 @@ class Shadowing:
 
     def _wait_for_any(self, begun: Round | None = None) -> None:
         """Return when ``begun`` is done, or there is something else to do."""
-        places = [one for one in self._places.values() if one.round is not None]
-        unwatched = [one for one in places if one.round is not None and not one.round.is_watched]
-        main = self._places[self._main]
-        if main.round is None and not main.is_over:
-            places.append(main)
-            unwatched.append(main)
+        places = self._places.under_way()
+        unwatched = [one for one in places if one.round is None or not one.round.is_watched]
 
         def is_ready() -> bool:
             is_done = begun is not None and begun.is_ready()
-            return bool(self._waits.has_ready_answer() or is_done or self._find_due())
+            return bool(self._waits.has_ready_answer() or is_done or self._places.find_due())
 
         self._waits.until(is_ready, [one.channel for one in places], _NEVER, unwatched)
 
