@@ -30,7 +30,8 @@ _DIRECTORY_WORDS = 1 << 13
 _PAGE_WORDS = mmap.PAGESIZE // 8
 _NAME = "meshdist-words"
 _LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
-_NONCE, _COUNT, _ENTRIES = 0, 1, 2  # words of the directory; an entry is a key and where it lies
+# Words of the directory; an entry is a key and where it lies.
+_NONCE, _COUNT, _IS_FULL, _ENTRIES = 0, 1, 2, 3
 _MOST_ENTRIES = (_DIRECTORY_WORDS - _ENTRIES) // 2
 
 
@@ -108,6 +109,7 @@ class SharedWords:
     def _new_slot(self, num_words: int) -> _Slot:
         entry = _ENTRIES + 2 * int(self._words[_COUNT])
         if entry + 2 > _DIRECTORY_WORDS or self._end + num_words > _TOTAL_WORDS:
+            self._words[_IS_FULL] = 1
             raise MemoryError("the shared words of this process are full")
         slot = _Slot(entry, self._end, num_words)
         self._end += num_words
@@ -163,6 +165,10 @@ class SharedWordsView:
         words = self._words[start : start + num_words]
         return words if len(words) == num_words and self._entry(key) == entry else None
 
+    def is_full(self) -> bool:
+        """Whether the process had no room for a region, so that it may lack others."""
+        return bool(self._words[_IS_FULL])
+
     def has(self, key: int) -> bool:
         """Whether there is a region under ``key`` still."""
         return self._entry(key) is not None
@@ -191,8 +197,9 @@ class Regions:
         return None if view is None else view.find(key, num_words)
 
     def reaches(self, member: int) -> bool:
-        """Whether a member's words are reached, also those that it has not made yet."""
-        return self._look(member)[0] is not None
+        """Whether a member's region is found as soon as the member asks for one."""
+        view, _ = self._look(member)
+        return view is not None and not view.is_full()
 
     def _look(self, member: int) -> tuple[SharedWordsView | None, int]:
         if member not in self._found:

@@ -146,7 +146,8 @@ class Join:
         KindError: what was given is no list of joinables.
         ArgumentError: no joinable, or several groups or devices; a context inside another.
         JoinError: a rank has no data left, and ``throw_on_early_termination``; a broadcast or
-            scatter from such a rank, or a message to or from it; a member has left by an exception.
+            scatter from such a rank, a message to or from it, or a group or mesh made with it; a
+            member has left by an exception.
 
     Example:
         >>> import meshdist as md, torch

@@ -67,6 +67,8 @@ class AnnouncementTable:
 
     def sees_all(self) -> bool:
         """Whether the tables of all members are seen; one that was in no context has none."""
+        if len(self._views) == len(self._others):
+            return True
         for member in self._others - self._views.keys():
             view = self._regions.find(member, _NUM_WORDS)
             if view is not None:

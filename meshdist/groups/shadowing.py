@@ -15,15 +15,17 @@ outside of join contexts pay nothing: channels are intercepted in the context al
   once.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
   and polls them. It begins one where it sees that a member has come to the next call: in the
-  announcement table, which shows calls in contexts alone, else in the header table, in shared
-  memory, in a simulated meeting. What members have started on groups within the main one before
-  they joined is answered before it leaves. Answers that can be in flight are not waited for before
-  that: of two ranks that have joined each may come first to what the other answers later. Where
-  it cannot see all members, since they are on several hosts, it begins one at once, if all of them
-  are in the main group.
+  announcement table, which shows calls in contexts alone (a member without one is in none), else
+  in the header table, in shared memory, in a simulated meeting. What members have started on groups
+  within the main one before they joined is answered before it leaves. Answers are in flight, and
+  not waited for before that: of two ranks that have joined each may come first to what the other
+  answers later. Where it cannot see all members, since they are on several hosts, it begins one at
+  once, if all of them are in the main group.
 * *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
   that come before it are answered.
+* *Broken groups.* A rank that has joined leaves them alone, but for the main one: they may have
+  been broken before the context began, and be told of late. Their members learn it in their calls.
 * *Exceptions.* A rank that leaves by an exception says so in the store. A rank that waits for it
   looks there, ends the group's communication for all, and raises. One that leaves does so itself
   where another may have gone on to a call that it does not make.

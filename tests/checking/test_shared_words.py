@@ -127,8 +127,12 @@ def test_regions_of_other_sizes_and_unknown_keys(words: SharedWords) -> None:
 
 def test_full_words_say_so_and_go_on(words: SharedWords) -> None:
     whole = shared_words._TOTAL_WORDS
+    view = SharedWordsView(words.address)
+    regions = Regions({0: (view, 5)}.get)
+    assert regions.reaches(0) and not view.is_full()
     with pytest.raises(MemoryError, match="the shared words of this process are full"):
         words.reserve(1, whole)
+    assert view.is_full() and not regions.reaches(0)  # a region that lacks may have been asked for
     assert words.reserve(2, 10)[0] == 0
     for key in range(3, 10_000):
         try:
@@ -270,6 +274,7 @@ def test_regions_are_found_once_they_are_known(words: SharedWords) -> None:
     assert not regions.is_current(0) and not regions.is_alive(1)
     places[0] = SharedWordsView(words.address), 5
     assert regions.find(0, 4) is None  # the memory is there, the region is not
+    assert [regions.reaches(member) for member in range(3)] == [True, False, False]
     words.reserve(5, 4)[2] = 9
     found = regions.find(0, 4)
     assert found is not None and found.tolist() == [0, 0, 9, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import meshdist as md
 from meshdist.collectives import neutral_answers
 from meshdist.collectives.neutral_answers import neutral
 from meshdist.dtypes import DTYPES
+from meshdist.errors import AgreementError, PicklingError
 from meshdist.reduce_ops import PLAIN_OPS, ReduceKind, find_refusal
 from meshdist.verb_table import VERBS
 from meshdist.wires.reductions import reduced
@@ -97,3 +100,42 @@ def test_tensors_that_lie_otherwise_are_answered() -> None:
         return found
 
     assert md.simulate(program, 2)[1] == [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
+
+
+@pytest.mark.parametrize("wire", ["simulated", "shm"])
+def test_objects_that_cannot_be_pickled_are_an_error_on_ranks_with_data_alone(
+    wire: str, request: pytest.FixtureRequest
+) -> None:
+    """A rank without data goes on, and answers what they call next."""
+
+    def program() -> list[object]:
+        rank, found = md.get_rank(), []
+        thing = (lambda: 0) if rank == 2 else "good"
+        room: list[object] = [None] * 3
+        calls: list[Callable[[], None]] = [
+            lambda: md.all_gather_object(room, thing),
+            lambda: md.gather_object(thing, room if rank == 1 else None, dst=1),
+            lambda: md.gather_object(thing, None, dst=0),
+            lambda: md.broadcast_object_list([thing], src=2),
+            lambda: md.scatter_object_list([None], [thing] * 3 if rank == 2 else None, src=2),
+            lambda: md.broadcast_object_list([None] * rank, src=2),
+        ]
+        for number in md.uneven(range(len(calls) if rank else 0)):
+            with pytest.raises((PicklingError, AgreementError)) as caught:
+                calls[number]()
+            x = torch.ones(1)
+            md.all_reduce(x)
+            found += [str(caught.value).splitlines()[0], x.item()]
+        return found
+
+    if wire == "simulated":
+        found = md.simulate(program, 3)
+    else:
+        found = request.getfixturevalue("pool").run(program, 3, backend=wire)
+    verbs = ["all_gather_object", "gather_object", "gather_object"]
+    verbs += ["broadcast_object_list", "scatter_object_list"]
+    expected: list[object] = []
+    for verb in verbs:
+        expected += [f"{verb}: an object of rank 2 cannot be pickled", 2.0]
+    text = "broadcast_object_list: the members' lists of objects have different lengths"
+    assert found == [[], [*expected, text, 2.0], [*expected, text, 2.0]]
