@@ -228,6 +228,7 @@ def test_joined_ranks_may_come_to_calls_on_two_groups_in_any_order(
     assert found == [[], [], expected, expected]
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_joined_ranks_may_come_to_objects_on_two_groups_over_mpi(pool: Pool) -> None:
     verb = "all_gather_object"
