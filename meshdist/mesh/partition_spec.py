@@ -1,0 +1,260 @@
+"""``PartitionSpec``, by its short name ``P``: which mesh axes cut which dim, as in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, overload
+
+from ..error_text import explain
+from ..errors import AxisError, KindError
+
+__all__ = ["Entry", "P", "PartitionSpec", "axes_of"]
+
+Entry = str | tuple[str, ...] | None
+"""One dim's axes: none, one, or several, major to minor."""
+
+
+class PartitionSpec:
+    """Which mesh axes cut which dim of an array; immutable and hashable, tied to no mesh.
+
+    Args:
+        *partitions: one entry per dim: None for a dim that is not cut, the name of an axis, or a
+            tuple of names, major to minor. ``("a",)`` is ``"a"``, and ``()`` is None. Dims beyond
+            the last entry are not cut.
+        unreduced: a set of the axes along which each rank holds a summand of the value.
+        reduced: a set of the axes along which ranks hold equal values, and the gradient is
+            unreduced.
+
+    Raises:
+        KindError: an entry or a set that is something else.
+        AxisError: an axis under two of dims, ``unreduced`` and ``reduced``.
+
+    Example:
+        >>> P("dp", None, ("ep", "tp"))
+        P('dp', None, ('ep', 'tp'))
+        >>> P(("dp",), unreduced={"tp"})
+        P('dp', unreduced={'tp'})
+    """
+
+    __slots__ = ("_hash", "partitions", "reduced", "unreduced")
+
+    partitions: tuple[Entry, ...]
+    unreduced: frozenset[str]
+    reduced: frozenset[str]
+    _hash: int
+
+    def __init__(
+        self,
+        *partitions: Any,
+        unreduced: frozenset[str] | set[str] = frozenset(),
+        reduced: frozenset[str] | set[str] = frozenset(),
+    ) -> None:
+        entries = tuple(map(_entry, partitions))
+        kinds = {
+            "unreduced": _names(unreduced, "unreduced"),
+            "reduced": _names(reduced, "reduced"),
+        }
+        cut = {axis for entry in entries for axis in axes_of(entry)}
+        for first, second, both in (
+            ("unreduced", "reduced", kinds["unreduced"] & kinds["reduced"]),
+            ("partitions", "unreduced", cut & kinds["unreduced"]),
+            ("partitions", "reduced", cut & kinds["reduced"]),
+        ):
+            if both:
+                raise AxisError(
+                    f"PartitionSpec: {first} and {second} cannot share an axis",
+                    expected="each axis in one place at most",
+                    found=f"partitions {entries}, "
+                    + ", ".join(f"{kind}={_set_text(axes)}" for kind, axes in kinds.items()),
+                    fix=f"leave {min(both)!r} in one of them",
+                )
+        fields = (entries, kinds["unreduced"], kinds["reduced"])
+        for name, value in zip(
+            ("partitions", *kinds, "_hash"), (*fields, hash(fields)), strict=True
+        ):
+            object.__setattr__(self, name, value)
+
+    def __init_subclass__(cls) -> NoReturn:
+        raise KindError("PartitionSpec cannot be subclassed")
+
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
+        raise AttributeError(
+            explain(
+                f"a PartitionSpec never changes: its attribute {name!r} cannot be set or deleted",
+                fix="spec.update(...) returns another",
+            )
+        )
+
+    __delattr__ = __setattr__
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, PartitionSpec):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.partitions == other.partitions
+            and self.unreduced == other.unreduced
+            and self.reduced == other.reduced
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self.partitions, self.unreduced, self.reduced)
+
+    def __repr__(self) -> str:
+        entries = repr(self.partitions)[1:-1]
+        sets = [
+            f"{kind}={_set_text(axes)}"
+            for kind, axes in (("unreduced", self.unreduced), ("reduced", self.reduced))
+            if axes
+        ]
+        if sets and entries:
+            entries = entries.removesuffix(",") + ", "
+        return f"P({entries}{', '.join(sets)})"
+
+    # ---------------------------------------------------------------- as a sequence of entries
+
+    def __len__(self) -> int:
+        return len(self.partitions)
+
+    @overload
+    def __getitem__(self, place: int) -> Entry: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Entry, ...]: ...
+    def __getitem__(self, place: int | slice) -> Entry | tuple[Entry, ...]:
+        self._check_plain("spec[...]", "spec.partitions[...]")
+        return self.partitions[place]
+
+    def __iter__(self) -> Iterator[Entry]:
+        self._check_plain("*spec", "*spec.partitions")
+        return iter(self.partitions)
+
+    def __add__(self, other: object) -> PartitionSpec:
+        if isinstance(other, PartitionSpec):
+            return PartitionSpec(
+                *self.partitions,
+                *other.partitions,
+                unreduced=self.unreduced | other.unreduced,
+                reduced=self.reduced | other.reduced,
+            )
+        if not isinstance(other, tuple):
+            return NotImplemented
+        self._check_takes_a_tuple(other)
+        return PartitionSpec(*self.partitions, *other)
+
+    def __radd__(self, other: object) -> PartitionSpec:
+        if not isinstance(other, tuple):
+            return NotImplemented
+        self._check_takes_a_tuple(other)
+        return PartitionSpec(*other, *self.partitions)
+
+    def index(self, value: Any) -> int:
+        """Return the first dim with this entry.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self.partitions.index(_entry(value))
+
+    def count(self, value: Any) -> int:
+        """Return the number of dims with this entry."""
+        return self.partitions.count(_entry(value))
+
+    def update(
+        self,
+        partitions: Iterable[Any] | None = None,
+        unreduced: frozenset[str] | set[str] | None = None,
+        reduced: frozenset[str] | set[str] | None = None,
+    ) -> PartitionSpec:
+        """Return a spec with some of the three replaced; None keeps what is there.
+
+        Example:
+            >>> P("dp", unreduced={"tp"}).update(unreduced=set())
+            P('dp',)
+        """
+        return PartitionSpec(
+            *(self.partitions if partitions is None else partitions),
+            unreduced=self.unreduced if unreduced is None else unreduced,
+            reduced=self.reduced if reduced is None else reduced,
+        )
+
+    def _check_plain(self, use: str, instead: str) -> None:
+        if self.unreduced or self.reduced:
+            raise KindError(
+                f"{use} would lose what is unreduced or reduced in it",
+                found=repr(self),
+                fix=f"write {instead}",
+            )
+
+    def _check_takes_a_tuple(self, other: tuple[Any, ...]) -> None:
+        if self.unreduced or self.reduced:
+            raise KindError(
+                "a spec with unreduced or reduced axes and a tuple cannot be added",
+                found=f"{self!r} and {other!r}",
+                fix=f"write {PartitionSpec(*other)!r} for the tuple",
+            )
+
+
+P = PartitionSpec
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """Return the axes of one dim's entry, major to minor.
+
+    Example:
+        >>> axes_of(None), axes_of("dp"), axes_of(("dp", "tp"))
+        ((), ('dp',), ('dp', 'tp'))
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _entry(value: Any) -> Entry:
+    """One dim's entry in its one form."""
+    if value is None or isinstance(value, str):
+        return value or None
+    if isinstance(value, (tuple, list)) and all(isinstance(one, str) for one in value):
+        return value[0] if len(value) == 1 else tuple(value) or None
+    raise KindError(
+        f"PartitionSpec cannot take {value!r} as a dim's entry",
+        expected="None, the name of a mesh axis, or a tuple of names, major to minor",
+        found=_what_it_is(value),
+        fix="write one flat tuple of names per dim" if isinstance(value, (tuple, list)) else None,
+    )
+
+
+def _what_it_is(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        wrong = next(one for one in value if not isinstance(one, str))
+        return f"{wrong!r} inside it, a {type(wrong).__name__}"
+    return f"a {type(value).__name__}"
+
+
+def _names(value: Any, what: str) -> frozenset[str]:
+    if not isinstance(value, (set, frozenset)) or not all(isinstance(one, str) for one in value):
+        fix = None
+        if isinstance(value, str):
+            fix = f"write {what}={{{value!r}}}"
+        elif isinstance(value, Sequence) and value and all(isinstance(one, str) for one in value):
+            fix = f"write {what}={{{', '.join(map(repr, value))}}}"
+        raise KindError(
+            f"PartitionSpec takes a set of axis names as {what}",
+            found=f"{value!r}, a {type(value).__name__}",
+            fix=fix,
+        )
+    return frozenset(value)
+
+
+def _set_text(axes: Iterable[str]) -> str:
+    return "{" + ", ".join(map(repr, sorted(axes))) + "}"
+
+
+def _made_again(
+    partitions: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]
+) -> PartitionSpec:
+    return PartitionSpec(*partitions, unreduced=unreduced, reduced=reduced)

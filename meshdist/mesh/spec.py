@@ -1,0 +1,360 @@
+"""``NamedSharding``: a spec on a mesh, and what follows from it for arrays of a shape."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..error_text import explain
+from ..errors import AxisError, KindError, LengthError, NotInGroupError, ShapeError
+from .layout import Layout
+from .partition_spec import P, PartitionSpec, axes_of
+from .splits import Box, DimSplit, Placement, split_dim
+
+__all__ = ["Box", "DimSplit", "NamedSharding", "P", "PartitionSpec", "Placement"]
+
+# Placements that one sharding keeps, by shape.
+_KEPT_PLACEMENTS = 256
+
+
+class NamedSharding:
+    """How arrays lie on a mesh: a mesh and a spec; immutable and hashable.
+
+    Args:
+        mesh: a ``DeviceMesh``, or a bare ``Layout``, which needs no processes.
+        spec: which axes cut which dim, and what lies along the others.
+        shard_sizes: for dims that are not cut into balanced parts, by dim: the size of each part,
+            one for each combination of coordinates along the dim's axes, the last axis the fastest.
+
+    Raises:
+        KindError: no mesh, no ``PartitionSpec``, sizes that are no whole numbers by dim.
+        AxisError: an axis that the mesh does not have, or one twice.
+        LengthError: not one size for each part.
+        ShapeError: sizes for a dim that no axis cuts, or below 0.
+
+    Example:
+        >>> mesh = Layout.from_shape((2, 4), ("dp", "tp"))
+        >>> rows = NamedSharding(mesh, P("tp", None))
+        >>> rows.box(5, (10, 8)), rows.shard_shape((10, 8), rank=7), rows.replica(5)
+        (((3, 6), (0, 8)), (2, 8), 1)
+        >>> NamedSharding(mesh, P("dp"), shard_sizes={0: (7, 3)}).box(4, (10,))
+        ((7, 10),)
+    """
+
+    mesh: Any
+    spec: PartitionSpec
+    shard_sizes: Mapping[int, tuple[int, ...]]
+    layout: Layout
+
+    def __init__(
+        self,
+        mesh: Any,
+        spec: PartitionSpec,
+        *,
+        shard_sizes: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
+        if not isinstance(layout, Layout):
+            raise KindError(
+                "NamedSharding takes a mesh first",
+                expected="a DeviceMesh or a Layout",
+                found=f"a {type(mesh).__name__}",
+            )
+        if not isinstance(spec, PartitionSpec):
+            is_entries = isinstance(spec, (tuple, list))
+            raise KindError(
+                "NamedSharding takes a PartitionSpec",
+                found=f"{spec!r}, a {type(spec).__name__}",
+                fix=f"write P({', '.join(map(repr, spec))})" if is_entries else None,
+            )
+        dims = _indices_of_dims(layout, spec)
+        sizes = _checked_shard_sizes(layout, dims, shard_sizes)
+        vars(self).update(
+            mesh=mesh,
+            spec=spec,
+            shard_sizes=dict(sizes),
+            layout=layout,
+            _dims=dims,
+            _unreduced=_indices_of_set(layout, spec.unreduced),
+            _reduced=_indices_of_set(layout, spec.reduced),
+            _placements={},
+            _hash=hash((layout, spec, sizes)),
+        )
+
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
+        raise AttributeError(
+            explain(
+                f"a NamedSharding never changes: its attribute {name!r} cannot be set or deleted",
+                fix="make another: NamedSharding(mesh, spec)",
+            )
+        )
+
+    __delattr__ = __setattr__
+
+    _dims: tuple[tuple[int, ...], ...]
+    _unreduced: tuple[int, ...]
+    _reduced: tuple[int, ...]
+    _placements: dict[tuple[int, ...], Placement]
+    _hash: int
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, NamedSharding):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.spec == other.spec
+            and self.shard_sizes == other.shard_sizes
+            and (self.mesh is other.mesh or bool(self.mesh == other.mesh))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self.mesh, self.spec, self.shard_sizes)
+
+    def __repr__(self) -> str:
+        sizes = f", shard_sizes={self.shard_sizes!r}" if self.shard_sizes else ""
+        return f"NamedSharding({self.mesh!r}, {self.spec!r}{sizes})"
+
+    # ---------------------------------------------------------------- at a shape
+
+    def placement(self, shape: Sequence[int]) -> Placement:
+        """Return how an array of this shape lies on the mesh's coordinates; kept by shape.
+
+        Raises:
+            ShapeError: fewer dims than the spec has entries, or a dim whose size is not the sum of
+                its ``shard_sizes``.
+        """
+        shape = tuple(shape)
+        found = self._placements.get(shape)
+        if found is None:
+            found = self._new_placement(tuple(map(operator.index, shape)))
+            if len(self._placements) >= _KEPT_PLACEMENTS:
+                self._placements.clear()
+            self._placements[shape] = found
+        return found
+
+    def shard_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """Return the shape of one rank's shard of an array of this shape.
+
+        Args:
+            shape: of the whole array.
+            rank: whose; None takes this process's on a ``DeviceMesh``, and on a ``Layout`` the
+                shape that all ranks share.
+
+        Raises:
+            ShapeError: the spec does not fit the shape, or no rank was given and shards differ.
+            NotInGroupError: the mesh does not hold the rank.
+        """
+        placement = self.placement(shape)
+        if rank is None and self.mesh is self.layout:
+            if not all(dim.is_even for dim in placement.dims):
+                raise ShapeError(
+                    f"shards of an array of shape {tuple(shape)} differ in shape",
+                    where=repr(self),
+                    fix="say whose: shard_shape(shape, rank=0)",
+                )
+            return placement.local_shape((0,) * self.layout.ndim)
+        return placement.local_shape(
+            self._coordinate(self.mesh.get_rank() if rank is None else rank)
+        )
+
+    def box(self, rank: int, shape: Sequence[int]) -> Box:
+        """Return (start, stop) per dim: the part of an array of this shape that a rank holds.
+
+        Raises:
+            ShapeError: the spec does not fit the shape.
+            NotInGroupError: the mesh does not hold the rank.
+        """
+        return self.placement(shape).box(self._coordinate(rank))
+
+    def indices_map(self, shape: Sequence[int]) -> dict[int, tuple[slice, ...]]:
+        """Return the index of each rank's shard in an array of this shape, in mesh order.
+
+        Example:
+            >>> mesh = Layout.from_shape((2,), ("dp",))
+            >>> NamedSharding(mesh, P("dp")).indices_map((3,))
+            {0: (slice(0, 2, None),), 1: (slice(2, 3, None),)}
+        """
+        placement = self.placement(shape)
+        return {
+            int(rank): tuple(slice(start, stop) for start, stop in placement.box(coordinate))
+            for coordinate, rank in np.ndenumerate(self.layout.ranks())
+        }
+
+    # ---------------------------------------------------------------- at any shape
+
+    def replica(self, rank: int) -> int:
+        """Return which copy of its shard a rank holds: 0 for the one that saves it.
+
+        Ranks whose shards are equal differ along the axes that neither cut a dim nor are
+        unreduced; their copies are counted in mesh order.
+
+        Raises:
+            NotInGroupError: the mesh does not hold the rank.
+        """
+        coordinate = self._coordinate(rank)
+        number = 0
+        for axis in self._free:
+            number = number * self.layout.sizes[axis] + coordinate[axis]
+        return number
+
+    @property
+    def replicated_axes(self) -> frozenset[str]:
+        """The names of the axes that the spec does not mention: ranks along them are equal, and so
+        are their gradients."""
+        names = self.layout.names or ()
+        return frozenset(names[axis] for axis in self._free if axis not in self._reduced)
+
+    def is_equivalent_to(self, other: NamedSharding, ndim: int) -> bool:
+        """Whether arrays of ``ndim`` dims lie equally: on each rank the same part, of equal kind.
+
+        Meshes may have other names or axes, and entries may be left out or name axes of size 1.
+
+        Raises:
+            ShapeError: fewer dims than one of the specs has entries.
+        """
+        for one in (self, other):
+            one._check_ndim((None,) * ndim)
+        return self._arrangement(ndim) == other._arrangement(ndim)
+
+    # ---------------------------------------------------------------- inside
+
+    @cached_property
+    def _free(self) -> tuple[int, ...]:
+        taken = {*self._unreduced, *(axis for axes in self._dims for axis in axes)}
+        return tuple(axis for axis in range(self.layout.ndim) if axis not in taken)
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        coordinate = self.layout.coordinate_of(rank)
+        if coordinate is None:
+            raise NotInGroupError(
+                f"the mesh does not hold rank {rank}",
+                where=repr(self),
+                expected=f"one of its {self.layout.num_ranks} ranks",
+            )
+        return coordinate
+
+    def _check_ndim(self, shape: Sequence[object]) -> None:
+        if len(shape) < len(self.spec):
+            raise ShapeError(
+                f"{self.spec!r} has entries for {len(self.spec)} dims, the array has {len(shape)}",
+                where=repr(self),
+                expected=f"an array of at least {len(self.spec)} dims",
+                found=f"shape {tuple(shape)}" if None not in shape else None,
+                fix="write P() for a scalar" if not shape else None,
+            )
+
+    def _new_placement(self, shape: tuple[int, ...]) -> Placement:
+        self._check_ndim(shape)
+        sizes = self.layout.sizes
+        dims = []
+        for dim, size in enumerate(shape):
+            axes = self._dims[dim] if dim < len(self._dims) else ()
+            given = self.shard_sizes.get(dim)
+            if size < 0:
+                raise ShapeError(
+                    f"a dim of an array cannot have size {size}", found=f"shape {shape}"
+                )
+            if given is not None and sum(given) != size:
+                raise ShapeError(
+                    f"the shard sizes of dim {dim} do not add up to its size",
+                    where=repr(self),
+                    expected=f"{' + '.join(map(str, given))} = {sum(given)}",
+                    found=f"{size} in shape {shape}",
+                )
+            dims.append(split_dim(size, axes, tuple([sizes[axis] for axis in axes]), given))
+        return Placement(sizes, shape, tuple(dims), self._unreduced, self._reduced)
+
+    def _arrangement(self, ndim: int) -> tuple[object, ...]:
+        """What equivalent shardings have in common, whatever their meshes are called.
+
+        Per dim, the sizes of the axes that cut it and sizes of parts; then, cell after cell, which
+        ranks hold equal values, and which hold equal cotangents.
+        """
+        layout = self.layout
+        dims = (*self._dims, *((),) * (ndim - len(self._dims)))
+        cuts = tuple(
+            tuple(layout.sizes[axis] for axis in axes if layout.sizes[axis] > 1) for axes in dims
+        )
+        sizes = tuple(self.shard_sizes.get(dim) for dim in range(ndim))
+        cut = [axis for axes in dims for axis in axes]
+        others = [axis for axis in range(layout.ndim) if axis not in cut]
+        blocks = []
+        for apart in (self._unreduced, self._reduced):
+            alike = [axis for axis in others if axis not in apart]
+            ranks = layout.ranks().transpose(*cut, *apart, *alike)
+            cells = math.prod(layout.sizes[axis] for axis in cut)
+            count = math.prod(layout.sizes[axis] for axis in apart)
+            rows = np.sort(ranks.reshape(cells, count, -1), axis=-1)
+            order = np.argsort(rows[:, :, 0], axis=1)
+            rows = np.take_along_axis(rows, order[:, :, None], axis=1)
+            blocks.append((rows.shape, rows.tobytes()))
+        return cuts, sizes, tuple(blocks)
+
+
+def _indices_of_dims(layout: Layout, spec: PartitionSpec) -> tuple[tuple[int, ...], ...]:
+    dims = tuple(tuple(map(layout.axis_index, axes_of(entry))) for entry in spec.partitions)
+    named = [axis for entry in spec.partitions for axis in axes_of(entry)]
+    if len(set(named)) != len(named):
+        twice = next(axis for axis in named if named.count(axis) > 1)
+        raise AxisError(
+            f"axis {twice!r} is named twice",
+            where=f"{spec!r} on mesh ({layout.axis_text()})",
+            expected="each axis at most once: it cuts one dim",
+        )
+    return dims
+
+
+def _indices_of_set(layout: Layout, axes: frozenset[str]) -> tuple[int, ...]:
+    return tuple(sorted(map(layout.axis_index, sorted(axes))))
+
+
+def _checked_shard_sizes(
+    layout: Layout,
+    dims: tuple[tuple[int, ...], ...],
+    shard_sizes: Mapping[int, Sequence[int]] | None,
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    try:
+        checked = sorted(
+            (operator.index(dim), tuple(map(operator.index, sizes)))
+            for dim, sizes in (shard_sizes or {}).items()
+        )
+    except (TypeError, AttributeError) as error:
+        raise KindError(
+            "shard_sizes gives the sizes of a dim's parts, by dim",
+            expected="such as {0: (7, 3)}",
+            found=repr(shard_sizes),
+        ) from error
+    for dim, sizes in checked:
+        if not 0 <= dim < len(dims) or not dims[dim]:
+            raise ShapeError(
+                f"shard_sizes names dim {dim}, which no axis cuts",
+                expected=f"one of dims {[place for place, axes in enumerate(dims) if axes]}",
+                found=f"shard_sizes={shard_sizes!r}",
+            )
+        parts = math.prod(layout.sizes[axis] for axis in dims[dim])
+        if len(sizes) != parts:
+            raise LengthError(
+                f"shard_sizes has {len(sizes)} sizes for dim {dim}, cut into {parts} parts",
+                where=f"mesh ({layout.axis_text()})",
+                expected=f"{parts} sizes",
+                found=f"{sizes}",
+            )
+        if min(sizes) < 0:
+            raise ShapeError(f"a part of dim {dim} cannot have size {min(sizes)}", found=f"{sizes}")
+    return tuple(checked)
+
+
+def _made_again(
+    mesh: Any, spec: PartitionSpec, shard_sizes: Mapping[int, tuple[int, ...]]
+) -> NamedSharding:
+    return NamedSharding(mesh, spec, shard_sizes=shard_sizes)

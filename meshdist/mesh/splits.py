@@ -1,0 +1,256 @@
+"""How the dims of an array are cut over mesh axes: integers alone, all that plans read.
+
+A ``DimSplit`` cuts one dim into cells, one for each combination of coordinates along its axes; the
+first axis is the major one. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and says
+along which axes ranks hold summands. Axes are indices into the sizes of a mesh: nothing here knows
+names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is cheap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Box", "DimSplit", "Placement", "balanced_boundaries", "split_dim", "volume"]
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) per dim, in the whole array."""
+
+# Up to so many cells plain Python lists them faster than NumPy does.
+_FEW_CELLS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class DimSplit:
+    """How one dim of known size is cut.
+
+    Without ``cell_sizes`` it is balanced: cut axis after axis, the major one first, each time into
+    parts whose sizes differ by at most one, larger ones first, empty ones allowed.
+
+    Two are equal when they cut along the same axes, of the same sizes, at the same boundaries.
+
+    Args:
+        size: of the whole dim.
+        axes: indices of the mesh's axes, major to minor; () where the dim is whole on every rank.
+        axis_sizes: the sizes of these axes.
+        cell_sizes: the size of each cell in linear order, the last axis the fastest; None for a
+            balanced split, and None is kept where the sizes given are the balanced ones.
+
+    Example:
+        >>> DimSplit(10, (0, 1), (2, 2)).boundaries
+        (0, 3, 5, 8, 10)
+        >>> DimSplit(10, (0,), (2,), (7, 3)).interval((1, 0))
+        (7, 10)
+    """
+
+    size: int
+    axes: tuple[int, ...] = ()
+    axis_sizes: tuple[int, ...] = ()
+    cell_sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.cell_sizes is not None:
+            balanced = balanced_boundaries(self.size, self.axis_sizes)
+            if tuple(accumulate(self.cell_sizes, initial=0)) == tuple(balanced):
+                vars(self)["cell_sizes"] = None
+        key = (self.size, self.axes, self.axis_sizes, self.cell_sizes)
+        vars(self).update(_key=key, _hash=hash(key))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, DimSplit):
+            return NotImplemented
+        return bool(vars(self)["_key"] == vars(other)["_key"])
+
+    def __hash__(self) -> int:
+        return int(vars(self)["_hash"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DimSplit, (self.size, self.axes, self.axis_sizes, self.cell_sizes)
+
+    @cached_property
+    def num_cells(self) -> int:
+        """The number of cells: 1 where the dim is whole."""
+        return math.prod(self.axis_sizes)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all cells have one size."""
+        return self.cell_sizes is None and self.size % self.num_cells == 0
+
+    @cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """The starts of all cells in linear order, and the size of the dim."""
+        if self.cell_sizes is not None:
+            return tuple(accumulate(self.cell_sizes, initial=0))
+        return tuple(balanced_boundaries(self.size, self.axis_sizes))
+
+    @cached_property
+    def boundary_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``boundaries`` as a read-only array: quick where there are thousands of cells."""
+        if self.cell_sizes is None and self.num_cells > _FEW_CELLS:
+            array = _balanced_array(self.size, self.axis_sizes)
+        else:
+            array = np.array(self.boundaries, dtype=np.int64)
+        array.flags.writeable = False
+        return array
+
+    def cell_at(self, coordinate: Sequence[int]) -> int:
+        """The number of the cell at a coordinate of the mesh, in linear order."""
+        cell = 0
+        for axis, size in zip(self.axes, self.axis_sizes, strict=True):
+            cell = cell * size + coordinate[axis]
+        return cell
+
+    def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """(start, stop) of the cell at a coordinate of the mesh; lists no other cells."""
+        if self.cell_sizes is not None:
+            cell = self.cell_at(coordinate)
+            return self.boundaries[cell], self.boundaries[cell + 1]
+        start, size = 0, self.size
+        for axis, parts in zip(self.axes, self.axis_sizes, strict=True):
+            part = coordinate[axis]
+            size, larger = divmod(size, parts)
+            start += part * size + min(part, larger)
+            size += part < larger
+        return start, start + size
+
+
+@lru_cache(maxsize=4096)
+def split_dim(
+    size: int,
+    axes: tuple[int, ...],
+    axis_sizes: tuple[int, ...],
+    cell_sizes: tuple[int, ...] | None = None,
+) -> DimSplit:
+    """Return the ``DimSplit`` of these arguments, the same object where it was asked for before."""
+    return DimSplit(size, axes, axis_sizes, cell_sizes)
+
+
+def balanced_boundaries(size: int, axis_sizes: tuple[int, ...]) -> Sequence[int]:
+    """The starts of the cells of a balanced split, and ``size``.
+
+    Example:
+        >>> list(balanced_boundaries(5, (2, 2)))
+        [0, 2, 3, 4, 5]
+    """
+    num_cells = math.prod(axis_sizes)
+    if size and size % num_cells == 0:
+        return range(0, size + 1, size // num_cells)
+    if num_cells > _FEW_CELLS:
+        listed: list[int] = _balanced_array(size, axis_sizes).tolist()
+        return listed
+    sizes = [size]
+    for parts in axis_sizes:
+        cut = []
+        for one in sizes:
+            smaller, larger = divmod(one, parts)
+            cut += [smaller + 1] * larger + [smaller] * (parts - larger)
+        sizes = cut
+    return list(accumulate(sizes, initial=0))
+
+
+def _balanced_array(size: int, axis_sizes: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    sizes = np.array([size], dtype=np.int64)
+    for parts in axis_sizes:
+        smaller, larger = np.divmod(sizes, parts)
+        sizes = (smaller[:, None] + (np.arange(parts) < larger[:, None])).ravel()
+    boundaries = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=boundaries[1:])
+    return boundaries
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """How an array of known shape lies on the coordinates of a mesh.
+
+    Along axes that cut a dim ranks hold different parts; along unreduced ones each holds a summand
+    of the value; along all others, the free axes, ranks hold equal values.
+
+    Args:
+        mesh_sizes: the size of each axis of the mesh.
+        shape: of the whole array.
+        dims: how each dim is cut.
+        unreduced: the axes along which each rank holds a summand, sorted.
+        reduced: the free axes along which the gradient is unreduced, sorted.
+
+    Example:
+        >>> rows = Placement((2, 4), (10, 8), (DimSplit(10, (1,), (4,)), DimSplit(8)), (0,))
+        >>> rows.box((0, 1)), rows.local_shape((0, 3)), rows.free_axes
+        (((3, 6), (0, 8)), (2, 8), ())
+    """
+
+    mesh_sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dims: tuple[DimSplit, ...]
+    unreduced: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        key = (self.mesh_sizes, self.dims, self.unreduced, self.reduced)
+        vars(self).update(_key=key, _hash=hash(key))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return bool(vars(self)["_key"] == vars(other)["_key"])
+
+    def __hash__(self) -> int:
+        return int(vars(self)["_hash"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.mesh_sizes, self.shape, self.dims, self.unreduced, self.reduced)
+        return Placement, fields
+
+    @cached_property
+    def cut_axes(self) -> tuple[int, ...]:
+        """The axes that cut a dim, dim after dim, major to minor."""
+        return tuple(axis for dim in self.dims for axis in dim.axes)
+
+    @cached_property
+    def free_axes(self) -> tuple[int, ...]:
+        """The axes that neither cut a dim nor are unreduced: ranks along them hold equal values."""
+        taken = {*self.cut_axes, *self.unreduced}
+        return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in taken)
+
+    def box(self, coordinate: Sequence[int]) -> Box:
+        """The part of the whole array at a coordinate of the mesh."""
+        return tuple([dim.interval(coordinate) for dim in self.dims])
+
+    def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part at a coordinate of the mesh."""
+        return tuple([stop - start for start, stop in self.box(coordinate)])
+
+    def replica(self, coordinate: Sequence[int]) -> int:
+        """The number of this copy of the values, 0 for the first, counted along the free axes."""
+        number = 0
+        for axis in self.free_axes:
+            number = number * self.mesh_sizes[axis] + coordinate[axis]
+        return number
+
+    def transposed(self) -> Placement:
+        """Where the cotangent lies: the same, with unreduced and reduced exchanged."""
+        return self._transposed
+
+    @cached_property
+    def _transposed(self) -> Placement:
+        return Placement(self.mesh_sizes, self.shape, self.dims, self.reduced, self.unreduced)
+
+
+def volume(box: Box) -> int:
+    """The number of elements of a box.
+
+    Example:
+        >>> volume(((2, 5), (0, 4)))
+        12
+    """
+    return math.prod(stop - start for start, stop in box)
