@@ -43,6 +43,7 @@ __all__ = [
     "NestedVerbError",
     "NotInGroupError",
     "NotInitializedError",
+    "PatternError",
     "PicklingError",
     "QueueEmptyError",
     "RankFailedError",
@@ -84,6 +85,18 @@ class DtypeError(ArgumentError, TypeError):
 
 class MeshError(ArgumentError):
     """A mesh cannot be made, changed or asked as the call wants."""
+
+
+class PatternError(ArgumentError):
+    """A text is no pattern, or a pattern does not fit the call; nothing was sent.
+
+    Attributes:
+        text: the pattern.
+        column: where in it, from 0; its length where something is missing at its end.
+    """
+
+    text: str = ""
+    column: int = 0
 
 
 class AxisError(MeshError, KeyError):

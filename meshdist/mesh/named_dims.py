@@ -1,0 +1,246 @@
+"""Patterns on a mesh, for arrays of known shape: how an array lies, and how one becomes another.
+
+What a pattern moves are parts (see ``dim_sizes``): they are cut, put in another order and grouped
+anew. Of a group only the first part is cut, so a shard comes apart into parts without a copy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ..errors import KindError, PatternError, ShapeError
+from .dim_sizes import Arrangement, Sizing
+from .layout import Layout
+from .pattern import Pattern, Side, column_error, parse
+from .splits import Placement
+
+__all__ = ["Arrangement", "Regrouping", "arrange", "regroup"]
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """A pattern with "->" on a mesh, for an array of known shape.
+
+    Local arrays go from source to target so: view as ``source.parts`` (each dim as its parts, dims
+    "1" dropped), move from ``placement`` to ``target_placement``, permute by ``order``, and view
+    with the parts of each dim of ``target`` joined.
+
+    Args:
+        source: the left side.
+        target: the right side.
+        order: for each named part on the right, its place among the named parts on the left.
+    """
+
+    source: Arrangement
+    target: Arrangement
+    order: tuple[int, ...]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """How the named parts lie in the source, in the order of the left side."""
+        return _named(self.source)
+
+    @cached_property
+    def target_placement(self) -> Placement:
+        """How the named parts lie in the target, in the order of the left side."""
+        there = _named(self.target)
+        places = {part: place for place, part in enumerate(self.order)}
+        order = [places[part] for part in range(len(self.order))]
+        return Placement(
+            there.mesh_sizes,
+            tuple(there.shape[place] for place in order),
+            tuple(there.dims[place] for place in order),
+            there.unreduced,
+            there.reduced,
+        )
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether parts change places, or dims are grouped anew."""
+        return self.order != tuple(range(len(self.order))) or self.source.parts != self.target.parts
+
+
+def _named(side: Arrangement) -> Placement:
+    """The placement of a side's parts without those that have no name."""
+    whole = side.placement
+    kept = [place for place, name in enumerate(side.names) if name != "1"]
+    if len(kept) == len(side.names):
+        return whole
+    shape = tuple(whole.shape[place] for place in kept)
+    dims = tuple(whole.dims[place] for place in kept)
+    return Placement(whole.mesh_sizes, shape, dims, whole.unreduced, whole.reduced)
+
+
+def arrange(
+    text: str,
+    layout: Layout,
+    *,
+    rank: int | None = None,
+    local_shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Arrangement:
+    """Return how an array lies that a pattern of one side describes; kept by all arguments.
+
+    Args:
+        text: the pattern.
+        layout: the mesh.
+        rank: whose shard has ``local_shape``.
+        local_shape: the shape of that shard; None where there is none, as in planning.
+        shape: of the whole array; None takes each dim's size from ``sizes``, and those that are
+            not given there as the shard's size times the number of shards.
+        sizes: the whole sizes of parts, by name.
+
+    Raises:
+        PatternError: no pattern, more than one operand, or a "->".
+        AxisError: an axis that the mesh does not have.
+        ShapeError: another number of dims, sizes that contradict each other or are missing, or a
+            shard whose shape is not that of its rank.
+        NotInGroupError: the mesh does not hold ``rank``.
+
+    Example:
+        >>> mesh = Layout.from_shape((4,), ("tp",))
+        >>> heads = arrange("(h k)@tp d", mesh, rank=0, local_shape=(6, 5), sizes={"h": 10, "k": 2})
+        >>> heads.shape, heads.sharding.shard_sizes
+        ((20, 5), {0: (6, 6, 4, 4)})
+    """
+    return _arrange(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
+
+
+def regroup(
+    text: str,
+    layout: Layout,
+    *,
+    rank: int | None = None,
+    local_shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Regrouping:
+    """Return how an array lies on both sides of a pattern's "->"; kept by all arguments.
+
+    Args and Raises: as for ``arrange``; shapes are those of the left side. PatternError as well
+    where there is no "->", or its sides name different dims.
+
+    Example:
+        >>> mesh = Layout.from_shape((2,), ("tp",))
+        >>> moved = regroup("(h k) d@tp -> d h@tp k", mesh, shape=(12, 5), sizes={"k": 4})
+        >>> moved.target.shape, moved.order, moved.target_placement.box((1,))
+        ((5, 3, 4), (2, 0, 1), ((2, 3), (0, 4), (0, 5)))
+    """
+    return _regroup(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
+
+
+@lru_cache(maxsize=4096)
+def _arrange(
+    text: str,
+    layout: Layout,
+    rank: int | None,
+    local_shape: tuple[int, ...] | None,
+    shape: tuple[int, ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+) -> Arrangement:
+    pattern = parse(text)
+    side = pattern.get_operand()
+    if pattern.result is not None:
+        raise column_error(
+            text,
+            text.index("->"),
+            expected="one array: how it lies",
+            found="two, before and after '->'",
+            summary="this pattern has two sides",
+        )
+    known = _checked_sizes(pattern, dict(sizes))
+    return Sizing(pattern, side, layout, rank, local_shape, shape, known).arrangement(False)
+
+
+@lru_cache(maxsize=4096)
+def _regroup(
+    text: str,
+    layout: Layout,
+    rank: int | None,
+    local_shape: tuple[int, ...] | None,
+    shape: tuple[int, ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+) -> Regrouping:
+    pattern = parse(text)
+    side, result = pattern.get_operand(), pattern.result
+    if result is None:
+        raise column_error(
+            text,
+            len(text),
+            expected='"->" and how the array shall lie',
+            found="the end",
+            summary="this pattern has one side",
+        )
+    _check_equal_dims(pattern, side, result)
+    known = _checked_sizes(pattern, dict(sizes))
+    left = Sizing(pattern, side, layout, rank, local_shape, shape, known).arrangement(True)
+    here = dict(zip(left.names, left.part_sizes, strict=True))
+    rest = [size for name, size in here.items() if name.startswith("...")]
+    there = _shape_of(result, here, rest)
+    right = Sizing(pattern, result, layout, None, None, there, here).arrangement(True)
+    places = {name: at for at, name in enumerate(name for name in left.names if name != "1")}
+    order = tuple(places[name] for name in right.names if name != "1")
+    return Regrouping(left, right, order)
+
+
+def _shape_of(side: Side, sizes: Mapping[str, int], rest: Sequence[int]) -> tuple[int, ...]:
+    shape: list[int] = []
+    for dim in side.dims:
+        if dim.is_rest:
+            shape += rest
+        else:
+            shape.append(1 if dim.is_one else math.prod(sizes[name] for name in dim.names))
+    return tuple(shape)
+
+
+def _check_equal_dims(pattern: Pattern, left: Side, right: Side) -> None:
+    for side, other, which in ((left, right, "right"), (right, left, "left")):
+        for dim in side.dims:
+            for name in () if dim.is_one else dim.names:
+                if name not in other.names:
+                    raise column_error(
+                        pattern.text,
+                        dim.column,
+                        expected=f"the same dims on both sides: {_listed(other)}",
+                        found=f"{name!r}, which the {which} side does not name",
+                        summary="the sides of this pattern name different dims",
+                    )
+
+
+def _listed(side: Side) -> str:
+    return " ".join(side.names) or "none"
+
+
+def _checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
+    sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
+    names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
+    checked = {}
+    for name, size in sizes.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise PatternError(
+                f"a size is given for {name!r}, which the pattern does not name",
+                where=f"pattern {pattern.text!r}",
+                expected=f"sizes of {', '.join(map(repr, names)) or 'none'}",
+                found=f"{name}={size!r}",
+                fix=f"did you mean {near[0]!r}?" if near else None,
+            )
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise KindError(
+                f"the size of dim {name!r} is a whole number",
+                where=f"pattern {pattern.text!r}",
+                found=f"{name}={size!r}",
+            )
+        checked[name] = operator.index(size)
+        if checked[name] < 0:
+            raise ShapeError(
+                f"dim {name!r} cannot have size {size}", where=f"pattern {pattern.text!r}"
+            )
+    return checked

@@ -1,0 +1,363 @@
+"""Patterns: how arrays lie on a mesh, as text; parsed, printed, and refused with a caret.
+
+    pattern := side ["->" side]                   several operands: side "," side "->" side
+    side    := (dim | group | "..." | "1")* ["{" kind ":" axis ("," axis)* (";" kind ":" ...)* "}"]
+    dim     := name ["@" (axis | "(" axis ("," axis)* ")")]      group := "(" dim+ ")" ["@" ...]
+    kind    := "U" | "R"
+
+No space stands around ``@``. Of a group only the first dim can be cut, so that every part is
+contiguous: ``(h k)@tp`` and ``(h@tp k)`` are the same. Within a side each dim, and each axis,
+stands once. Nothing here knows meshes or shapes: see ``named_dims``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NoReturn
+
+from ..errors import KindError, PatternError
+
+__all__ = ["Dim", "Pattern", "Side", "column_error", "parse"]
+
+_TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d+)|(?P<sign>\.\.\.|->|[@(){}:;,]))")
+
+_KINDS = ("U", "R")
+_AXIS = "the name of a mesh axis"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dim of an array, as a side of a pattern names it.
+
+    Args:
+        names: one name, or a group's names, major to minor; ("...",) stands for any number of
+            dims, and ("1",) for a dim of size 1.
+        axes: the mesh axes that cut it, major to minor; of a group they cut the first name.
+        column: where it begins in the text, from 0.
+    """
+
+    names: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    column: int = field(default=0, compare=False)
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether it is "...", which stands for any number of dims that are not cut."""
+        return self.names == ("...",)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is "1", a dim of size 1 without a name."""
+        return self.names == ("1",)
+
+    def __str__(self) -> str:
+        names = " ".join(self.names)
+        if len(self.names) > 1:
+            names = f"({names})"
+        axes = ",".join(self.axes)
+        if len(self.axes) > 1:
+            axes = f"({axes})"
+        return f"{names}@{axes}" if axes else names
+
+
+@dataclass(frozen=True)
+class Side:
+    """One array: its dims in order, and the axes over which it is unreduced and reduced."""
+
+    dims: tuple[Dim, ...]
+    unreduced: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that it names: those that cut, dim after dim, then the others."""
+        cut = tuple(axis for dim in self.dims for axis in dim.axes)
+        return (*cut, *self.unreduced, *self.reduced)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its dims in order; "..." is one of them, "1" is not."""
+        return tuple(name for dim in self.dims if not dim.is_one for name in dim.names)
+
+    def __str__(self) -> str:
+        parts = [str(dim) for dim in self.dims]
+        kinds = [
+            f"{kind}:{','.join(axes)}"
+            for kind, axes in zip(_KINDS, (self.unreduced, self.reduced), strict=True)
+            if axes
+        ]
+        return " ".join([*parts, f"{{{'; '.join(kinds)}}}"] if kinds else parts)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern, parsed; its text is a pattern again, and parses to an equal one.
+
+    Args:
+        operands: the arrays before "->", or all of the pattern where it has none.
+        result: the array after "->"; None where there is none.
+        text: as it was written.
+        commas: where operands are parted in the text, from 0.
+
+    Example:
+        >>> parse("b@(dp) (h@tp k)->(h k) b@dp{R:tp}")
+        Pattern('b@dp (h k)@tp -> (h k) b@dp {R:tp}')
+    """
+
+    operands: tuple[Side, ...]
+    result: Side | None = None
+    text: str = field(default="", compare=False)
+    commas: tuple[int, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        left = ", ".join(map(str, self.operands))
+        return left if self.result is None else f"{left} -> {self.result}"
+
+    def __repr__(self) -> str:
+        return f"Pattern({str(self)!r})"
+
+    def get_operand(self) -> Side:
+        """Return the only operand.
+
+        Raises:
+            PatternError: there are several; where a comma without brackets is the likely cause,
+                the text shows the brackets.
+        """
+        if len(self.operands) == 1:
+            return self.operands[0]
+        last, nearby = self.operands[0].dims[-1:], self.operands[1].dims[:1]
+        fix = None
+        if last and nearby and last[0].axes and not nearby[0].axes and len(nearby[0].names) == 1:
+            meant = Dim(last[0].names, (*last[0].axes, *nearby[0].names))
+            fix = f"write {meant} where several axes cut one dim"
+        raise column_error(
+            self.text,
+            self.commas[0],
+            expected="one array: a comma outside of brackets parts operands",
+            found=f"{len(self.operands)} operands",
+            fix=fix,
+        )
+
+
+def parse(text: str) -> Pattern:
+    """Return the pattern of a text; kept by text.
+
+    Raises:
+        PatternError: the text is no pattern; the error shows where, and has ``text`` and
+            ``column`` (from 0; the text's length where something is missing at its end).
+        KindError: no string.
+
+    Example:
+        >>> parse("... d@tp {U:dp; R:cp}").operands[0].unreduced
+        ('dp',)
+    """
+    if not isinstance(text, str):
+        raise KindError(
+            "a pattern is a string",
+            expected='such as "b@dp s d@tp"',
+            found=f"{text!r}, a {type(text).__name__}",
+        )
+    return _parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Pattern:
+    return _Parser(text).pattern()
+
+
+def column_error(
+    text: str,
+    column: int,
+    *,
+    expected: str,
+    found: str,
+    fix: str | None = None,
+    summary: str = "this is no pattern",
+) -> PatternError:
+    """Return the error whose caret stands under ``column`` (from 0) of ``text``."""
+    shown = "".join(char if char.isprintable() else " " for char in text)
+    error = PatternError(
+        f"{summary}: column {column + 1} of {text!r}",
+        where=f"{shown}\n{' ' * column}^",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )
+    error.text, error.column = text, column
+    return error
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str  # "name", "number", a sign itself, or "end"
+    text: str
+    start: int
+    stop: int
+
+    @property
+    def shown(self) -> str:
+        return "the end" if self.kind == "end" else repr(self.text)
+
+
+class _Parser:
+    """Reads one text from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens: list[_Token] = []
+        self.place = 0
+        at = 0
+        while match := _TOKEN.match(text, at):
+            kind = match.lastgroup or ""
+            token = match[kind]
+            at = match.end()
+            start = match.start(kind)
+            self.tokens.append(_Token(token if kind == "sign" else kind, token, start, at))
+        at += len(text[at:]) - len(text[at:].lstrip())
+        if at < len(text):
+            self.fail(at, 'a dim, "@", "{", "," or "->"', repr(text[at]))
+
+    def pattern(self) -> Pattern:
+        operands = [self.side()]
+        commas = []
+        while self.next.kind == ",":
+            commas.append(self.take(",", "").start)
+            operands.append(self.side())
+        result = None
+        if self.next.kind == "->":
+            self.take("->", "")
+            result = self.side()
+        if self.next.kind != "end":
+            after_kinds = self.tokens[self.place - 1].kind == "}"
+            parts = [] if after_kinds else ["a dim", '"{"']
+            parts += ['","', '"->"'] if result is None else []
+            expected = ", ".join(parts) + " or the end" if parts else "the end"
+            self.fail(self.next.start, expected, self.next.shown)
+        return Pattern(tuple(operands), result, self.text, tuple(commas))
+
+    def side(self) -> Side:
+        """Read dims up to what no dim begins with, then the kinds, which end a side."""
+        dims: list[Dim] = []
+        names: set[str] = set()
+        axes: set[str] = set()
+        while True:
+            token = self.next
+            if token.kind in ("name", "number", "..."):
+                self.place += 1
+                if token.kind == "number" and token.text != "1":
+                    self.fail(token.start, "the name of a dim, or 1", token.shown)
+                if token.kind != "number":
+                    self.note(token, names, "dim")
+                cut = self.axes_after_at(axes)
+                if cut and token.kind != "name":
+                    self.fail(token.stop, 'the name of a dim before "@"', token.shown)
+                dims.append(Dim((token.text,), cut, token.start))
+            elif token.kind == "(":
+                dims.append(self.group(names, axes))
+            elif token.kind == "@":
+                self.fail_at_sign(dims)
+            else:
+                break
+        unreduced, reduced = self.kinds(axes) if self.next.kind == "{" else ((), ())
+        return Side(tuple(dims), unreduced, reduced)
+
+    def group(self, names: set[str], axes: set[str]) -> Dim:
+        opening = self.take("(", "")
+        inside: list[str] = []
+        cut: tuple[str, ...] = ()
+        while self.next.kind == "name":
+            token = self.take("name", "")
+            self.note(token, names, "dim")
+            if inside and self.next.kind == "@":
+                self.fail(
+                    self.next.start,
+                    "axes after the first dim of a group",
+                    f"axes after {token.text!r}, whose parts would not be contiguous",
+                )
+            found = self.axes_after_at(axes)
+            cut = cut or found
+            inside.append(token.text)
+        if not inside:
+            self.fail(self.next.start, "the name of a dim in a group", self.next.shown)
+        self.take(")", 'the name of a dim, or ")"')
+        outside = self.next
+        found = self.axes_after_at(axes)
+        if cut and found:
+            self.fail(outside.start, "axes inside of a group or after it", "both")
+        return Dim(tuple(inside), cut or found, opening.start)
+
+    def kinds(self, axes: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        self.take("{", "")
+        found: dict[str, tuple[str, ...]] = dict.fromkeys(_KINDS, ())
+        while True:
+            kind = self.take("name", "U (unreduced) or R (reduced)")
+            if kind.text not in found:
+                self.fail(kind.start, "U (unreduced) or R (reduced)", kind.shown)
+            self.take(":", '":" and mesh axes')
+            found[kind.text] += self.axis_list(axes)
+            if self.next.kind != ";":
+                break
+            self.place += 1
+        self.take("}", '",", ";" or "}"')
+        return found["U"], found["R"]
+
+    def axes_after_at(self, axes: set[str]) -> tuple[str, ...]:
+        """Read "@" and what follows, where it is next; () where it is not."""
+        at = self.next
+        if at.kind != "@":
+            return ()
+        if self.tokens[self.place - 1].stop != at.start:
+            self.fail(at.start - 1, '"@" right after its dim', "a space")
+        self.place += 1
+        after = self.next
+        if after.kind != "end" and after.start != at.stop:
+            self.fail(at.stop, f'{_AXIS} right after "@"', "a space")
+        if after.kind != "(":
+            token = self.take("name", f'{_AXIS}, or several in brackets: "(dp,tp)"')
+            self.note(token, axes, "mesh axis")
+            return (token.text,)
+        self.place += 1
+        listed = self.axis_list(axes)
+        self.take(")", '"," or ")" after a mesh axis')
+        return listed
+
+    def axis_list(self, axes: set[str]) -> tuple[str, ...]:
+        listed: list[str] = []
+        while not listed or self.next.kind == ",":
+            self.place += bool(listed)
+            token = self.take("name", _AXIS)
+            self.note(token, axes, "mesh axis")
+            listed.append(token.text)
+        return tuple(listed)
+
+    # -- reading one token
+
+    @property
+    def next(self) -> _Token:
+        if self.place < len(self.tokens):
+            return self.tokens[self.place]
+        return _Token("end", "", len(self.text), len(self.text))
+
+    def take(self, kind: str, expected: str) -> _Token:
+        token = self.next
+        if token.kind != kind:
+            self.fail(token.start, expected, token.shown)
+        self.place += 1
+        return token
+
+    def note(self, token: _Token, seen: set[str], what: str) -> None:
+        if token.text in seen:
+            self.fail(token.start, f"each {what} once in an array", f"{token.text!r} again")
+        seen.add(token.text)
+
+    def fail_at_sign(self, dims: list[Dim]) -> NoReturn:
+        sign, before = self.next, self.tokens[self.place - 1] if self.place else None
+        if dims and dims[-1].axes and before is not None and before.stop == sign.start:
+            both = Dim(dims[-1].names, (*dims[-1].axes, "..."))
+            self.fail(sign.start, f"several axes in brackets: {both}", "a second '@'")
+        self.fail(sign.start, 'the name of a dim right before "@"', sign.shown)
+
+    def fail(self, column: int, expected: str, found: str) -> NoReturn:
+        raise column_error(self.text, column, expected=expected, found=found)
