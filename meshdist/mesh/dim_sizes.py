@@ -19,11 +19,11 @@ from .pattern import Dim, Pattern, Side
 from .spec import NamedSharding
 from .splits import DimSplit, Placement, split_dim
 
-__all__ = ["Arrangement", "Sizing", "spec_of"]
+__all__ = ["SizedSide", "Sizing", "spec_of"]
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class SizedSide:
     """One side of a pattern on a mesh, for an array of known shape.
 
     Args:
@@ -138,7 +138,7 @@ class Sizing:
             if self.coordinate is None:
                 raise NotInGroupError(f"the mesh does not hold rank {rank}", where=self.where)
 
-    def arrangement(self, needs_parts: bool) -> Arrangement:
+    def sized_side(self, needs_parts: bool) -> SizedSide:
         """Return how the side lies; ``needs_parts`` asks for the sizes inside of every group."""
         shape: list[int] = []
         names: list[str] = []
@@ -149,10 +149,10 @@ class Sizing:
         for place, dim in enumerate(self.dims):
             axes = self.layout.axis_indices(dim.axes) if dim.axes else ()
             axis_sizes = tuple([self.layout.sizes[axis] for axis in axes])
-            whole = self.whole_size(place, dim, math.prod(axis_sizes))
+            whole = self._whole_size(place, dim, math.prod(axis_sizes))
             parts = [self.sizes.get(name) for name in dim.names]
             if None in parts and (needs_parts or (axes and whole % math.prod(axis_sizes))):
-                self.fail_unknown(place, dim, whole)
+                self._fail_unknown(place, dim, whole)
             dim_parts = [whole] if dim.is_one else [part for part in parts if part is not None]
             dim_names = dim.names
             if len(dim_parts) < len(parts):  # a group that stays one part
@@ -172,14 +172,14 @@ class Sizing:
                     shard_sizes[place] = cells
         sharding = NamedSharding(self.layout, self.spec, shard_sizes=shard_sizes)
         at_shape = sharding.placement(tuple(shape))
-        self.check_local_shape(at_shape)
+        self._check_local_shape(at_shape)
         kinds = at_shape.unreduced, at_shape.reduced
         of_parts = Placement(self.layout.sizes, tuple(part_sizes), tuple(splits), *kinds)
-        return Arrangement(
+        return SizedSide(
             sharding, tuple(shape), tuple(names), tuple(part_sizes), tuple(counts), of_parts
         )
 
-    def whole_size(self, place: int, dim: Dim, shards: int) -> int:
+    def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
         """The whole size of a dim; notes the sizes of parts that follow from it."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
@@ -190,12 +190,12 @@ class Sizing:
         elif not unknown:
             return known
         elif self.local_shape is None:
-            self.fail_unknown(place, dim, None)
+            self._fail_unknown(place, dim, None)
         else:
-            whole = self.from_local(self.local_shape[place], dim, shards, unknown, known)
+            whole = self._from_local(self.local_shape[place], dim, shards, unknown, known)
         if len(unknown) == 1:
             if known == 0 or whole % known:
-                self.fail_division(place, dim, whole, known)
+                self._fail_division(place, dim, whole, known)
             self.sizes[unknown[0]] = whole // known
         elif not unknown and whole != known:
             raise ShapeError(
@@ -206,7 +206,7 @@ class Sizing:
             )
         return whole
 
-    def from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
+    def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
         """The whole size of a dim of which ``local`` lies here."""
         first = dim.names[0]
         if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
@@ -219,7 +219,7 @@ class Sizing:
                 return local // here * known
         return local * shards
 
-    def check_local_shape(self, at_shape: Placement) -> None:
+    def _check_local_shape(self, at_shape: Placement) -> None:
         local = self.local_shape
         if local is None or self.coordinate is None:
             return
@@ -242,7 +242,7 @@ class Sizing:
             fix=fix,
         )
 
-    def fail_unknown(self, place: int, dim: Dim, whole: int | None) -> NoReturn:
+    def _fail_unknown(self, place: int, dim: Dim, whole: int | None) -> NoReturn:
         missing = [name for name in dim.names if name not in self.sizes]
         raise ShapeError(
             f"the sizes of {', '.join(map(repr, missing))} are not known",
@@ -254,7 +254,7 @@ class Sizing:
             fix=f"give {', '.join(f'{name}=...' for name in missing)}",
         )
 
-    def fail_division(self, place: int, dim: Dim, whole: int, known: int) -> NoReturn:
+    def _fail_division(self, place: int, dim: Dim, whole: int, known: int) -> NoReturn:
         raise ShapeError(
             f"dim {place} of size {whole} is not made of whole {dim}",
             where=self.where,

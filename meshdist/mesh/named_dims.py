@@ -15,12 +15,12 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ..errors import KindError, PatternError, ShapeError
-from .dim_sizes import Arrangement, Sizing
+from .dim_sizes import SizedSide, Sizing
 from .layout import Layout
 from .pattern import Pattern, Side, column_error, parse
 from .splits import Placement
 
-__all__ = ["Arrangement", "Regrouping", "arrange", "regroup"]
+__all__ = ["SizedSide", "Regrouping", "size_side", "regroup"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Regrouping:
         order: for each named part on the right, its place among the named parts on the left.
     """
 
-    source: Arrangement
-    target: Arrangement
+    source: SizedSide
+    target: SizedSide
     order: tuple[int, ...]
 
     @cached_property
@@ -66,7 +66,7 @@ class Regrouping:
         return self.order != tuple(range(len(self.order))) or self.source.parts != self.target.parts
 
 
-def _named(side: Arrangement) -> Placement:
+def _named(side: SizedSide) -> Placement:
     """The placement of a side's parts without those that have no name."""
     whole = side.placement
     kept = [place for place, name in enumerate(side.names) if name != "1"]
@@ -77,7 +77,7 @@ def _named(side: Arrangement) -> Placement:
     return Placement(whole.mesh_sizes, shape, dims, whole.unreduced, whole.reduced)
 
 
-def arrange(
+def size_side(
     text: str,
     layout: Layout,
     *,
@@ -85,7 +85,7 @@ def arrange(
     local_shape: tuple[int, ...] | None = None,
     shape: tuple[int, ...] | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> Arrangement:
+) -> SizedSide:
     """Return how an array lies that a pattern of one side describes; kept by all arguments.
 
     Args:
@@ -106,11 +106,11 @@ def arrange(
 
     Example:
         >>> mesh = Layout.from_shape((4,), ("tp",))
-        >>> heads = arrange("(h k)@tp d", mesh, rank=0, local_shape=(6, 5), sizes={"h": 10, "k": 2})
+        >>> heads = size_side("(h k)@tp d", mesh, rank=0, local_shape=(6, 5), sizes={"h": 10, "k": 2})
         >>> heads.shape, heads.sharding.shard_sizes
         ((20, 5), {0: (6, 6, 4, 4)})
     """
-    return _arrange(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
+    return _size_side(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
 
 
 def regroup(
@@ -124,7 +124,7 @@ def regroup(
 ) -> Regrouping:
     """Return how an array lies on both sides of a pattern's "->"; kept by all arguments.
 
-    Args and Raises: as for ``arrange``; shapes are those of the left side. PatternError as well
+    Args and Raises: as for ``size_side``; shapes are those of the left side. PatternError as well
     where there is no "->", or its sides name different dims.
 
     Example:
@@ -137,14 +137,14 @@ def regroup(
 
 
 @lru_cache(maxsize=4096)
-def _arrange(
+def _size_side(
     text: str,
     layout: Layout,
     rank: int | None,
     local_shape: tuple[int, ...] | None,
     shape: tuple[int, ...] | None,
     sizes: tuple[tuple[str, int], ...],
-) -> Arrangement:
+) -> SizedSide:
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:
@@ -156,7 +156,7 @@ def _arrange(
             summary="this pattern has two sides",
         )
     known = _checked_sizes(pattern, dict(sizes))
-    return Sizing(pattern, side, layout, rank, local_shape, shape, known).arrangement(False)
+    return Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(False)
 
 
 @lru_cache(maxsize=4096)
@@ -180,11 +180,11 @@ def _regroup(
         )
     _check_equal_dims(pattern, side, result)
     known = _checked_sizes(pattern, dict(sizes))
-    left = Sizing(pattern, side, layout, rank, local_shape, shape, known).arrangement(True)
+    left = Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(True)
     here = dict(zip(left.names, left.part_sizes, strict=True))
     rest = [size for name, size in here.items() if name.startswith("...")]
     there = _shape_of(result, here, rest)
-    right = Sizing(pattern, result, layout, None, None, there, here).arrangement(True)
+    right = Sizing(pattern, result, layout, None, None, there, here).sized_side(True)
     places = {name: at for at, name in enumerate(name for name in left.names if name != "1")}
     order = tuple(places[name] for name in right.names if name != "1")
     return Regrouping(left, right, order)
