@@ -202,6 +202,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "detail_checks",
             "casting",
             "contexts",
+            "carried_specs",
             "annotations",
             "number_reads",
             "list_operations",

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import AxisError, AxisTypeError, KindError
+from ..errors import AxisError, AxisTypeError, KindError, MeshError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, axes_of_kind, type_text
+from ..mesh.layout import Layout
+from ..mesh.partition_spec import PartitionSpec
+from ..mesh.spec import NamedSharding
+from .axis_types import ATTRIBUTE, axes_of_kind, type_text, with_kinds
+from .carried_specs import SPEC_ATTRIBUTE, checked_spec, dims_text, find_spec, mark_spec
 from .contexts import PLAIN_TENSORS
-from .type_errors import mesh_text, of_a_subclass, tensor_text, type_of
+from .type_errors import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
 
 __all__ = ["TensorType", "annotate", "typeof"]
 
@@ -20,6 +24,7 @@ _Axes = str | tuple[str, ...]
 
 def annotate(
     tensor: torch.Tensor,
+    spec: PartitionSpec | NamedSharding | str | None = None,
     *,
     varying: _Axes = (),
     reduced: _Axes = (),
@@ -29,28 +34,38 @@ def annotate(
     """Say of which kind ``tensor`` is over mesh axes: where data enter, or a shard of weights.
 
     It is invariant over every axis that is not named. What was said before is overwritten. Nothing
-    is sent, copied or checked; it works outside ``md.typed`` as well.
+    is sent or copied, and values are not checked; it works outside ``md.typed`` as well.
 
     Args:
         tensor: this rank's; a plain tensor or parameter.
+        spec: instead of the kinds: where the tensor lies, as a ``PartitionSpec``, a
+            ``NamedSharding`` or a pattern such as "f@tp d {R:dp}". It is varying over the axes
+            that cut a dim, and carries the spec, which ``md.typeof`` shows.
         varying: the axes along which ranks hold their own values.
         reduced: the axes along which it is equal on all ranks, and its gradient a summand on each.
         unreduced: the axes along which each rank holds a summand of the value.
-        mesh: has the axes; None takes the mesh in force, and checks no names where there is none.
+        mesh: has the axes; None takes the sharding's, or the mesh in force, and checks no names
+            where there is none.
 
     Returns:
         ``tensor`` itself.
 
     Raises:
-        KindError: no tensor, a subclass, or an axis that is no name.
+        KindError: no tensor, a subclass, an axis that is no name, or a spec beside kinds.
         AxisError: the mesh has no such axis.
         AxisTypeError: an axis is named under two kinds.
+        PatternError: a text that is no pattern of one array.
+        ShapeError: a spec or a pattern for another number of dims.
+        DtypeError: booleans whose spec is unreduced.
+        MeshError: the sharding is one of another mesh.
 
     Example:
         >>> import torch, meshdist as md
         >>> batch = md.annotate(torch.zeros(8, 4), varying="dp")
         >>> md.typeof(batch)
         float32[8, 4]{V:dp}
+        >>> md.typeof(md.annotate(torch.zeros(8, 4), "f@tp d {R:dp}"))
+        float32[8@tp, 4]{R:dp}
     """
     if not isinstance(tensor, torch.Tensor):
         raise KindError(
@@ -60,6 +75,15 @@ def annotate(
         )
     if type(tensor) not in PLAIN_TENSORS:
         raise of_a_subclass(tensor, "annotate")
+    if spec is not None:
+        if varying or reduced or unreduced:
+            raise KindError(
+                "annotate takes a spec or kinds, not both",
+                found=f"{spec!r} beside varying={varying!r}, reduced={reduced!r}, "
+                f"unreduced={unreduced!r}",
+                fix='say it all in the spec, such as "b@dp d {R:tp}"',
+            )
+        return mark_spec(tensor, checked_spec(tensor, spec, _layout(spec, mesh), "annotate"))
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
     mesh = mesh or find_current_mesh()
@@ -79,7 +103,22 @@ def annotate(
                     fix="name the axis once",
                 )
     tensor.__dict__[ATTRIBUTE] = type_text(kinds)
+    tensor.__dict__.pop(SPEC_ATTRIBUTE, None)
     return tensor
+
+
+def _layout(spec: object, mesh: DeviceMesh | None) -> Layout | None:
+    if isinstance(spec, NamedSharding):
+        if mesh is not None and mesh.layout != spec.layout:
+            raise MeshError(
+                "annotate: the sharding is one of another mesh",
+                expected=mesh_text(mesh),
+                found=repr(spec),
+                fix="leave mesh= out, or give the sharding's spec",
+            )
+        return spec.layout
+    mesh = mesh or find_current_mesh()
+    return None if mesh is None else mesh.layout
 
 
 def _names(axes: object, argument: str) -> tuple[str, ...]:
@@ -103,6 +142,7 @@ class TensorType:
         dtype: its dtype.
         varying, reduced, unreduced: the axes over which it is so, sorted; it is invariant over
             all others.
+        spec: the one that the tensor carries, or None.
         text: the whole, as it is printed.
     """
 
@@ -111,6 +151,7 @@ class TensorType:
     varying: tuple[str, ...]
     reduced: tuple[str, ...]
     unreduced: tuple[str, ...]
+    spec: PartitionSpec | None
     text: str
 
     def __repr__(self) -> str:
@@ -119,7 +160,8 @@ class TensorType:
 
 def typeof(x: torch.Tensor) -> TensorType:
     """What ``x`` is over mesh axes; prints as ``float32[8, 4]{V:dp}``, ``float32[8, 4]`` where it
-    is invariant.
+    is invariant. Where it carries a spec, its dims show the axes that cut them:
+    ``float32[8@dp, 4]{U:tp}``, sizes being those of this rank's shard.
 
     Args:
         x: a tensor. Outside a context, one made from annotated tensors has no type of its own, and
@@ -135,12 +177,18 @@ def typeof(x: torch.Tensor) -> TensorType:
     """
     if not isinstance(x, torch.Tensor):
         raise KindError("typeof takes a tensor", found=f"a {type(x).__name__}")
-    text = type_of(x)
+    text, spec = type_of(x), find_spec(x)
     return TensorType(
         tuple(x.shape),
         x.dtype,
         varying=axes_of_kind(text, "V"),
         reduced=axes_of_kind(text, "R"),
         unreduced=axes_of_kind(text, "U"),
-        text=tensor_text(x),
+        spec=spec,
+        text=tensor_text(x) if spec is None else _spec_text(x, spec),
     )
+
+
+def _spec_text(x: torch.Tensor, spec: PartitionSpec) -> str:
+    kinds = with_kinds(type_of(x), dict.fromkeys(axes_of_kind(type_of(x), "V"), "I"))
+    return type_as_text(x.dtype, dims_text(tuple(x.shape), spec), kinds)

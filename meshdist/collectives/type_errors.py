@@ -25,6 +25,7 @@ __all__ = [
     "refused_write",
     "tensor_text",
     "transformed",
+    "type_as_text",
     "type_of",
     "uneven_leaf",
     "unseeded_draw",
@@ -42,8 +43,12 @@ def type_of(tensor: torch.Tensor) -> str:
 def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
     """A tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``."""
     text = type_of(tensor) if text is None else text
-    kinds = f"{{{text}}}" if text else ""
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{kinds}"
+    return type_as_text(tensor.dtype, ", ".join(map(str, tensor.shape)), text)
+
+
+def type_as_text(dtype: torch.dtype, dims: str, kinds: str) -> str:
+    """A dtype, dims and kinds as types are shown: ``float32[8@dp, 4]{U:tp}``."""
+    return f"{dtype_name(dtype)}[{dims}]" + (f"{{{kinds}}}" if kinds else "")
 
 
 def mesh_text(mesh: DeviceMesh) -> str:

@@ -7,6 +7,7 @@ plain dims are parts of their own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,10 +30,10 @@ class SizedSide:
     Args:
         sharding: on the bare layout: how the array lies.
         shape: of the whole array.
-        names: the name of each part in order; those that "..." stands for are "...0", "...1", and
-            dims without a name are "1".
+        names: the name of each part in order; those that "..." stands for are "...0", "...1".
         part_sizes: the whole size of each part.
-        parts: for each dim of the array, how many parts it stands for.
+        counts: for each dim of the array, how many parts it stands for: none for "1", one for a
+            plain dim.
         placement: how the parts lie, as dims of their own.
     """
 
@@ -40,12 +41,14 @@ class SizedSide:
     shape: tuple[int, ...]
     names: tuple[str, ...]
     part_sizes: tuple[int, ...]
-    parts: tuple[int, ...]
+    counts: tuple[int, ...]
     placement: Placement
 
 
-def spec_of(pattern: Pattern, side: Side, layout: Layout, ndim: int) -> PartitionSpec:
+def spec_of(pattern: Pattern, side: Side, layout: Layout | None, ndim: int) -> PartitionSpec:
     """Return the spec of one side for an array of ``ndim`` dims.
+
+    Without a layout no axis is checked.
 
     Raises:
         AxisError: an axis that the mesh does not have; the text shows where it stands.
@@ -63,10 +66,14 @@ def spec_of(pattern: Pattern, side: Side, layout: Layout, ndim: int) -> Partitio
     )
 
 
-def _check_axis(pattern: Pattern, axis: str, layout: Layout, column: int) -> None:
+def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) -> None:
+    if layout is None:
+        return
     try:
         layout.axis_index(axis)
     except AxisError as error:
+        found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
+        column = start if found is None else found.start(1)
         raise AxisError(
             error.summary,
             where=f"{error.where}; column {column + 1} of {pattern.text!r}",
@@ -150,15 +157,17 @@ class Sizing:
             axes = self.layout.axis_indices(dim.axes) if dim.axes else ()
             axis_sizes = tuple([self.layout.sizes[axis] for axis in axes])
             whole = self._whole_size(place, dim, math.prod(axis_sizes))
-            parts = [self.sizes.get(name) for name in dim.names]
-            if None in parts and (needs_parts or (axes and whole % math.prod(axis_sizes))):
-                self._fail_unknown(place, dim, whole)
-            dim_parts = [whole] if dim.is_one else [part for part in parts if part is not None]
-            dim_names = dim.names
-            if len(dim_parts) < len(parts):  # a group that stays one part
-                dim_names, dim_parts = (" ".join(dim.names),), [whole]
-            first = split_dim(dim_parts[0], axes, axis_sizes)
             shape.append(whole)
+            if dim.is_one:
+                counts.append(0)
+                continue
+            known = [self.sizes[name] for name in dim.names if name in self.sizes]
+            dim_names, dim_parts = dim.names, known
+            if len(known) < len(dim.names):
+                if needs_parts or (axes and whole % math.prod(axis_sizes)):
+                    self._fail_unknown(place, dim, whole)
+                dim_names, dim_parts = (" ".join(dim.names),), [whole]  # the group is one part
+            first = split_dim(dim_parts[0], axes, axis_sizes)
             names += dim_names
             part_sizes += dim_parts
             counts.append(len(dim_parts))
@@ -184,7 +193,7 @@ class Sizing:
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
-            known, unknown = 1, []
+            unknown = []
         if self.shape is not None:
             whole = self.shape[place]
         elif not unknown:
@@ -199,9 +208,11 @@ class Sizing:
             self.sizes[unknown[0]] = whole // known
         elif not unknown and whole != known:
             raise ShapeError(
-                f"dim {place} has size {whole}, the sizes given make it {known}",
+                f"dim {place} has size {whole}, the pattern and the sizes given make it {known}",
                 where=self.where,
-                expected=" x ".join(f"{name}={self.sizes.get(name, 1)}" for name in dim.names),
+                expected="a dim of size 1, as it has no name"
+                if dim.is_one
+                else " x ".join(f"{name}={self.sizes[name]}" for name in dim.names),
                 found=f"{whole} in shape {self.shape}",
             )
         return whole

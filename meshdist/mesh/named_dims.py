@@ -20,21 +20,21 @@ from .layout import Layout
 from .pattern import Pattern, Side, column_error, parse
 from .splits import Placement
 
-__all__ = ["SizedSide", "Regrouping", "size_side", "regroup"]
+__all__ = ["SizedSide", "Regrouping", "parse_side", "regroup", "size_side"]
 
 
 @dataclass(frozen=True)
 class Regrouping:
     """A pattern with "->" on a mesh, for an array of known shape.
 
-    Local arrays go from source to target so: view as ``source.parts`` (each dim as its parts, dims
-    "1" dropped), move from ``placement`` to ``target_placement``, permute by ``order``, and view
-    with the parts of each dim of ``target`` joined.
+    A local array goes from source to target so: view it with each dim as its parts, move that from
+    ``placement`` to ``target_placement``, permute by ``order``, and view that with the parts of
+    each dim of the target as one dim.
 
     Args:
         source: the left side.
         target: the right side.
-        order: for each named part on the right, its place among the named parts on the left.
+        order: for each part on the right, its place among the parts on the left.
     """
 
     source: SizedSide
@@ -43,13 +43,13 @@ class Regrouping:
 
     @cached_property
     def placement(self) -> Placement:
-        """How the named parts lie in the source, in the order of the left side."""
-        return _named(self.source)
+        """How the parts lie in the source."""
+        return self.source.placement
 
     @cached_property
     def target_placement(self) -> Placement:
-        """How the named parts lie in the target, in the order of the left side."""
-        there = _named(self.target)
+        """How the parts lie in the target, but in the order of the source."""
+        there = self.target.placement
         places = {part: place for place, part in enumerate(self.order)}
         order = [places[part] for part in range(len(self.order))]
         return Placement(
@@ -63,18 +63,9 @@ class Regrouping:
     @property
     def is_reordered(self) -> bool:
         """Whether parts change places, or dims are grouped anew."""
-        return self.order != tuple(range(len(self.order))) or self.source.parts != self.target.parts
-
-
-def _named(side: SizedSide) -> Placement:
-    """The placement of a side's parts without those that have no name."""
-    whole = side.placement
-    kept = [place for place, name in enumerate(side.names) if name != "1"]
-    if len(kept) == len(side.names):
-        return whole
-    shape = tuple(whole.shape[place] for place in kept)
-    dims = tuple(whole.dims[place] for place in kept)
-    return Placement(whole.mesh_sizes, shape, dims, whole.unreduced, whole.reduced)
+        return (
+            self.order != tuple(range(len(self.order))) or self.source.counts != self.target.counts
+        )
 
 
 def size_side(
@@ -106,7 +97,7 @@ def size_side(
 
     Example:
         >>> mesh = Layout.from_shape((4,), ("tp",))
-        >>> heads = size_side("(h k)@tp d", mesh, rank=0, local_shape=(6, 5), sizes={"h": 10, "k": 2})
+        >>> heads = size_side("(h k)@tp d", mesh, rank=0, local_shape=(6, 5), sizes={"h": 10})
         >>> heads.shape, heads.sharding.shard_sizes
         ((20, 5), {0: (6, 6, 4, 4)})
     """
@@ -136,15 +127,12 @@ def regroup(
     return _regroup(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
 
 
-@lru_cache(maxsize=4096)
-def _size_side(
-    text: str,
-    layout: Layout,
-    rank: int | None,
-    local_shape: tuple[int, ...] | None,
-    shape: tuple[int, ...] | None,
-    sizes: tuple[tuple[str, int], ...],
-) -> SizedSide:
+def parse_side(text: str) -> tuple[Pattern, Side]:
+    """Return the pattern of a text that says how one array lies, and its only side.
+
+    Raises:
+        PatternError: no pattern, more than one operand, or a "->".
+    """
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:
@@ -155,6 +143,19 @@ def _size_side(
             found="two, before and after '->'",
             summary="this pattern has two sides",
         )
+    return pattern, side
+
+
+@lru_cache(maxsize=4096)
+def _size_side(
+    text: str,
+    layout: Layout,
+    rank: int | None,
+    local_shape: tuple[int, ...] | None,
+    shape: tuple[int, ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+) -> SizedSide:
+    pattern, side = parse_side(text)
     known = _checked_sizes(pattern, dict(sizes))
     return Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(False)
 
@@ -185,8 +186,7 @@ def _regroup(
     rest = [size for name, size in here.items() if name.startswith("...")]
     there = _shape_of(result, here, rest)
     right = Sizing(pattern, result, layout, None, None, there, here).sized_side(True)
-    places = {name: at for at, name in enumerate(name for name in left.names if name != "1")}
-    order = tuple(places[name] for name in right.names if name != "1")
+    order = tuple(left.names.index(name) for name in right.names)
     return Regrouping(left, right, order)
 
 
