@@ -110,6 +110,7 @@ from .errors import (
     NestedVerbError as NestedVerbError,
     NotInGroupError as NotInGroupError,
     NotInitializedError as NotInitializedError,
+    PatternError as PatternError,
     PicklingError as PicklingError,
     QueueEmptyError as QueueEmptyError,
     RankFailedError as RankFailedError,
@@ -141,6 +142,8 @@ from .mesh.definition import AxisOptions as AxisOptions
 from .mesh.device_mesh import DeviceMesh as DeviceMesh
 from .mesh.layout import Layout as Layout
 from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make_mesh
+from .mesh.partition_spec import P as P, PartitionSpec as PartitionSpec
+from .mesh.spec import NamedSharding as NamedSharding
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work
