@@ -77,3 +77,120 @@ def test_subclasses_and_other_objects() -> None:
         md.annotate(torch.ones(2).as_subclass(Odd))
     with pytest.raises(KindError, match="typeof takes a tensor"):
         md.typeof(np.ones(2))  # type: ignore[arg-type]
+
+
+# -- where a tensor lies --------------------------------------------------------------------------
+
+
+def test_a_spec_or_a_pattern_says_where_a_tensor_lies() -> None:
+    x = torch.zeros(8, 4)
+    assert md.annotate(x, "f@tp d {U:dp}") is x
+    found = md.typeof(x)
+    assert str(found) == "float32[8@tp, 4]{U:dp}"
+    assert found.spec == md.P("tp", None, unreduced={"dp"})
+    assert (found.varying, found.unreduced, found.reduced) == (("tp",), ("dp",), ())
+    assert found.shape == (8, 4)
+    md.annotate(x, md.P(None, ("ep", "tp"), reduced={"dp", "cp"}))
+    assert str(md.typeof(x)) == "float32[8, 4@(ep,tp)]{R:cp,dp}"
+    md.annotate(x, md.NamedSharding(md.Layout.from_shape((2,), ("dp",)), md.P("dp")))
+    assert str(md.typeof(x)) == "float32[8@dp, 4]"
+    assert md.typeof(x).spec == md.P("dp", None)
+    md.annotate(x, "...")
+    assert str(md.typeof(x)) == "float32[8, 4]"
+    assert md.typeof(x).spec == md.P(None, None)
+    assert md.typeof(md.annotate(torch.ones(()), "{U:tp}")).spec == md.P(unreduced={"tp"})
+
+
+def test_kinds_overwrite_a_spec() -> None:
+    x = md.annotate(torch.zeros(8, 4), "f@tp d")
+    md.annotate(x, varying="tp")
+    assert md.typeof(x).spec is None
+    assert str(md.typeof(x)) == "float32[8, 4]{V:tp}"
+
+
+def test_a_spec_in_a_context() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        batch = md.annotate(torch.ones(4, 3), "b@dp d", mesh=mesh)
+        weight = md.annotate(torch.ones(3, 2), "d f@tp", mesh=mesh)
+        with md.typed(mesh):
+            out = batch @ weight
+            marked = md.annotate(out, "b@dp f@tp")
+            texts = [str(md.typeof(each)) for each in (batch, marked)]
+            marked += md.annotate(torch.ones(4, 2), "b@dp f@tp")
+            texts.append(str(md.typeof(marked)))
+            batch += weight.sum()
+        return [*texts, str(md.typeof(batch)), md.typeof(batch).spec]
+
+    assert in_mesh(body)[0] == [
+        "float32[4@dp, 3]",
+        "float32[4@dp, 2@tp]",
+        "float32[4@dp, 2@tp]",
+        "float32[4, 3]{V:dp,tp}",  # it varies over more than its spec says
+        None,
+    ]
+
+
+def test_the_mesh_of_a_spec_is_checked() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        texts = []
+        other = md.NamedSharding(md.Layout.from_shape((2,), ("dp",)), md.P("dp"))
+        for kind, spec in (
+            (AxisError, "b@db d"),
+            (AxisError, md.P("db")),
+            (AxisError, md.P("dp", "dp")),
+            (md.MeshError, other),
+        ):
+            with pytest.raises(kind) as caught:
+                md.annotate(torch.ones(4, 2), spec, mesh=mesh)
+            texts.append(str(caught.value))
+        return texts
+
+    pattern, spec, twice, mesh = in_mesh(body)[0]
+    assert "column 3 of 'b@db d'" in pattern
+    assert "did you mean 'dp'?" in pattern
+    assert "did you mean 'dp'?" in spec
+    assert "axis 'dp' is named twice" in twice
+    assert mesh.startswith("annotate: the sharding is one of another mesh\n")
+    assert "expected: DeviceMesh(dp=2, tp=2)" in mesh
+    assert "fix:      leave mesh= out, or give the sharding's spec" in mesh
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (
+            KindError,
+            {"spec": "b d", "varying": "dp"},
+            "annotate takes a spec or kinds, not both\n"
+            "  found:    'b d' beside varying='dp', reduced=(), unreduced=()",
+        ),
+        (KindError, {"spec": ("dp", None)}, "annotate takes a spec or a pattern"),
+        (md.PatternError, {"spec": "b@ d"}, "column 3 of 'b@ d'"),
+        (md.PatternError, {"spec": "b d -> d b"}, "this pattern has two sides"),
+        (md.ShapeError, {"spec": "b d f"}, "the pattern names 3 dims, the array has 2"),
+        (
+            md.ShapeError,
+            {"spec": md.P("a", "b", "c")},
+            "annotate: P('a', 'b', 'c') has entries for 3 dims, the tensor has 2",
+        ),
+        (
+            md.ShapeError,
+            {"spec": md.P("a"), "tensor": torch.ones(())},
+            "fix:      write P() for a scalar",
+        ),
+        (
+            md.DtypeError,
+            {"spec": "b d {U:dp}", "tensor": torch.ones(2, 2, dtype=torch.bool)},
+            "a tensor of booleans cannot be unreduced, since they have no sum",
+        ),
+    ],
+)
+def test_refusals_of_specs(
+    kind: type[MeshdistError], arguments: dict[str, Any], words: str
+) -> None:
+    x = torch.ones(2, 2)
+    with pytest.raises(kind) as caught:
+        md.annotate(**{"tensor": x, **arguments})
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
+    assert ATTRIBUTE not in x.__dict__

@@ -1,0 +1,159 @@
+"""Sizes of the dims of one side: einops's way of counting, on shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, strategies as st
+
+from meshdist.errors import AxisError, MeshdistError, NotInGroupError, ShapeError
+from meshdist.mesh.dim_sizes import SizedSide, spec_of
+from meshdist.mesh.layout import Layout
+from meshdist.mesh.named_dims import size_side
+from meshdist.mesh.partition_spec import P
+from meshdist.mesh.pattern import parse
+
+MESH = Layout.from_shape((2, 4), ("dp", "tp"))
+
+
+def sized(text: str, *shape: int, **sizes: int) -> SizedSide:
+    return size_side(text, MESH, shape=shape, sizes=sizes)
+
+
+def local(text: str, rank: int, *shape: int, **sizes: int) -> SizedSide:
+    return size_side(text, MESH, rank=rank, local_shape=shape, sizes=sizes)
+
+
+def test_specs() -> None:
+    def spec(text: str, ndim: int) -> P:
+        pattern = parse(text)
+        return spec_of(pattern, pattern.get_operand(), MESH, ndim)
+
+    assert spec("b@(dp,tp) s", 2) == P(("dp", "tp"), None)
+    assert spec("... d@tp {U:dp}", 3) == P(None, None, "tp", unreduced={"dp"})
+    assert spec("b ... d@tp {R:dp}", 2) == P(None, "tp", reduced={"dp"})
+    assert spec("(h k)@tp 1", 2) == P("tp", None)
+    assert spec("", 0) == P()
+
+
+def test_sizes_that_are_not_given_are_local_size_times_shards() -> None:
+    found = local("b@dp s d@tp", 5, 3, 7, 2)
+    assert found.shape == (6, 7, 8)
+    assert found.names == ("b", "s", "d")
+    assert found.sharding.spec == P("dp", None, "tp")
+    assert local("... d@tp", 5, 3, 7, 2).names == ("...0", "...1", "d")
+    assert local("b@dp", 0, 3, b=5).shape == (5,)
+    assert local("b@dp", 4, 2, b=5).shape == (5,)
+    assert local("b@dp 1", 4, 2, 1, b=5).counts == (1, 0)
+    assert local("", 3).shape == ()
+    assert size_side("b s", MESH, sizes={"b": 3, "s": 0}).shape == (3, 0)
+
+
+def test_groups() -> None:
+    heads = sized("(h k)@tp d", 20, 5, k=2)
+    assert heads.shape == (20, 5)
+    assert heads.counts == (2, 1)
+    assert heads.part_sizes == (10, 2, 5)
+    assert heads.sharding.shard_sizes == {0: (6, 6, 4, 4)}
+    assert heads.placement.box((0, 2)) == ((6, 8), (0, 2), (0, 5))
+    assert heads.sharding.box(2, (20, 5)) == ((12, 16), (0, 5))
+    assert local("(h k)@tp d", 2, 4, 5, h=10) == heads  # two heads of ten here
+    assert local("(h k)@tp d", 0, 6, 5, h=10, k=2) == heads
+    even = local("(h k)@tp", 0, 6, k=3)
+    assert (even.shape, even.part_sizes, even.sharding.shard_sizes) == ((24,), (8, 3), {})
+    whole = local("(h k)@tp", 0, 6)  # nothing asks for the sizes inside
+    assert (whole.shape, whole.names, whole.counts) == ((24,), ("h k",), (1,))
+    assert sized("(a b c)", 24, a=2, c=3).part_sizes == (2, 4, 3)
+
+
+@given(st.data())
+def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
+    h, k, s = (data.draw(st.integers(1, 9)) for _ in range(3))
+    text = data.draw(st.sampled_from(("(h k)@tp s@dp", "(h@(dp,tp) k) s", "s (h k)@(tp,dp)")))
+    shape = (s, h * k) if text.startswith("s") else (h * k, s)
+    whole = sized(text, *shape, h=h)
+    rank = data.draw(st.integers(0, 7))
+    given_sizes = {"h": h, "s": s} | data.draw(st.sampled_from(({}, {"k": k})))
+    part = whole.sharding.shard_shape(shape, rank)
+    assume("k" in given_sizes or 0 not in part)
+    assert size_side(text, MESH, rank=rank, local_shape=part, sizes=given_sizes) == whole
+    array = np.arange(h * k * s).reshape(shape)
+    parts = array.reshape(whole.part_sizes)
+    box = whole.placement.box(MESH.coordinate_of(rank) or ())
+    taken = parts[tuple(slice(*one) for one in box)]
+    assert np.array_equal(array[whole.sharding.indices_map(shape)[rank]], taken.reshape(part))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "words"),
+    [
+        (
+            AxisError,
+            lambda: sized("b@dp s -> b@db s".partition(" -> ")[2], 4, 4),
+            "no axis 'db' in the mesh\n  where:    mesh (dp=2, tp=4); column 3 of 'b@db s'\n"
+            "  expected: one of 'dp', 'tp'\n  fix:      did you mean 'dp'?",
+        ),
+        (AxisError, lambda: sized("dp s {U:ep}", 4, 4), "column 9 of 'dp s {U:ep}'"),
+        (AxisError, lambda: sized("(ep k)@(dp,ep)", 4), "column 12 of '(ep k)@(dp,ep)'"),
+        (
+            ShapeError,
+            lambda: sized("b@dp s", 4, 4, 4),
+            "the pattern names 2 dims, the array has 3\n  where:    pattern 'b@dp s'\n"
+            "  expected: 2 dims: b@dp s\n  found:    3 dims\n"
+            '  fix:      name each dim, or write "..." for those that are not cut',
+        ),
+        (ShapeError, lambda: sized("b ... s d", 4), "the pattern names at least 3 dims"),
+        (
+            ShapeError,
+            lambda: local("b@dp s", 5, 6, 4, b=8),
+            "rank 5 holds no shard of the whole: dim 0 has size 6\n"
+            "  where:    rank 5 (dp=1, tp=1); pattern 'b@dp s' on mesh (dp=2, tp=4)\n"
+            "  expected: a shard of shape (4, 4), of a whole of shape (8, 4)\n"
+            "  found:    a shard of shape (6, 4)\n"
+            "  fix:      give the size of the whole dim, such as b=12",
+        ),
+        (
+            ShapeError,
+            lambda: size_side("(h k)@tp", MESH, rank=0, local_shape=(5,), shape=(8,)),
+            "fix:      give this rank its part of the whole",
+        ),
+        (
+            ShapeError,
+            lambda: size_side("b", MESH, rank=0, local_shape=(5, 1), shape=(8,)),
+            "the shard has 2 dims, the whole array 1",
+        ),
+        (
+            ShapeError,
+            lambda: sized("(h k)@tp", 10),
+            "the sizes of 'h', 'k' are not known\n  where:    pattern '(h k)@tp' on mesh "
+            "(dp=2, tp=4)\n  expected: sizes for all but one of the dims of (h k)@tp\n"
+            "  found:    dim 0 of size 10\n  fix:      give h=..., k=...",
+        ),
+        (
+            ShapeError,
+            lambda: size_side("b s", MESH, sizes={"b": 1}),
+            "expected: the whole size of s\n  fix:      give s=...",
+        ),
+        (ShapeError, lambda: size_side("... s", MESH), "give the shape of the whole array"),
+        (
+            ShapeError,
+            lambda: sized("(h k) s", 12, 4, h=5),
+            "dim 0 of size 12 is not made of whole (h k)",
+        ),
+        (
+            ShapeError,
+            lambda: sized("b s", 4, 4, b=5),
+            "the pattern and the sizes given make it 5",
+        ),
+        (ShapeError, lambda: sized("1", 4), "expected: a dim of size 1, as it has no name"),
+        (ShapeError, lambda: local("1", 4, 3), "dim 0 has size 3"),
+        (NotInGroupError, lambda: local("b", 8, 3), "the mesh does not hold rank 8"),
+    ],
+)
+def test_refusals(kind: type[MeshdistError], wrong: Any, words: str) -> None:
+    with pytest.raises(kind) as caught:
+        wrong()
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
