@@ -233,6 +233,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "offering",
         ),
         "debug": ("pausing",),
+        "sharding": ("steps",),
     },
     {
         "ddp": (
