@@ -233,7 +233,18 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "offering",
         ),
         "debug": ("pausing",),
-        "sharding": ("steps",),
+        "sharding": (
+            "steps",
+            "links",
+            "changes",
+            "exchanges",
+            "verb_forms",
+            "routes",
+            "refinement",
+            "explaining",
+            "plans",
+            "planning",
+        ),
     },
     {
         "ddp": (

@@ -243,6 +243,11 @@ class DeviceMesh:
         """The group along one axis through this rank; it may be left out in a 1-D mesh."""
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
+    def wire_of(self, axis: Axis) -> str:
+        """The wire that groups along an axis were asked to take, equal on all ranks of the mesh."""
+        asked = self._definition.options[self.layout.axis_index(axis)].backend
+        return asked or self.world.backends.get(self.device_type, "")
+
     def get_all_groups(self) -> list[ProcessGroup]:
         """The group of each axis through this rank, in axis order."""
         self._check_member("get_all_groups")

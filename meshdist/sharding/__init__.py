@@ -1,1 +1,1 @@
-"""Arrays that lie on a mesh in shards: the communication from one lie to another, and the arrays."""
+"""Arrays that lie on a mesh in shards: plans of the communication, which need no processes."""

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ..mesh.splits import Box, volume
+
 __all__ = [
     "AllGather",
     "AllReduce",
@@ -26,17 +28,10 @@ __all__ = [
     "Step",
     "SummedExchange",
     "Take",
-    "volume",
 ]
 
-Box = tuple[tuple[int, int], ...]
 Part = tuple[int, Box]
 """A place in a step's group, and the box that goes there or comes from there."""
-
-
-def volume(box: Box) -> int:
-    """Return the number of elements in a box; an interval that ends before its start has none."""
-    return math.prod(max(0, stop - start) for start, stop in box)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,258 @@
+"""What changes between two placements: which axes gather, slice, sum, move a dim or divide boxes.
+
+A ``Change`` is the same for all ranks. It knows the exact number of elements that all ranks
+receive together, as overlaps of intervals broadcast over the mesh, and whether it has product form,
+in which one verb moves equal parts. Axes of size 1 take no part: ``bare`` drops them before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..mesh.splits import DimSplit, Placement, split_dim
+
+__all__ = ["Change", "DimChange", "bare", "change_between", "extended"]
+
+
+@dataclass(frozen=True)
+class DimChange:
+    """How the cut of one dim changes.
+
+    Args:
+        source: the cut before.
+        target: the cut afterwards.
+        num_common: how many major axes cut both at the same boundaries.
+        left: the minor axes that cut the source alone, or otherwise.
+        new: the minor axes that cut the target alone, or otherwise.
+    """
+
+    source: DimSplit
+    target: DimSplit
+    num_common: int
+    left: tuple[int, ...]
+    new: tuple[int, ...]
+
+    @cached_property
+    def is_source_even(self) -> bool:
+        """Whether the cells of the source are equal within each common cell."""
+        return _is_even_beyond(self.source, self.num_common)
+
+    @cached_property
+    def is_target_even(self) -> bool:
+        """Whether the cells of the target are equal within each common cell."""
+        return _is_even_beyond(self.target, self.num_common)
+
+
+@dataclass(frozen=True)
+class Change:
+    """All that a plan does between two placements over the same axes, as one exchange.
+
+    Along an axis where the target is unreduced a rank takes from ranks of its own coordinate alone:
+    from other summands of one sum, or, where the axis cuts the source, from shards that are padded.
+
+    Args:
+        source: where the array lies.
+        target: where it shall lie.
+        dims: how the cut of each dim changes.
+    """
+
+    source: Placement
+    target: Placement
+    dims: tuple[DimChange, ...]
+
+    @cached_property
+    def summed(self) -> tuple[int, ...]:
+        """The axes whose summands are added."""
+        return tuple(axis for axis in self.source.unreduced if axis not in self.target.unreduced)
+
+    @cached_property
+    def padded(self) -> tuple[int, ...]:
+        """The axes that cut the source, and along which the target is unreduced."""
+        return tuple(axis for axis in self.target.unreduced if axis in self.source.cut_axes)
+
+    @cached_property
+    def dividing(self) -> tuple[int, ...]:
+        """The free axes of the source that cut a dim of the target which the source cuts otherwise.
+
+        Ranks along them would idle as senders: each sends its part of every box instead.
+        """
+        free = self.source.free_axes
+        return tuple(sorted(a for dim in self.dims if dim.left for a in dim.new if a in free))
+
+    @cached_property
+    def group(self) -> tuple[int, ...]:
+        """The axes along which a sender can differ from its receiver, in mesh order."""
+        left = {axis for dim in self.dims for axis in dim.left} - set(self.padded)
+        return tuple(sorted(left | set(self.dividing) | set(self.summed)))
+
+    # ---------------------------------------------------------------- product form
+
+    @cached_property
+    def moving(self) -> tuple[int, ...]:
+        """The axes that leave one dim and cut another, in mesh order."""
+        new = {axis for dim in self.dims for axis in dim.new}
+        return tuple(sorted(axis for dim in self.dims for axis in dim.left if axis in new))
+
+    @cached_property
+    def gathered(self) -> tuple[int, ...]:
+        """The axes that cut a dim of the source, none of the target, and are not padded."""
+        kept = {*self.target.cut_axes, *self.padded}
+        return tuple(sorted(a for dim in self.dims for a in dim.left if a not in kept))
+
+    @cached_property
+    def has_product_form(self) -> bool:
+        """Whether equal parts move between all members of a group, so that verbs do it.
+
+        Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
+        loses padded axes alone.
+        """
+        equal = {*self.moving, *self.summed}
+        for dim in self.dims:
+            left, new = dim.left, dim.new
+            padded = [axis for axis in left if axis in self.padded]
+            if (left and new) or (padded and len(padded) < len(left)):
+                return False
+            if left and not padded and not dim.is_source_even:
+                return False
+            if not equal.isdisjoint(new) and not dim.is_target_even:
+                return False
+        if not self.summed:
+            return True
+        cut = {axis for dim in self.dims for axis in dim.new}
+        return equal <= cut and not any(dim.left for dim in self.dims)
+
+    # ---------------------------------------------------------------- exact price
+
+    @cached_property
+    def num_received(self) -> int:
+        """How many elements all ranks receive together.
+
+        Each rank takes its part of the target once per summand, but what it holds itself.
+        """
+        sizes, target = self.source.mesh_sizes, self.target
+        once = {*target.cut_axes, *self.padded}
+        wanted = math.prod(target.shape)
+        wanted *= math.prod(size for axis, size in enumerate(sizes) if axis not in once)
+        summands = math.prod(sizes[axis] for axis in self.summed)
+        return wanted * summands - self._num_held
+
+    @cached_property
+    def _num_held(self) -> int:
+        """How many elements of its part of the target each rank holds, of all ranks together."""
+        sizes = self.source.mesh_sizes
+        held, table = 1, None
+        counted: set[int] = set()
+        moving = frozenset(self.moving)
+        for dim in self.dims:
+            counted.update(dim.source.axes, dim.target.axes)
+            if not (dim.left and dim.new) and moving.isdisjoint(dim.left + dim.new):
+                held *= dim.source.size  # one cell lies in the other
+            else:
+                overlaps = _overlap_table(dim.source, dim.target, len(sizes))
+                table = overlaps if table is None else table * overlaps
+        if table is not None:
+            held *= int(table.sum())
+        return held * math.prod(size for axis, size in enumerate(sizes) if axis not in counted)
+
+
+@lru_cache(maxsize=4096)
+def change_between(source: Placement, target: Placement) -> Change:
+    """Return the ``Change`` between two placements over the same axes, both ``bare``."""
+    return Change(source, target, tuple(map(_dim_change, source.dims, target.dims)))
+
+
+@lru_cache(maxsize=4096)
+def _dim_change(source: DimSplit, target: DimSplit) -> DimChange:
+    common = _num_common(source, target)
+    return DimChange(source, target, common, source.axes[common:], target.axes[common:])
+
+
+@lru_cache(maxsize=4096)
+def bare(placement: Placement) -> Placement:
+    """Return a placement without what moves no values: axes of size 1, and reduced axes' name."""
+    sizes = placement.mesh_sizes
+    return Placement(
+        sizes,
+        placement.shape,
+        tuple(_without_ones(dim) for dim in placement.dims),
+        tuple(axis for axis in placement.unreduced if sizes[axis] > 1),
+    )
+
+
+@lru_cache(maxsize=4096)
+def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> DimSplit:
+    """Return ``split`` with each of its cells cut further, balanced, along more axes."""
+    if not axes:
+        return split
+    cells = None
+    if split.cell_sizes is not None:
+        within = (split_dim(size, axes, axis_sizes).boundary_array for size in split.cell_sizes)
+        cells = tuple(np.concatenate([np.diff(cut) for cut in within]).tolist())
+    return split_dim(split.size, split.axes + axes, split.axis_sizes + axis_sizes, cells)
+
+
+def _without_ones(dim: DimSplit) -> DimSplit:
+    if 1 not in dim.axis_sizes:
+        return dim
+    kept = [index for index, size in enumerate(dim.axis_sizes) if size > 1]
+    axes, sizes = tuple(dim.axes[i] for i in kept), tuple(dim.axis_sizes[i] for i in kept)
+    return split_dim(dim.size, axes, sizes, dim.cell_sizes)
+
+
+def _num_common(source: DimSplit, target: DimSplit) -> int:
+    """How many major axes cut both dims at equal boundaries."""
+    if source == target:
+        return len(source.axes)
+    count = 0
+    for one, other in zip(source.axes, target.axes, strict=False):
+        if one != other:
+            break
+        count += 1
+    if source.cell_sizes is None and target.cell_sizes is None:
+        return count
+    while count and not np.array_equal(_common_cut(source, count), _common_cut(target, count)):
+        count -= 1
+    return count
+
+
+def _common_cut(split: DimSplit, num_axes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The boundaries of the cells along the first axes alone."""
+    return split.boundary_array[:: math.prod(split.axis_sizes[num_axes:])]
+
+
+def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
+    if split.is_even:
+        return True
+    sizes = np.diff(split.boundary_array).reshape(math.prod(split.axis_sizes[:num_axes]), -1)
+    return bool((sizes == sizes[:, :1]).all())
+
+
+@lru_cache(maxsize=4096)
+def _overlap_table(
+    source: DimSplit, target: DimSplit, ndim: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How much of its cell of the target each coordinate holds: a dim per axis of the mesh."""
+    (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
+    overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
+    overlaps = overlaps - np.maximum(start, low)
+    return overlaps.clip(min=0)
+
+
+@lru_cache(maxsize=4096)
+def _cell_tables(
+    split: DimSplit, ndim: int
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """The starts and stops of the cells, by the coordinates along the mesh's axes."""
+    bounds = split.boundary_array
+    order = sorted(range(len(split.axes)), key=split.axes.__getitem__)
+    shape = [1] * ndim
+    for axis, size in zip(split.axes, split.axis_sizes, strict=True):
+        shape[axis] = size
+    starts = bounds[:-1].reshape(split.axis_sizes).transpose(order).reshape(shape)
+    stops = bounds[1:].reshape(split.axis_sizes).transpose(order).reshape(shape)
+    return starts, stops

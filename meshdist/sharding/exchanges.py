@@ -1,0 +1,225 @@
+"""One rank's part of an exchange: the boxes that it receives, sends and keeps.
+
+Per dim, the cells of the source that my interval of the target meets; their products are the boxes
+that I receive. The sender of a box is the rank that holds its cell and has my own coordinates along
+all other axes. What I send is the same walk seen from the source. The cost is that of the peers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from ..mesh.splits import Box, DimSplit
+from .changes import Change
+from .steps import Exchange, Pad, Part, Step, SummedExchange, Take
+
+__all__ = ["coordinates_along", "exchange_steps", "local_steps", "relative"]
+
+
+class _Met(NamedTuple):
+    """One cell that an interval meets: what it adds to a place, and the common interval."""
+
+    place: int  # of the peer, along axes that cut the source
+    replica: int  # of the peer, along axes that divide boxes
+    summand: int  # of the peer, along summed axes
+    start: int
+    stop: int
+
+
+def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
+    """Return the steps of one rank that carry out ``change`` by boxes: one exchange."""
+    group = _Group(change, coordinate)
+    source, target = change.source.box(coordinate), change.target.box(coordinate)
+    kept, receives = group.receives(target)
+    sends = group.sends(source)
+    shape = tuple(stop - start for start, stop in target)
+    own = None if kept is None else (relative(kept, source), relative(kept, target))
+    step = SummedExchange if change.summed else Exchange
+    return (
+        step(
+            change.group,
+            group.size,
+            group.place,
+            tuple(sorted((place, relative(box, source)) for place, box in sends)),
+            tuple(sorted((place, relative(box, target)) for place, box in receives)),
+            own,
+            shape,
+            is_covered=not change.padded,
+        ),
+    )
+
+
+def local_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
+    """Return the steps of one rank for a change in which no rank receives anything."""
+    source, target = change.source.box(coordinate), change.target.box(coordinate)
+    shape = tuple(stop - start for start, stop in target)
+    kept = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(source, target, strict=True))
+    if any(stop <= start for start, stop in kept):
+        return () if source == target else (Pad(shape, None),)
+    steps: list[Step] = []
+    if kept != source:
+        steps.append(Take(relative(kept, source)))
+    if kept != target:
+        steps.append(Pad(shape, relative(kept, target)))
+    return tuple(steps)
+
+
+def relative(box: Box, origin: Box) -> Box:
+    """Return ``box`` counted from the start of ``origin``."""
+    return tuple([(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True)])
+
+
+def coordinates_along(
+    axes: Sequence[int], sizes: Sequence[int], strides: dict[int, int]
+) -> list[int]:
+    """Return what each coordinate along ``axes`` adds to a place, row-major."""
+    added = [0]
+    for axis in axes:
+        stride = strides[axis]
+        added = [at + index * stride for at in added for index in range(sizes[axis])]
+    return added
+
+
+class _Group:
+    """The group of an exchange, seen from one of its members."""
+
+    def __init__(self, change: Change, coordinate: tuple[int, ...]) -> None:
+        self.change, self.coordinate = change, coordinate
+        sizes = change.source.mesh_sizes
+        self.strides: dict[int, int] = {}
+        size = 1
+        for axis in reversed(change.group):
+            self.strides[axis] = size
+            size *= sizes[axis]
+        self.size = size
+        cut = frozenset(change.source.cut_axes)
+        self.cut = cut
+        self.free = frozenset(change.source.free_axes) - frozenset(change.dividing)
+        self.my_cell = self._my_place([axis for axis in change.group if axis in cut])
+        self.my_replica = self._my_place(change.dividing)
+        self.my_summand = self._my_place(change.summed)
+        self.place = self.my_cell + self.my_replica + self.my_summand
+        self.replicas = coordinates_along(change.dividing, sizes, self.strides)
+        self.summands = coordinates_along(change.summed, sizes, self.strides)
+
+    def _my_place(self, axes: Sequence[int]) -> int:
+        return sum(self.coordinate[axis] * self.strides[axis] for axis in axes)
+
+    # ---------------------------------------------------------------- what comes
+
+    def receives(self, target: Box) -> tuple[Box | None, list[Part]]:
+        """Return the box that stays here, and what comes from where, in the whole array."""
+        per_dim = []
+        for dim, interval in zip(self.change.dims, target, strict=True):
+            per_dim.append(list(self._sources(dim.source, interval)))
+        kept, found = None, []
+        for cells in product(*per_dim):
+            place = sum([cell.place for cell in cells])
+            box = tuple([(cell.start, cell.stop) for cell in cells])
+            if place == self.my_cell:
+                kept = box
+                others = (s for s in self.summands if s != self.my_summand)
+                found += [(place + self.my_replica + summand, box) for summand in others]
+            elif len(self.replicas) == 1:
+                found += [(place + summand, box) for summand in self.summands]
+            else:
+                for replica, part in zip(self.replicas, self._parts(box), strict=True):
+                    if part is not None:
+                        found += [(place + replica + s, part) for s in self.summands]
+        return kept, found
+
+    def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Met]:
+        """The cells of the source that an interval meets, of those that this rank takes from."""
+        padded = self.change.padded
+        for cell, start, stop in _cells_in(source, interval):
+            place, rest = 0, cell
+            for axis, size in zip(reversed(source.axes), reversed(source.axis_sizes), strict=True):
+                rest, index = divmod(rest, size)
+                if axis in padded and index != self.coordinate[axis]:
+                    break
+                place += index * self.strides.get(axis, 0)
+            else:
+                yield _Met(place, 0, 0, start, stop)
+
+    # ---------------------------------------------------------------- what goes
+
+    def sends(self, source: Box) -> list[Part]:
+        """Return what goes where, in the whole array."""
+        change, sizes = self.change, self.change.source.mesh_sizes
+        per_dim = []
+        for dim, interval in zip(change.dims, source, strict=True):
+            per_dim.append(list(self._targets(dim.target, interval)))
+        placed = frozenset(change.target.cut_axes)
+        everywhere = [a for a in change.group if a in self.cut and a not in placed]
+        all_cells = coordinates_along(everywhere, sizes, self.strides)
+        unplaced = [axis for axis in change.summed if axis not in placed]
+        all_summands = coordinates_along(unplaced, sizes, self.strides)
+        number = self.replicas.index(self.my_replica)
+        found: list[Part] = []
+        for cells in product(*per_dim):
+            place = sum([cell.place for cell in cells])
+            replica = sum([cell.replica for cell in cells])
+            summand = sum([cell.summand for cell in cells])
+            box = tuple([(cell.start, cell.stop) for cell in cells])
+            part = box if len(self.replicas) == 1 else self._parts(box)[number]
+            for more in all_cells:
+                at = place + more
+                if at != self.my_cell:  # the receiver divides the box among the replicas
+                    if part is not None:
+                        found += [(at + replica + summand + s, part) for s in all_summands]
+                elif replica == self.my_replica:  # the receiver holds a summand of the box itself
+                    there = (summand + s for s in all_summands)
+                    found += [(at + replica + s, box) for s in there if s != self.my_summand]
+        return found
+
+    def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Met]:
+        """The cells of the target that an interval meets, of those that this rank sends to."""
+        change = self.change
+        for cell, start, stop in _cells_in(target, interval):
+            place = replica = summand = 0
+            rest = cell
+            for axis, size in zip(reversed(target.axes), reversed(target.axis_sizes), strict=True):
+                rest, index = divmod(rest, size)
+                if axis in self.free:
+                    if index != self.coordinate[axis]:
+                        break
+                elif axis in self.cut:
+                    place += index * self.strides.get(axis, 0)
+                elif axis in change.summed:
+                    summand += index * self.strides[axis]
+                else:
+                    replica += index * self.strides[axis]
+            else:
+                yield _Met(place, replica, summand, start, stop)
+
+    def _parts(self, box: Box) -> list[Box | None]:
+        """Cut a box along its longest dim, a part for each replica; None where it is empty."""
+        lengths = [stop - start for start, stop in box]
+        dim = lengths.index(max(lengths))
+        start, count = box[dim][0], len(self.replicas)
+        smaller, larger = divmod(lengths[dim], count)
+        parts: list[Box | None] = []
+        for number in range(count):
+            stop = start + smaller + (number < larger)
+            part = (*box[:dim], (start, stop), *box[dim + 1 :])
+            parts.append(part if stop > start else None)
+            start = stop
+        return parts
+
+
+def _cells_in(split: DimSplit, interval: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """The cells that an interval meets, and their common intervals."""
+    start, stop = interval
+    if start >= stop:
+        return
+    bounds = split.boundaries
+    cell = bisect_right(bounds, start) - 1
+    while start < stop:
+        end = min(bounds[cell + 1], stop)
+        if end > start:
+            yield cell, start, end
+            start = end
+        cell += 1

@@ -1,0 +1,274 @@
+"""``plan``: from specs or a pattern on meshes to one rank's plan."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, KindError, MeshError, NotInGroupError, ShapeError
+from ..mesh.current_mesh import find_current_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.layout import Layout
+from ..mesh.named_dims import Regrouping, regroup
+from ..mesh.partition_spec import PartitionSpec
+from ..mesh.spec import NamedSharding
+from .links import DEFAULT_LINK, Link, default_link, links_of
+from .plans import Plan, make_plan
+from .refinement import refine
+
+__all__ = ["mesh_links", "mesh_rank", "plan", "plan_regrouping", "plan_shardings"]
+
+Links = Mapping[str | int, Link] | Link
+# So many sizes of shards are written out in a plan's title, more as a number made of them.
+_FEW_SIZES = 8
+
+
+def plan(
+    src: NamedSharding | PartitionSpec | str,
+    dst: NamedSharding | PartitionSpec | None = None,
+    mesh: DeviceMesh | Layout | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    links: Links | None = None,
+    rank: int | None = None,
+    **sizes: int,
+) -> Plan:
+    """Return what one rank does to bring an array from one sharding to another; sends nothing.
+
+    The plan receives the fewest bytes, of all ranks together, among the ways that are known; ways
+    that receive equal bytes are chosen by time, then by steps. All ranks choose alike.
+
+    Args:
+        src: how the array lies: a pattern with "->", such as ``"b@dp s -> b s@dp"``, or a
+            ``NamedSharding``, or a ``PartitionSpec``.
+        dst: how it shall lie; None with a pattern.
+        mesh: of a pattern, and of specs; None takes the mesh in force. A ``Layout`` plans without
+            processes.
+        shape: of the whole array. A pattern can take ``sizes`` instead.
+        links: how fast each axis is, by name or index, or one ``Link`` for all; equal on all ranks.
+            By default constants of the axis's wire, which differ where it leaves the host.
+        rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
+        sizes: the whole sizes of a pattern's dims, by name.
+
+    Returns:
+        The ``Plan``: ``steps``, ``explain()``, ``bytes_received()``, ``bytes_sent()``,
+        ``peak_bytes()``, ``estimated_s()``, and ``T``, the plan of the gradient. It is kept: the
+        same arguments give the same object. The dims of a pattern's plan are its named parts, in
+        the order of its left side.
+
+    Gradient: ``plan.T``: from the destination's cotangent to the source's, dims alike, unreduced
+        and reduced exchanged.
+
+    Cost: nothing is sent; the time is that of the rank's own part.
+
+    Raises:
+        ArgumentError: no destination, two, or no shape.
+        KindError: something else than patterns, specs or shardings.
+        MeshError: no mesh, meshes over other ranks, or without a common refinement.
+        NotInGroupError: the mesh does not hold the rank.
+        PatternError, AxisError, ShapeError: a pattern or spec that does not fit mesh or shape.
+
+    Example:
+        >>> import meshdist as md
+        >>> mesh = md.Layout.from_shape((2, 2), ("dp", "tp"))
+        >>> from meshdist.mesh.spec import P
+        >>> moved = md.plan(P("dp", "tp"), P("tp", "dp"), mesh, (8, 8))
+        >>> moved.bytes_received(), moved.T.bytes_received()
+        (0, 0)
+        >>> moved = md.plan("a@dp b@tp -> a@tp b@dp", mesh=mesh, a=8, b=8, rank=1)
+        >>> moved.bytes_received(), moved.steps[0].receives
+        (64, ((2, ((0, 4), (0, 4))),))
+    """
+    if isinstance(src, str):
+        if dst is not None:
+            raise ArgumentError(
+                "a pattern is source and destination in one",
+                where="md.plan",
+                expected='one pattern with "->", or two specs',
+                found=f"{src!r} and {dst!r}",
+            )
+        mesh = _mesh_of(mesh)
+        layout = _layout_of(mesh)
+        whole = None if shape is None else _checked_shape(shape)
+        moved = regroup(src, layout, shape=whole, sizes=sizes)
+        return plan_regrouping(src, moved, layout, mesh_rank(mesh, rank), mesh_links(mesh, links))
+    if sizes:
+        raise ArgumentError(
+            "sizes by name are for patterns, whose dims have names",
+            where="md.plan",
+            found=", ".join(f"{name}={size!r}" for name, size in sizes.items()),
+            fix="give the shape of the whole array: shape=(...)",
+        )
+    source, target = _sharding(src, "src", mesh), _sharding(dst, "dst", mesh)
+    if shape is None:
+        raise ArgumentError(
+            "a plan between specs needs the shape of the whole array",
+            where="md.plan",
+            fix="write plan(src, dst, mesh, shape)",
+        )
+    whole = _checked_shape(shape)
+    at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
+    return plan_shardings(source, target, whole, at, speeds)
+
+
+def plan_regrouping(
+    text: str, moved: Regrouping, layout: Layout, rank: int, links: tuple[Link, ...]
+) -> Plan:
+    """Return one rank's plan for a pattern, sized by ``regroup``; its dims are the named parts."""
+    return make_plan(
+        moved.placement,
+        moved.target_placement,
+        _coordinate(layout, rank),
+        layout=layout,
+        links=links,
+        title=f"{text} of shape {moved.source.shape}",
+    )
+
+
+def plan_shardings(
+    source: NamedSharding,
+    target: NamedSharding,
+    shape: tuple[int, ...],
+    rank: int,
+    links: tuple[Link, ...],
+) -> Plan:
+    """Return one rank's plan between two shardings; ``links`` are of the source's axes.
+
+    Raises:
+        MeshError: meshes over other ranks, or without a common refinement.
+        NotInGroupError: the mesh does not hold the rank.
+        ShapeError: a spec does not fit the shape.
+    """
+    here, there = source.placement(shape), target.placement(shape)
+    title = _title(source, target, shape)
+    if source.layout == target.layout:
+        coordinate = _coordinate(source.layout, rank)
+        return make_plan(here, there, coordinate, layout=source.layout, links=links, title=title)
+    both = refine(source.layout, target.layout)
+    owner = {part: axis for axis, parts in enumerate(both.source_axes) for part in parts}
+    return make_plan(
+        both.source_placement(here),
+        both.target_placement(there),
+        _coordinate(both.layout, rank),
+        layout=both.layout,
+        links=tuple(links[owner.get(part, 0)] for part in range(both.layout.ndim)),
+        title=title,
+    )
+
+
+def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
+    """Return the rank whose plan is meant: this process's, or a bare layout's first."""
+    if rank is not None:
+        return operator.index(rank)
+    return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
+
+
+def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
+    """Return one link per axis: those given, else the constants of the axes' wires."""
+    layout = _layout_of(mesh)
+    if isinstance(mesh, Layout):
+        return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
+    defaults: tuple[Link, ...] | None = mesh.notes.get("links")
+    if defaults is None:
+        hosts = np.array(mesh.world.hosts)[layout.ranks()]
+        defaults = tuple(
+            default_link(
+                mesh.wire_of(axis),
+                spans_hosts=bool((hosts != hosts.take([0], axis)).any()),
+            )
+            for axis in range(layout.ndim)
+        )
+        mesh.notes["links"] = defaults
+    return defaults if links is None else links_of(layout, links, defaults)
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
+def _mesh_of(mesh: DeviceMesh | Layout | None) -> DeviceMesh | Layout:
+    if mesh is None:
+        mesh = find_current_mesh()
+    if mesh is None:
+        raise MeshError(
+            "no mesh to plan on",
+            where="md.plan",
+            expected="the argument mesh=, or a call inside `with mesh:`",
+        )
+    return mesh
+
+
+def _layout_of(mesh: Any) -> Layout:
+    layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
+    if not isinstance(layout, Layout):
+        raise KindError(
+            "a plan lies on a mesh",
+            where="argument mesh",
+            expected="a DeviceMesh or a Layout",
+            found=f"a {type(mesh).__name__}",
+        )
+    return layout
+
+
+def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedSharding:
+    if isinstance(given, NamedSharding):
+        return given
+    if isinstance(given, PartitionSpec):
+        return NamedSharding(_mesh_of(mesh), given)
+    is_missing = name == "dst" and given is None
+    raise KindError(
+        "a plan needs a destination" if is_missing else f"{name} is no spec",
+        where=f"md.plan, argument {name}",
+        expected="a NamedSharding or a PartitionSpec",
+        found=f"{given!r}, a {type(given).__name__}",
+        fix='write a pattern alone as the first argument: plan("b@dp s -> b s@dp", mesh=mesh)',
+    )
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        checked = tuple(map(operator.index, shape))
+    except TypeError as error:
+        raise KindError(
+            "a shape is a sequence of whole numbers", where="argument shape", found=repr(shape)
+        ) from error
+    if min(checked, default=0) < 0:
+        raise ShapeError("no dim has a size below 0", where="argument shape", found=repr(checked))
+    return checked
+
+
+def _coordinate(layout: Layout, rank: int) -> tuple[int, ...]:
+    coordinate = layout.coordinate_of(rank)
+    if coordinate is None:
+        raise NotInGroupError(
+            f"no plan for rank {rank}: the mesh does not hold it",
+            where=f"mesh ({layout.axis_text()})",
+            expected=f"one of its {layout.num_ranks} ranks",
+            found=f"rank {rank}",
+            fix="skip the call on ranks outside the mesh",
+        )
+    return coordinate
+
+
+@lru_cache(maxsize=4096)
+def _spec_text(spec: PartitionSpec, sizes: tuple[tuple[int, tuple[int, ...]], ...]) -> str:
+    if not sizes:
+        return repr(spec)
+    text = repr(dict(sizes))
+    if sum(len(cells) for _, cells in sizes) > _FEW_SIZES:
+        text = f"#{zlib.crc32(text.encode()):08x}"
+    return f"{spec!r} with shard sizes {text}"
+
+
+def _title(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> str:
+    texts = [
+        _spec_text(one.spec, tuple(one.shard_sizes.items()))
+        if one.shard_sizes
+        else _spec_text(one.spec, ())
+        for one in (source, target)
+    ]
+    return f"{texts[0]} -> {texts[1]} of shape {shape}"

@@ -1,0 +1,219 @@
+"""Plans: the least communication that brings an array from one placement to another.
+
+A rank plans its own part without communication, and all ranks find the same route (see ``routes``).
+Integers alone: nothing here sends, or knows tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from ..mesh.layout import Layout
+from ..mesh.splits import Placement
+from .changes import bare
+from .explaining import SENDING, bytes_text, step_text, step_time_s
+from .links import DEFAULT_LINK, Link
+from .routes import find_route, stage_steps
+from .steps import AllGather, AllToAll, Exchange, Pad, ReduceScatter, Step
+
+__all__ = ["Plan", "make_plan"]
+
+# Bytes of one element where none are named: float32's.
+_ITEMSIZE = 4
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """What one rank does to bring its part of an array from one placement to another.
+
+    Args:
+        source: where the array lies.
+        target: where it shall lie, over the same axes.
+        coordinate: this rank's.
+        layout: the ranks along the axes, by which the groups of the steps are found.
+        links: how fast each axis is.
+        title: how reports name the plan, equal on all ranks.
+    """
+
+    source: Placement
+    target: Placement
+    coordinate: tuple[int, ...]
+    layout: Layout
+    links: tuple[Link, ...]
+    title: str
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What this rank does, one step after the other; () where its part stays as it is."""
+        source, target, is_void = _values_alone(self.source, self.target, self.coordinate)
+        if is_void:
+            return (Pad(self.target.local_shape(self.coordinate), None),)
+        route = find_route(source, target, self.links)
+        return tuple(step for stage in route for step in stage_steps(stage, self.coordinate))
+
+    @cached_property
+    def T(self) -> Plan:
+        """The transpose: from where the target's cotangent lies to where the source's does."""
+        return make_plan(
+            self.target.transposed(),
+            self.source.transposed(),
+            self.coordinate,
+            layout=self.layout,
+            links=self.links,
+            title=f"transpose of {self.title}",
+        )
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The axes of each group that the steps need, in mesh order, in the order of first use."""
+        axes = (step.axes for step in self.steps if isinstance(step, SENDING))
+        return tuple(dict.fromkeys(axes))
+
+    def bytes_received(self, itemsize: int = _ITEMSIZE) -> int:
+        """Return the bytes that this rank receives, with elements of ``itemsize`` bytes."""
+        return itemsize * sum(s.received for s in self.steps if isinstance(s, SENDING))
+
+    def bytes_sent(self, itemsize: int = _ITEMSIZE) -> int:
+        """Return the bytes that this rank sends, with elements of ``itemsize`` bytes."""
+        return itemsize * sum(s.sent for s in self.steps if isinstance(s, SENDING))
+
+    def peak_bytes(self, itemsize: int = _ITEMSIZE) -> int:
+        """Return the most bytes that live at once: the source's part, a step's input and result,
+        and what the step packs and receives."""
+        before = math.prod(self.source.local_shape(self.coordinate))
+        peak, held, is_copy = before, before, False
+        for step in self.steps:
+            result = math.prod(step.shape)
+            live = held + result + _num_buffered(step)
+            peak = max(peak, live + before * is_copy)
+            held, is_copy = result, True
+        return itemsize * (peak if is_copy else 2 * before)
+
+    def estimated_s(
+        self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
+    ) -> float:
+        """Return the time of this rank's steps by constants: latencies and rates of links.
+
+        Args:
+            links: one per axis; None takes the plan's own.
+            itemsize: the bytes of one element.
+        """
+        chosen = self.links if links is None else links
+        return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
+
+    def explain(self, itemsize: int = _ITEMSIZE) -> str:
+        """Return the plan in words: a line per step, then bytes, memory and time in all.
+
+        Example:
+            >>> from meshdist import plan
+            >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
+            >>> moved = plan("b@dp s@tp d -> b@dp s d@tp", mesh=mesh, shape=(8, 16, 32))
+            >>> print(moved.explain())
+            b@dp s@tp d -> b@dp s d@tp of shape (8, 16, 32)
+              rank 0 (dp=0, tp=0) of mesh (dp=2, tp=2) holds 4 x 8 x 32
+              1. all-to-all over tp, 2 ranks: 4 x 16 x 16; 2.0 KiB in, 2.0 KiB out, 6 us
+              in all: 2.0 KiB in, 2.0 KiB out, 16.0 KiB at peak, 6 us, at 4 bytes an element
+        """
+        layout, coordinate = self.layout, self.coordinate
+        rank = layout.rank_at(coordinate)
+        held = " x ".join(map(str, self.source.local_shape(coordinate))) or "a scalar"
+        lines = [
+            self.title,
+            f"  rank {rank} ({layout.coordinate_text(rank)}) of mesh ({layout.axis_text()}) "
+            f"holds {held}",
+        ]
+        for number, step in enumerate(self.steps, 1):
+            lines.append(f"  {number}. {step_text(step, layout, self.links, itemsize)}")
+        if not self.steps:
+            lines.append("  this rank's part stays as it is")
+        lines.append(
+            f"  in all: {bytes_text(self.bytes_received(itemsize))} in, "
+            f"{bytes_text(self.bytes_sent(itemsize))} out, "
+            f"{bytes_text(self.peak_bytes(itemsize))} at peak, "
+            f"{self.estimated_s(itemsize=itemsize) * 1e6:.0f} us, at {itemsize} bytes an element"
+        )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        verbs = ", ".join(type(step).__name__ for step in self.steps)
+        return f"<Plan {self.title!r} at {self.coordinate}: {verbs or 'nothing to do'}>"
+
+
+def make_plan(
+    source: Placement,
+    target: Placement,
+    coordinate: tuple[int, ...],
+    *,
+    layout: Layout | None = None,
+    links: tuple[Link, ...] | None = None,
+    title: str = "a plan",
+) -> Plan:
+    """Return one rank's plan between two placements over the same axes; kept by all arguments.
+
+    Args:
+        source: where the array lies.
+        target: where it shall lie.
+        coordinate: the rank's.
+        layout: the ranks along the axes; None counts them row-major.
+        links: one per axis, equal on all ranks; None takes shared memory's.
+        title: how reports name the plan, equal on all ranks.
+    """
+    return _make_plan(source, target, coordinate, layout, links, title)
+
+
+@lru_cache(maxsize=4096)
+def _make_plan(
+    source: Placement,
+    target: Placement,
+    coordinate: tuple[int, ...],
+    layout: Layout | None,
+    links: tuple[Link, ...] | None,
+    title: str,
+) -> Plan:
+    sizes = source.mesh_sizes
+    return Plan(
+        source,
+        target,
+        coordinate,
+        layout or Layout.from_shape(sizes),
+        links or (DEFAULT_LINK,) * len(sizes),
+        title,
+    )
+
+
+def _values_alone(
+    source: Placement, target: Placement, coordinate: tuple[int, ...]
+) -> tuple[Placement, Placement, bool]:
+    """Both placements as far as they move values, and whether this rank has zeros alone.
+
+    Where a free axis becomes unreduced, coordinate 0 keeps the value: for the ranks there the axis
+    has size 1, and the others do nothing.
+    """
+    source, target = bare(source), bare(target)
+    free = source.free_axes
+    void = [axis for axis in target.unreduced if axis in free]
+    if not void:
+        return source, target, False
+    sizes = tuple(1 if axis in void else n for axis, n in enumerate(source.mesh_sizes))
+    kept = tuple(axis for axis in target.unreduced if axis not in void)
+    return (
+        replace(source, mesh_sizes=sizes),
+        replace(target, mesh_sizes=sizes, unreduced=kept),
+        any(coordinate[axis] for axis in void),
+    )
+
+
+def _num_buffered(step: Step) -> int:
+    """How many elements a step packs and receives beside its input and its result."""
+    if isinstance(step, AllToAll):
+        packed = 0 if step.pack.is_plain else math.prod(step.pack.shape)
+        return packed + (0 if step.unpack.is_plain else math.prod(step.shape))
+    if isinstance(step, AllGather):
+        return 0 if step.unpack.is_plain else math.prod(step.shape)
+    if isinstance(step, ReduceScatter):
+        return 0 if step.pack.is_plain else math.prod(step.pack.shape)
+    if isinstance(step, Exchange):
+        return step.sent + step.received
+    return 0

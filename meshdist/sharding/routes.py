@@ -1,0 +1,211 @@
+"""The route of a plan: the stages from one placement to another, chosen by their price.
+
+Without a sum there is one: a single exchange. With one there are candidates: every destination
+takes all summands, or one of those that end up equal does, which they gather from each other; an
+all-reduce, then an exchange; a reduce-scatter, then an exchange. The latter two also after slices
+along free axes, so that replicas share the work. The fewest elements that all ranks receive
+together win; of equal ones the route with fewer exchanges by boxes, which verbs outrun, then the
+quicker one by constant links, then that of fewer verbs, then the first: so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+
+from ..mesh.splits import DimSplit, Placement
+from .changes import Change, change_between, extended
+from .exchanges import exchange_steps, local_steps
+from .links import Link, slowest
+from .steps import AllReduce, Step
+from .verb_forms import verb_steps
+
+__all__ = ["Stage", "Sum", "find_route", "stage_steps"]
+
+# Up to so many free axes all their subsets are tried for slices; beyond, none, all, and each kind.
+_FEW_AXES = 3
+# Choices weigh latencies against bytes for elements of this size: plans do not know the dtype.
+_NOMINAL_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An all-reduce of the whole local arrays, over all summed axes.
+
+    Args:
+        placement: where the summands lie.
+        axes: along which they are summed.
+    """
+
+    placement: Placement
+    axes: tuple[int, ...]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The axes of the groups that communicate."""
+        return self.axes
+
+    @cached_property
+    def num_received(self) -> int:
+        """How many elements all ranks receive together."""
+        members = math.prod(self.placement.mesh_sizes[axis] for axis in self.axes)
+        return 2 * (members - 1) * (_num_held_in_all(self.placement) // members)
+
+
+Stage = Change | Sum
+# What a candidate passes through: what is all-reduced, or None, and what is exchanged in the end.
+_Between = tuple[Placement | None, Placement | None]
+
+
+@lru_cache(maxsize=4096)
+def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) -> tuple[Stage, ...]:
+    """Return the stages of the best route between two ``bare`` placements, equal on all ranks."""
+    whole = change_between(source, target)
+    if not whole.summed:
+        return (whole,)
+    priced = list(_candidates(whole))
+    fewest = min(price for price, _ in priced)
+    routes = [_route(ends, whole) for price, ends in priced if price == fewest]
+    if len(routes) == 1:
+        return routes[0]
+    # min takes the first of equals
+    return min(routes, key=lambda route: _boxes_time_and_verbs(route, links))
+
+
+def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
+    """Return the steps of one rank that carry out a stage."""
+    if isinstance(stage, Sum):
+        size, place = 1, 0
+        for axis in stage.axes:
+            size *= stage.placement.mesh_sizes[axis]
+            place = place * stage.placement.mesh_sizes[axis] + coordinate[axis]
+        return (AllReduce(stage.axes, size, place, stage.placement.local_shape(coordinate)),)
+    if stage.num_received == 0:
+        return local_steps(stage, coordinate)
+    if stage.has_product_form:
+        return verb_steps(stage, coordinate)
+    return exchange_steps(stage, coordinate)
+
+
+# -- candidates ---------------------------------------------------------------------------------
+
+
+def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
+    """Ways to sum, each with its price: the elements that all ranks receive together."""
+    source, target, summed = whole.source, whole.target, whole.summed
+    yield whole.num_received, (None, None)
+    if target.dims:
+        copies = [axis for axis in target.free_axes if target.mesh_sizes[axis] > 1]
+        homes = {axis: _home(axis, target, source) for axis in copies}
+        for once in _placed_anew(target, source, homes, target.unreduced) if copies else ():
+            price = change_between(source, once).num_received
+            yield price + change_between(once, target).num_received, (None, once)
+    members = math.prod(source.mesh_sizes[axis] for axis in summed)
+    kept = tuple(axis for axis in source.unreduced if axis not in summed)
+    for sliced in _slicings(whole):
+        homes = {axis: _home(axis, source, target) for axis in sliced}
+        part = next(_placed_anew(source, target, homes, source.unreduced))
+        done = replace(part, unreduced=kept)
+        price = 2 * (members - 1) * (_num_held_in_all(part) // members)
+        yield price + change_between(done, target).num_received, (part, done)
+        if not source.dims:
+            continue
+        homes |= {axis: _home(axis, source, target) for axis in summed}
+        for scattered in _placed_anew(source, target, homes, kept):
+            price = (members - 1) * _num_held_in_all(scattered)
+            yield price + change_between(scattered, target).num_received, (None, scattered)
+
+
+def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
+    part, middle = between
+    stages: list[Stage] = []
+    here = whole.source
+    if part is not None:
+        stages += [change_between(here, part), Sum(part, whole.summed)]
+    elif middle is not None:
+        stages.append(change_between(here, middle))
+    stages.append(change_between(here if middle is None else middle, whole.target))
+    return tuple(s for s in stages if isinstance(s, Sum) or s.source != s.target)
+
+
+def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
+    """The sets of free axes to slice along, before a sum, for nothing."""
+    target = whole.target
+    useful = [axis for axis in whole.source.free_axes if target.mesh_sizes[axis] > 1]
+    if not target.dims:
+        useful = []
+    if len(useful) <= _FEW_AXES:
+        for chosen in product((False, True), repeat=len(useful)):
+            yield tuple(axis for axis, is_in in zip(useful, chosen, strict=True) if is_in)
+        return
+    cutting = tuple(axis for axis in useful if axis in target.cut_axes)
+    others = tuple(axis for axis in useful if axis not in target.cut_axes)
+    yield from dict.fromkeys([(), cutting, others, tuple(useful)])
+
+
+def _home(axis: int, source: Placement, target: Placement) -> int:
+    """The dim that an axis shall cut: the target's, else the one with the largest cells."""
+    for number, dim in enumerate(target.dims):
+        if axis in dim.axes:
+            return number
+    return max(
+        range(len(source.dims)),
+        key=lambda number: source.dims[number].size / source.dims[number].num_cells,
+    )
+
+
+def _placed_anew(
+    start: Placement, end: Placement, homes: dict[int, int], unreduced: tuple[int, ...]
+) -> Iterator[Placement]:
+    """``start`` with more axes that cut its dims: those of ``end`` first, in its order; the others
+    in either order, where there are several."""
+    sizes = start.mesh_sizes
+    tried: list[Placement] = []
+    for axes in (list(homes), list(homes)[::-1]):
+        dims: list[DimSplit] = []
+        for number, dim in enumerate(start.dims):
+            mine = [axis for axis in axes if homes[axis] == number]
+            first = [axis for axis in end.dims[number].axes if axis in mine]
+            order = (*first, *(axis for axis in mine if axis not in first))
+            dims.append(extended(dim, order, tuple([sizes[axis] for axis in order])))
+        placed = Placement(sizes, start.shape, tuple(dims), unreduced)
+        if placed not in tried:
+            tried.append(placed)
+            yield placed
+
+
+# -- prices -------------------------------------------------------------------------------------
+
+
+def _num_held_in_all(placement: Placement) -> int:
+    """How many elements all ranks hold together."""
+    sizes = placement.mesh_sizes
+    copies = (size for axis, size in enumerate(sizes) if axis not in placement.cut_axes)
+    return math.prod(placement.shape) * math.prod(copies)
+
+
+def _boxes_time_and_verbs(
+    route: Sequence[Stage], links: tuple[Link, ...]
+) -> tuple[int, float, int]:
+    """What decides between routes of equal bytes: exchanges by boxes, time, then verbs in all."""
+    time, boxes, verbs = 0.0, 0, 0
+    for stage in route:
+        if stage.num_received == 0:
+            continue
+        if isinstance(stage, Sum):
+            sizes, groups, rounds = stage.placement.mesh_sizes, [stage.axes], 2
+        else:
+            sizes, groups, rounds = stage.source.mesh_sizes, [stage.group], 1
+            boxes += not stage.has_product_form
+            if stage.has_product_form and stage.moving and stage.gathered:
+                groups = [stage.moving, stage.gathered]
+        for axes in groups:
+            members = math.prod(sizes[axis] for axis in axes)
+            time += slowest(links, axes).time_s(rounds * (members - 1), 0)
+            verbs += 1
+        mean_bytes = _NOMINAL_BYTES * stage.num_received / math.prod(sizes)
+        time += slowest(links, stage.group).time_s(0, mean_bytes)
+    return boxes, time, verbs

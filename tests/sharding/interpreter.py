@@ -1,0 +1,145 @@
+"""Plans of all ranks carried out on NumPy arrays, without a wire: what each step means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from meshdist.mesh.splits import Box
+from meshdist.sharding.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Arrangement,
+    Exchange,
+    Pad,
+    ReduceScatter,
+    Step,
+    SummedExchange,
+    Take,
+)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Coordinate = tuple[int, ...]
+SENDING = (AllReduce, AllGather, ReduceScatter, AllToAll, Exchange)
+
+
+def coordinates(sizes: tuple[int, ...]) -> Iterator[Coordinate]:
+    return product(*map(range, sizes))
+
+
+def index_of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def arranged(array: Array, how: Arrangement) -> Array:
+    taken = tuple(slice(None) if index is None else index for index in how.taken)
+    return array.reshape(how.view)[taken].transpose(how.order).reshape(how.shape)
+
+
+def run(
+    plans: dict[Coordinate, tuple[Step, ...]],
+    locals_: dict[Coordinate, Array],
+    sizes: tuple[int, ...],
+) -> dict[Coordinate, Array]:
+    """Carry out the steps of every rank; ranks meet in the groups that their steps name."""
+    state = dict(locals_)
+    at = dict.fromkeys(plans, 0)
+    while True:
+        for rank, steps in plans.items():
+            while at[rank] < len(steps) and not isinstance(steps[at[rank]], SENDING):
+                state[rank] = alone(steps[at[rank]], state[rank])
+                at[rank] += 1
+        waiting = [rank for rank, steps in plans.items() if at[rank] < len(steps)]
+        if not waiting:
+            return state
+        met = False
+        for rank in waiting:
+            if at[rank] == len(plans[rank]):
+                continue
+            step = plans[rank][at[rank]]
+            if not isinstance(step, SENDING):
+                continue
+            members = group(rank, step.axes, sizes)
+            theirs = [plans[m][at[m]] if at[m] < len(plans[m]) else None for m in members]
+            if any(type(other) is not type(step) or other.axes != step.axes for other in theirs):
+                continue
+            assert members.index(rank) == step.place
+            assert step.size == len(members)
+            results = together(theirs, [state[m] for m in members])
+            for member, other, result in zip(members, theirs, results, strict=True):
+                assert result.shape == other.shape
+                state[member] = result
+                at[member] += 1
+            met = True
+        assert met, "ranks wait for each other"
+
+
+def group(rank: Coordinate, axes: tuple[int, ...], sizes: tuple[int, ...]) -> list[Coordinate]:
+    assert list(axes) == sorted(set(axes))
+    ranges = [range(n) if axis in axes else (rank[axis],) for axis, n in enumerate(sizes)]
+    return list(product(*ranges))
+
+
+def alone(step: Step, local: Array) -> Array:
+    if isinstance(step, Take):
+        assert all(0 <= a <= b <= n for (a, b), n in zip(step.box, local.shape, strict=True))
+        return local[index_of(step.box)]
+    assert isinstance(step, Pad)
+    result = np.zeros(step.shape, local.dtype)
+    if step.box is not None:
+        assert local.shape == tuple(b - a for a, b in step.box)
+        result[index_of(step.box)] = local
+    return result
+
+
+def together(steps: list[Any], arrays: list[Array]) -> list[Array]:
+    kind = type(steps[0])
+    if kind is AllReduce:
+        total = sum(arrays[1:], arrays[0])
+        return [total.copy() for _ in steps]
+    if kind is AllGather:
+        assert {a.shape for a in arrays} == {step.part for step in steps}
+        return [arranged(np.stack(arrays), step.unpack) for step in steps]
+    if kind is ReduceScatter:
+        packed = [arranged(a, step.pack) for a, step in zip(arrays, steps, strict=True)]
+        return [sum(p[step.place] for p in packed).reshape(step.shape) for step in steps]
+    if kind is AllToAll:
+        packed = [arranged(a, step.pack) for a, step in zip(arrays, steps, strict=True)]
+        return [arranged(np.stack([p[step.place] for p in packed]), step.unpack) for step in steps]
+    assert kind in (Exchange, SummedExchange)
+    return [exchanged(step, steps, arrays) for step in steps]
+
+
+def exchanged(step: Exchange, steps: list[Exchange], arrays: list[Array]) -> Array:
+    result = np.zeros(step.shape, arrays[0].dtype)
+    times = np.zeros(step.shape, int)
+    comes = {}
+    for place, box in step.receives:
+        assert place != step.place
+        assert place not in comes
+        (sent,) = [b for at, b in steps[place].sends if at == step.place]
+        comes[place] = arrays[place][index_of(sent)]
+        times[index_of(box)] += 1
+        result[index_of(box)] += comes[place]
+    # sends mirror receives: nothing is sent that is not received
+    sent_here = [
+        p for p, other in enumerate(steps) if any(at == step.place for at, _ in other.sends)
+    ]
+    assert sorted(sent_here) == sorted(comes)
+    if step.kept is not None:
+        here, there = step.kept
+        times[index_of(there)] += 1
+        result[index_of(there)] += arrays[step.place][index_of(here)]
+    if isinstance(step, SummedExchange):
+        own = [] if step.kept is None else [(step.place, step.kept[1])]
+        listed = {(place, box) for box, places in step.sums for place in places}
+        assert listed == {*step.receives, *own}
+    if not isinstance(step, SummedExchange):
+        assert times.max(initial=0) <= 1
+        if step.is_covered:
+            assert times.min(initial=1) == 1
+    return result
