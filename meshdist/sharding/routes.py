@@ -112,7 +112,7 @@ def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
         price = 2 * (members - 1) * (_num_held_in_all(part) // members)
         yield price + change_between(done, target).num_received, (part, done)
         if not source.dims:
-            continue
+            continue  # a scalar cannot be cut
         homes |= {axis: _home(axis, source, target) for axis in summed}
         for scattered in _placed_anew(source, target, homes, kept):
             price = (members - 1) * _num_held_in_all(scattered)
