@@ -76,7 +76,7 @@ def plan(
     Example:
         >>> import meshdist as md
         >>> mesh = md.Layout.from_shape((2, 2), ("dp", "tp"))
-        >>> from meshdist.mesh.spec import P
+        >>> P = md.P
         >>> moved = md.plan(P("dp", "tp"), P("tp", "dp"), mesh, (8, 8))
         >>> moved.bytes_received(), moved.T.bytes_received()
         (0, 0)
@@ -164,7 +164,12 @@ def plan_shardings(
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
     """Return the rank whose plan is meant: this process's, or a bare layout's first."""
     if rank is not None:
-        return operator.index(rank)
+        try:
+            return operator.index(rank)
+        except TypeError as error:
+            raise KindError(
+                "a rank is a whole number", where="argument rank", found=repr(rank)
+            ) from error
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
@@ -218,7 +223,9 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
     if isinstance(given, NamedSharding):
         return given
     if isinstance(given, PartitionSpec):
-        return NamedSharding(_mesh_of(mesh), given)
+        mesh = _mesh_of(mesh)
+        _layout_of(mesh)
+        return NamedSharding(mesh, given)
     is_missing = name == "dst" and given is None
     raise KindError(
         "a plan needs a destination" if is_missing else f"{name} is no spec",
@@ -265,10 +272,8 @@ def _spec_text(spec: PartitionSpec, sizes: tuple[tuple[int, tuple[int, ...]], ..
 
 
 def _title(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> str:
-    texts = [
-        _spec_text(one.spec, tuple(one.shard_sizes.items()))
-        if one.shard_sizes
-        else _spec_text(one.spec, ())
+    here, there = (
+        _spec_text(one.spec, tuple(one.shard_sizes.items()) if one.shard_sizes else ())
         for one in (source, target)
-    ]
-    return f"{texts[0]} -> {texts[1]} of shape {shape}"
+    )
+    return f"{here} -> {there} of shape {shape}"

@@ -15,12 +15,16 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..error_text import ranks_text
 from ..errors import MeshError
 from ..mesh.layout import Layout
 from ..mesh.splits import DimSplit, Placement, split_dim
 from ..mesh.strides import AxisModes, strided_modes
 
 __all__ = ["Refinement", "refine"]
+
+# So many ranks are shown of an order.
+_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def refine(source: Layout, target: Layout) -> Refinement:
             "two meshes order their ranks so differently that no common axes describe both",
             where=where,
             expected="each axis of the target at fixed strides in the order of the source's ranks",
-            found=f"ranks {_few(source)} and {_few(target)}",
+            found=f"{_order_text(source)}; and {_order_text(target)}",
             fix="make one mesh from the other by unflatten, flatten and transpose",
         )
     own = _row_major(source.sizes)
@@ -108,15 +112,19 @@ def _places_in(
         raise MeshError(
             "an array moves between meshes over the same ranks only",
             where=where,
-            expected=f"ranks {_few(source)}",
-            found=f"ranks {_few(target)}",
+            expected=_set_text(source),
+            found=_set_text(target),
         )
     return order[np.searchsorted(ranks, wanted, sorter=order)]
 
 
-def _few(layout: Layout) -> str:
+def _set_text(layout: Layout) -> str:
+    return ranks_text(sorted(layout.ranks().ravel().tolist()))
+
+
+def _order_text(layout: Layout) -> str:
     ranks = layout.ranks().ravel().tolist()
-    return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[:16]} and more"
+    return ranks_text(ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
 
 
 def _row_major(sizes: tuple[int, ...]) -> list[AxisModes]:
