@@ -60,3 +60,16 @@ def test_refused(axis_options, override, kind, text) -> None:
 def test_a_timeout_is_a_timedelta() -> None:
     with pytest.raises(md.KindError, match=r"timeout must be a datetime\.timedelta, not 5"):
         md.AxisOptions(timeout=5)
+
+
+def test_a_mesh_tells_the_wire_that_an_axis_was_asked_to_take() -> None:
+    def program():
+        mesh = md.init_device_mesh(
+            "cpu",
+            (1, 2),
+            mesh_dim_names=("dp", "tp"),
+            axis_options={"tp": md.AxisOptions(backend="gloo")},
+        )
+        return mesh.wire_of("dp"), mesh.wire_of("tp"), mesh.wire_of(-1)
+
+    assert md.simulate(program, 2) == [("simulated", "gloo", "gloo")] * 2

@@ -125,14 +125,15 @@ def test_a_plan_and_its_transpose_are_adjoint(pair):
 @several(150)
 @given(st.data())
 def test_no_sender_sends_much_more_than_the_largest_receiver_takes(data):
-    mesh = data.draw(st.sampled_from([(2, 2), (2, 4), (4, 2), (4, 4), (2, 2, 2), (2, 2, 4)]))
-    shape = (48, 96)[: data.draw(st.integers(1, 2))]
+    meshes = [(2, 2), (2, 4), (4, 2), (3, 2), (4, 4), (2, 2, 2), (2, 3, 2), (2, 2, 4)]
+    mesh = data.draw(st.sampled_from(meshes))
+    shape = (144, 288)[: data.draw(st.integers(1, 2))]  # so that boxes are cut into equal parts
     drawn = [data.draw(balanced(mesh, shape)) for _ in range(2)]
     there = plans_of(*drawn)
     most_in = max(plan.bytes_received() for plan in there.values())
     most_out = max(plan.bytes_sent() for plan in there.values())
     is_divided = bool(changes.change_between(*drawn).dividing)
-    assert most_out <= (4 / 3 if is_divided else 3) * most_in
+    assert most_out <= (4 / 3 if is_divided else 1) * most_in
 
 
 @st.composite
