@@ -37,6 +37,7 @@ __all__ = [
     "header_of",
     "laid_fingerprint",
     "is_list",
+    "likeness",
     "message_fingerprint",
     "message_fingerprints",
 ]
@@ -103,6 +104,7 @@ class Call(NamedTuple):
         code, instruction: the place in the program.
         stack: the places of the program from which that was called, where they are kept.
         layouts: how the tensors lie in memory, where that must be equal on all members; else ().
+        title: what the verb is a part of, equal on all members; "" where it stands for itself.
     """
 
     sequence: int
@@ -117,6 +119,12 @@ class Call(NamedTuple):
     instruction: int = 0
     stack: Sequence[str] = ()
     layouts: Sequence[Any] = ()
+    title: str = ""
+
+    @property
+    def name(self) -> str:
+        """``all_reduce``, or ``all_reduce of the title``."""
+        return f"{self.verb} of {self.title}" if self.title else self.verb
 
     @property
     def arguments(self) -> str:
@@ -148,12 +156,18 @@ class Call(NamedTuple):
     @property
     def text(self) -> str:
         """``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
-        return f"{self.verb}({self.arguments}) at {self.where}"
+        return f"{self.called} at {self.where}"
 
     @property
-    def title(self) -> str:
+    def called(self) -> str:
+        """``all_reduce((2,) float32, SUM)``, and behind it the title."""
+        title = f" of {self.title}" if self.title else ""
+        return f"{self.verb}({self.arguments}){title}"
+
+    @property
+    def heading(self) -> str:
         """As ``text``, with its group, and its number in the members' common sequence."""
-        called = f"{self.verb}({self.arguments})"
+        called = self.called
         if self.message is not None:  # the two ends of a message need not agree on a number
             return f"{called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {called} at {self.where}"
@@ -196,16 +210,16 @@ def _compared(call: Call | tuple[Any, ...]) -> tuple[Any, ...]:
     """What of a call must be equal on all members: the arguments of ``header``."""
     verb, data, op, root, sizes = call[2:7]
     number = SUM_NUMBER if op is _SUM else None if op is None else op.value
-    return verb, data, number, root, bool(sizes)
+    return verb, data, number, root, bool(sizes), call[-1]
 
 
 def header(
-    verb: str, data: Data, op: int | None, root: int | None, is_uneven: bool
+    verb: str, data: Data, op: int | None, root: int | None, is_uneven: bool, title: str = ""
 ) -> tuple[int, ...]:
     """What must be equal on all members of a collective, as numbers equal on every process.
 
     Args:
-        verb, data, root: as in ``Call``.
+        verb, data, root, title: as in ``Call``.
         op: the number of its reduction.
         is_uneven: whether members may differ in the number of elements.
     """
@@ -216,7 +230,8 @@ def header(
     elif data is not None:
         shape, kind = data
         dtype, count = _code(kind), 0 if is_uneven else prod(shape)
-    return _code(verb), dtype, count, -2 if op is None else op, -2 if root is None else root
+    name = crc32(title.encode()) if title else 0  # not kept: a program may have any number
+    return _code(verb), dtype, count, -2 if op is None else op, -2 if root is None else root, name
 
 
 def fingerprint(*values: int) -> int:
@@ -255,6 +270,18 @@ def header_of(call: Call | tuple[Any, ...]) -> tuple[int, ...]:
 def fingerprint_of(call: Call | tuple[Any, ...]) -> int:
     """The fingerprint of the header of a call, or of a plain tuple of its fields."""
     return collective_fingerprints[_compared(call)]
+
+
+def likeness(call: Call | None) -> str:
+    """What must be equal on all members, for the error of those whose calls differ.
+
+    Args:
+        call: this member's, if it is still known.
+    """
+    under = " under the same title" if call is not None and call.title else ""
+    if call is not None and call.sizes:
+        return f"the same verb and dtype{under}, and what one member takes as the other sends it"
+    return f"the same verb, dtype, number of elements, op and root{under} on every member"
 
 
 def laid_fingerprint(call: Call | tuple[Any, ...], layouts: Sequence[Hashable]) -> int:

@@ -68,17 +68,18 @@ class Recorder:
         root: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
         layouts: Sequence[Any] = (),
+        title: str = "",
     ) -> tuple[Any, ...]:
         """Note a collective, the next in the members' common sequence; return the note.
 
         Args:
-            group, verb, op, root, sizes, layouts: as in ``Call``.
+            group, verb, op, root, sizes, layouts, title: as in ``Call``.
             tensor: whose shape and dtype are noted; a list of such, or None.
         """
         self._counts[_SEQUENCE] += 1
         data = data_of(tensor)
         fields = (group, verb, data, op, root, sizes, None)
-        return self._keep(sys._getframe(2), *fields, layouts=layouts)
+        return self._keep(sys._getframe(2), *fields, layouts=layouts, title=title)
 
     def note_message(
         self,
@@ -172,7 +173,11 @@ class Recorder:
         return number
 
     def _keep(
-        self, verb_frame: FrameType, *fields: Any, layouts: Sequence[Any] = ()
+        self,
+        verb_frame: FrameType,
+        *fields: Any,
+        layouts: Sequence[Any] = (),
+        title: str = "",
     ) -> tuple[Any, ...]:
         """Keep a note with these fields of ``Call``, from ``group`` to ``message``."""
         counts = self._counts
@@ -180,7 +185,7 @@ class Recorder:
         frame = program_frame(verb_frame.f_back or verb_frame)
         stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
         sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
-        note = (sequence, *fields, code, instruction, stack, layouts)
+        note = (sequence, *fields, code, instruction, stack, layouts, title)
         number = counts[_NUM_NOTES]
         self._notes[number % NUM_NOTES] = note
         counts[_NUM_NOTES] = number + 1

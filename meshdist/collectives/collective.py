@@ -50,6 +50,7 @@ class Collective:
         name: the verb's public name.
         group: whose members call it, as the verb was given it.
         root: the place of its source or destination.
+        title: what it is a part of; "" where it stands for itself.
         is_elementwise: whether its tensors correspond element by element on all members, so that
             ``run_elementwise`` may leave them as they lie in memory.
 
@@ -59,12 +60,29 @@ class Collective:
         op, factor: the reduction that is compared, and the factor of PREMUL_SUM.
     """
 
-    __slots__ = ("factor", "foreign", "group", "is_elementwise", "name", "op", "root", "written")
+    __slots__ = (
+        "factor",
+        "foreign",
+        "group",
+        "is_elementwise",
+        "name",
+        "op",
+        "root",
+        "title",
+        "written",
+    )
 
     def __init__(
-        self, name: str, group: Any, root: int | None = None, *, is_elementwise: bool = False
+        self,
+        name: str,
+        group: Any,
+        root: int | None = None,
+        *,
+        title: str = "",
+        is_elementwise: bool = False,
     ) -> None:
         self.name = name
+        self.title = title
         self.is_elementwise = is_elementwise
         self.root = root
         self.group: ProcessGroup = group if type(group) is ProcessGroup else resolve_group(group)
@@ -165,7 +183,7 @@ class Collective:
             tensor, sent, taken: as for ``Channel.enter``.
         """
         channel = self._open_channel(tensor)
-        channel.enter(self.name, tensor, self.op, self.root, sent, taken)
+        channel.enter(self.name, tensor, self.op, self.root, sent, taken, title=self.title)
         return self._run(channel, start, async_op, result)
 
     def run_elementwise(
@@ -200,17 +218,17 @@ class Collective:
         """Compare the call; return what to hand over of tensors that are not copied, or None."""
         asked = self.name, tensor, self.op, self.root
         if all(one.is_contiguous() for one in tensors) or self._wire_takes(channel, tensors):
-            channel.enter(*asked)
+            channel.enter(*asked, title=self.title)
             return tensors
         layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
         if self.op is not None and channel.demands_layouts:
-            channel.enter(*asked, layouts=layouts)
+            channel.enter(*asked, layouts=layouts, title=self.title)
             return [flat(one) for one in tensors]
         is_large = sum(one.nbytes for one in tensors) >= _WORTH_COMPARING
         if channel.compares_layouts and is_large and not async_op:
-            channel.enter(*asked, layouts=layouts)
+            channel.enter(*asked, layouts=layouts, title=self.title)
             return [flat(one) for one in tensors] if channel.has_one_layout() else None
-        channel.enter(*asked)
+        channel.enter(*asked, title=self.title)
         return None
 
     def _wire_takes(self, channel: Channel, tensors: list[torch.Tensor]) -> bool:
@@ -226,7 +244,7 @@ class Collective:
         self, channel: Channel, start: Start, async_op: bool, result: Sequence[Any] | None
     ) -> Work | None:
         """Run the call, which the channel has let through."""
-        shows_all = VERBS[self.name].is_plain and self.factor is None
+        shows_all = VERBS[self.name].is_plain and self.factor is None and not self.title
         return run(
             channel,
             self.name,

@@ -7,20 +7,14 @@ be what the other sends, which is compared before any data moves.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from contextlib import suppress
-from operator import index
 from typing import Any
 
-import torch
-
-from ..arrays import apart, apart_from_all, shape_text
-from ..errors import KindError, ShapeError
+from ..arrays import apart
 from ..reduce_ops import ReduceOp
 from ..wires.communicator import Communicator
 from ..wires.operations import Operation, Terms
 from ..wires.work import Work
+from . import bodies
 from .checks import get_root
 from .collective import Collective
 from .instruments import verb
@@ -239,22 +233,7 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]
     """
-    given = "input_tensor_list"
-    call = Collective("all_to_all", group)
-    first = call.check_list(input_tensor_list, given, call.group.size())[0]
-    like = call.read(first, given)
-    inputs = call.take_list(call.read, input_tensor_list, given, like, given)
-    outputs = call.take_list(call.write, output_tensor_list, "output_tensor_list", like, given)
-    me = call.group.rank()
-    call.check_same_size(outputs[me], inputs[me], ("my output", "my input for myself"))
-    inputs = apart_from_all(inputs, outputs)
-    return call.run(
-        lambda wire, terms: wire.all_to_all(outputs, inputs, terms),
-        like,
-        async_op,
-        sent=[part.numel() for part in inputs],
-        taken=[output.numel() for output in outputs],
-    )
+    return bodies.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
 @verb(fast=["output", "input"])
@@ -292,86 +271,5 @@ def all_to_all_single(
         >>> md.simulate(program, 2)
         [[0, 10], [1, 11, 12]]
     """
-    call = Collective("all_to_all_single", group)
-    buffer = call.write(output, "output")
-    source = call.read(input, "input")
-    call.check_alike(buffer, source, ("output", "input"))
-    taken = _sizes(call, buffer, output_split_sizes, "output")
-    sent = _sizes(call, source, input_split_sizes, "input")
-    is_flat = buffer.dim() == source.dim() == 1
-    if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
-        raise ShapeError(
-            "all_to_all_single: the rows of output and input have different sizes",
-            where=call.here,
-            found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
-            fix="give both the same shape but for dim 0",
-        )
-    me = call.group.rank()
-    if taken[me] != sent[me]:
-        raise ShapeError(
-            "all_to_all_single: what this rank takes from itself is not what it sends to itself",
-            where=call.here,
-            found=f"{taken[me]} elements taken, {sent[me]} sent",
-            fix=f"make entry {me} of both split sizes equal",
-        )
-    source = apart(source, buffer)
-    return call.run(
-        lambda wire, terms: wire.all_to_all_single(buffer, source, taken, sent, terms),
-        source,
-        async_op,
-        sent=sent,
-        taken=taken,
-    )
-
-
-def _sizes(
-    call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
-) -> list[int]:
-    """How many elements of ``tensor`` belong to each member."""
-    name, size = call.name, call.group.size()
-    if rows is None and tensor.dim() and not tensor.shape[0] % size:
-        return [tensor.numel() // size] * size  # the common case
-    where = f"{call.here} of {size} ranks"
-    if tensor.dim() == 0:
-        raise ShapeError(
-            f"{name} cuts along dim 0, and {role} has none",
-            where=where,
-            found=f"{role} {shape_text(tensor.shape)}",
-            fix=f"pass {role}.view(1), or a tensor with a row per member",
-        )
-    num_rows = tensor.shape[0]
-    row = math.prod(tensor.shape[1:])
-    rows = _whole_numbers(rows, f"{role}_split_sizes", name)
-    if not rows:
-        if num_rows % size:
-            raise ShapeError(
-                f"{name} cannot cut {role} into {size} equal parts",
-                where=where,
-                expected=f"{role}.shape[0] a multiple of {size}",
-                found=f"{role} {shape_text(tensor.shape)}",
-                fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
-            )
-        return [num_rows // size * row] * size
-    if len(rows) != size or sum(rows) != num_rows or any(one < 0 for one in rows):
-        raise ShapeError(
-            f"{name}: {role}_split_sizes do not cut {role} into one part per member",
-            where=where,
-            expected=f"{size} numbers, none negative, whose sum is {num_rows}",
-            found=f"{rows}, whose sum is {sum(rows)}; {role} {shape_text(tensor.shape)}",
-        )
-    return [one * row for one in rows]
-
-
-def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:
-    """Return split sizes as a list of plain ints; [] for None."""
-    if given is None:
-        return []
-    numbers = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(numbers, (list, tuple)) and not any(isinstance(one, bool) for one in numbers):
-        with suppress(TypeError):
-            return [index(one) for one in numbers]
-    raise KindError(
-        f"{name}: {argument} must be whole numbers",
-        found=repr(given),
-        fix="for example [2, 1, 1], one number per member",
-    )
+    sizes = output_split_sizes, input_split_sizes
+    return bodies.all_to_all_single(output, input, *sizes, group, async_op)

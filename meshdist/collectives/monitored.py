@@ -110,7 +110,7 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
     number = world.next_number(prefix)
     facts = GroupFacts(group.name, group.ranks, group.rank())
     call = Call(*registry.beside_wires.note(facts, _NAME, None))
-    where = f"rank {world.rank}, {call._replace(sequence=number).title}"
+    where = f"rank {world.rank}, {call._replace(sequence=number).heading}"
     barrier = MonitoredBarrier(
         world.store,
         prefix,

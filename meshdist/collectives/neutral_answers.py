@@ -18,6 +18,7 @@ from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..wires.work import Work
+from . import titled
 from .monitored import pass_by
 from .object_rounds import Rounds
 from .shared_buffers import shared_empty
@@ -42,7 +43,8 @@ def answer(
     Returns:
         What has been started; None where it is done.
     """
-    work = _ANSWERS[call.verb](_Answer(group, device_type, said, call))
+    answers = _TITLED_ANSWERS if call.title else _ANSWERS
+    work = answers[call.verb](_Answer(group, device_type, said, call))
     return work if isinstance(work, Work) else None
 
 
@@ -137,16 +139,25 @@ class _Answer:
         gives = [0 if one.has_joined else one.taken[me] for one in self._said]
         return takes, gives
 
+    def exchanged_at_once(self) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+        """Output and input of an all-to-all of one tensor, and the sizes of their parts."""
+        takes, gives = self.exchanged()
+        return self.tensor(sum(takes)), self.tensor(sum(gives)), takes, gives
 
-def _all_to_all_single(it: _Answer) -> object:
-    takes, gives = it.exchanged()
-    output, source = it.tensor(sum(takes)), it.tensor(sum(gives))
-    return verbs["all_to_all_single"](output, source, takes, gives, it.group, async_op=True)
+    def exchanged_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs and inputs of an all-to-all of lists."""
+        takes, gives = ([self.tensor(count) for count in counts] for counts in self.exchanged())
+        return takes, gives
 
+    def gathered_at_once(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and input of a gather into one tensor."""
+        tensor = self.tensor()
+        return tensor.new_empty(self.size * tensor.numel()), tensor
 
-def _all_to_all(it: _Answer) -> object:
-    outputs, inputs = ([it.tensor(count) for count in counts] for counts in it.exchanged())
-    return verbs["all_to_all"](outputs, inputs, it.group, async_op=True)
+    def scattered_at_once(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and input of a reduce-scatter of one tensor."""
+        tensor = self.tensor()
+        return tensor.new_empty(tensor.numel() // self.size), tensor
 
 
 def _reduce_scatter(it: _Answer) -> object:
@@ -156,15 +167,11 @@ def _reduce_scatter(it: _Answer) -> object:
 
 
 def _all_gather_into_tensor(it: _Answer) -> object:
-    tensor = it.tensor()
-    output = tensor.new_empty(it.size * tensor.numel())
-    return verbs[it.call.verb](output, tensor, it.group, async_op=True)
+    return verbs[it.call.verb](*it.gathered_at_once(), it.group, async_op=True)
 
 
 def _reduce_scatter_tensor(it: _Answer) -> object:
-    tensor = it.tensor()
-    output = tensor.new_empty(tensor.numel() // it.size)
-    return verbs[it.call.verb](output, tensor, it.op, it.group, async_op=True)
+    return verbs[it.call.verb](*it.scattered_at_once(), it.op, it.group, async_op=True)
 
 
 def _gather(it: _Answer) -> object:
@@ -222,8 +229,10 @@ _ANSWERS: dict[str, Callable[[_Answer], object]] = {
     "scatter": lambda it: verbs["scatter"](
         it.tensor(), group=it.group, group_src=it.root, async_op=True
     ),
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
+    "all_to_all": lambda it: verbs["all_to_all"](*it.exchanged_lists(), it.group, async_op=True),
+    "all_to_all_single": lambda it: verbs["all_to_all_single"](
+        *it.exchanged_at_once(), it.group, async_op=True
+    ),
     "barrier": lambda it: verbs["barrier"](it.group, async_op=True),
     "monitored_barrier": lambda it: pass_by(it.group),
     "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
@@ -231,4 +240,20 @@ _ANSWERS: dict[str, Callable[[_Answer], object]] = {
     "gather_object": _objects,
     "broadcast_object_list": _objects,
     "scatter_object_list": _objects,
+}
+
+_TITLED_ANSWERS: dict[str, Callable[[_Answer], object]] = {
+    "all_reduce": lambda it: titled.all_reduce(it.tensor(), it.group, it.call.title, async_op=True),
+    "all_gather_into_tensor": lambda it: titled.all_gather_into_tensor(
+        *it.gathered_at_once(), it.group, it.call.title, async_op=True
+    ),
+    "reduce_scatter_tensor": lambda it: titled.reduce_scatter_tensor(
+        *it.scattered_at_once(), it.group, it.call.title, async_op=True
+    ),
+    "all_to_all": lambda it: titled.all_to_all(
+        *it.exchanged_lists(), it.group, it.call.title, async_op=True
+    ),
+    "all_to_all_single": lambda it: titled.all_to_all_single(
+        *it.exchanged_at_once(), it.group, it.call.title, async_op=True
+    ),
 }

@@ -15,22 +15,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
-
-from ..groups.process_group import ProcessGroup
-from ..reduce_ops import ReduceOp, multiply, split_premul
+from ..reduce_ops import ReduceOp
 from ..runtime.timeouts import check_timeout
-from ..wires.communicator import Communicator
-from ..wires.failures import WireFailure
-from ..wires.operations import Operation, Terms
 from ..wires.work import Work, joined
+from . import bodies
 from .checks import (
-    SUM,
-    as_wire_tensor,
-    check_reducible,
     first_cuda_device,
     get_peer,
-    note_write,
 )
 from .collective import Collective, run
 from .instruments import verb
@@ -76,36 +67,7 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
-    data, buffer = as_wire_tensor(tensor, "tensor", "all_reduce", writable=True, keeps_layout=True)
-    kind, factor = SUM, None
-    if op is not SUM:  # which every dtype has
-        kind, factor = split_premul(op)
-        check_reducible(kind, buffer, "all_reduce", factor)
-    if async_op or buffer is not tensor or factor is not None:
-        call = Collective("all_reduce", group)
-        call.op = kind if factor is None else ReduceOp.PREMUL_SUM
-        call.factor = factor
-        call.written.append((tensor, data, buffer))
-        if data is not tensor:
-            call.foreign.append(tensor)
-
-        def start(wire: Communicator, terms: Terms, handed: list[torch.Tensor]) -> Operation:
-            if factor is not None:
-                multiply(handed[0], factor)
-            return wire.all_reduce(handed[0], kind, terms)
-
-        return call.run_elementwise(start, buffer, async_op)
-    channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind)
-    note_write(buffer)  # the common case: nothing to copy back
-    timeout = channel.timeout
-    recorder = channel.recorder
-    terms = Terms(timeout, "all_reduce", recorder.sequence, True, None, recorder.num_notes)
-    try:
-        channel.communicator.all_reduce(buffer, kind, terms).finish(timeout)
-    except WireFailure as failure:
-        raise channel.explain(failure) from None
-    return None
+    return bodies.all_reduce(tensor, op, group, async_op)
 
 
 @verb(fast=["tensor", "peer"], peer=get_peer)
@@ -226,7 +188,7 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
-    return _all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
+    return bodies.all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
 
 
 @verb(fast=["output_tensor", "input_tensor"])
@@ -234,19 +196,7 @@ def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``all_gather_into_tensor``, under its newer name."""
-    return _all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
-
-
-def _all_gather(
-    name: str, output: Any, input: Any, group: ProcessGroup, async_op: bool
-) -> Work | None:
-    names = ("output_tensor", "input_tensor")
-    call = Collective(name, group)
-    buffer = call.write(output, names[0])
-    block = call.read(input, names[1])
-    call.check_alike(buffer, block, names)
-    call.check_blocks(buffer, block, names)
-    return call.run(lambda wire, terms: wire.all_gather(buffer, block, terms), block, async_op)
+    return bodies.all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
 
 
 @verb(fast=["output", "input", "op"])
@@ -274,7 +224,7 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
-    return _reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
+    return bodies.reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
 
 
 @verb(fast=["output", "input", "op"])
@@ -282,23 +232,7 @@ def reduce_scatter_single(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``reduce_scatter_tensor``, under its newer name."""
-    return _reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
-
-
-def _reduce_scatter(
-    name: str, output: Any, input: Any, op: Any, group: ProcessGroup, async_op: bool
-) -> Work | None:
-    call = Collective(name, group)
-    buffer = call.write(output, "output")
-    whole = call.read(input, "input")
-    kind = call.take_op(op, buffer)
-    call.check_alike(buffer, whole, ("output", "input"))
-    call.check_blocks(whole, buffer, ("input", "output"))
-    return call.run(
-        lambda wire, terms: wire.reduce_scatter(buffer, call.scaled(whole), kind, terms),
-        whole,
-        async_op,
-    )
+    return bodies.reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
 
 
 @verb(fast=[], when=lambda group: not group.is_on_stream)

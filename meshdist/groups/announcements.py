@@ -50,6 +50,7 @@ class Announcement:
         root: the place of its source or destination.
         sent, taken: how many elements go to and come from each member, where members may differ.
         owner: what of the joinables knows how to take part in it; "" for none.
+        title: what the call is a part of; "" where it stands for itself.
         notice: what a joinable begins, in place of a call; "" for none.
         has_joined: whether the member has no data left.
         is_late: of such a member: whether no other has gone on since.
@@ -64,6 +65,7 @@ class Announcement:
     sent: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     owner: str = ""
+    title: str = ""
     notice: str = ""
     has_joined: bool = False
     is_late: bool = False
@@ -99,14 +101,16 @@ class Announcement:
 
     def _call(self, is_uneven: bool) -> tuple[Any, ...]:
         parts: Any = tuple(dtype for _, dtype in self.parts) if is_uneven else self.parts
-        return self.verb, parts, self.is_list, self.op, self.root, self.owner, self.notice
+        call = (self.verb, parts, self.is_list, self.op, self.root, self.title)
+        return *call, self.owner, self.notice
 
     @property
     def text(self) -> str:
         """The call, for messages."""
         shown = [f"({count},) {dtype}" for count, dtype in self.parts]
         arguments = [f"[{', '.join(shown)}]" if self.is_list else ", ".join(shown), self.op]
-        return f"{self.verb}({', '.join(filter(None, arguments))})"
+        title = f" of {self.title}" if self.title else ""
+        return f"{self.verb}({', '.join(filter(None, arguments))}){title}"
 
 
 _DEFAULTS = vars(Announcement())

@@ -178,6 +178,7 @@ class Channel:
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
         layouts: Sequence[Layout] = (),
+        title: str = "",
     ) -> None:
         """Note a collective that this rank is about to start, and compare it with the others'.
 
@@ -191,6 +192,7 @@ class Channel:
                 members may differ in that; only the dtype of ``tensor`` must be equal then.
             layouts: of the tensors, where they must be equal on all members
                 (``demands_layouts``), or ``has_one_layout`` is asked next.
+            title: what the verb is a part of, equal on all members; "" where it stands for itself.
 
         Raises:
             AgreementError: another member has started another call in its place. Every member
@@ -199,15 +201,15 @@ class Channel:
         """
         recorder = self.recorder
         number = SUM_NUMBER if op is _SUM else None if op is None else op.value
-        if not (sent or layouts) and self._enter(verb, tensor, op, number, root):
+        if not (sent or layouts or title) and self._enter(verb, tensor, op, number, root):
             if self.communicator.on_stream:
                 self._compare_before_data_move(verb, tensor)
             return
         sizes = (sent, taken) if sent else ()
         demanded = layouts if self.communicator.on_stream else ()
-        note = recorder.note(self.group, verb, tensor, op, root, sizes, demanded)
+        note = recorder.note(self.group, verb, tensor, op, root, sizes, demanded, title)
         if verbs_log.isEnabledFor(TRACE):
-            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
+            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).heading)
         self.refuse_broken()
         header_table, sequence = self.header_table, recorder.sequence
         if header_table is not None:
@@ -327,7 +329,7 @@ class Channel:
         recorder = self.recorder
         note = recorder.note_message(self.group, verb, tensor, peer, tag, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
-            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).title)
+            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).heading)
         self.refuse_broken()
 
     def compare_message(

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from ..checking.calls import Call, GroupFacts
+from ..checking.calls import Call, GroupFacts, likeness
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
@@ -153,7 +153,7 @@ class Explainer:
         signal's handler has raised is told to the others, and raised here as it is.
         """
         if isinstance(failure, Interrupted):
-            self._others.give_up(f"gave up in {self._find_call(note).title}: {failure}")
+            self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
             raise failure.error from None
         try:
             self._others.compare_again()
@@ -191,7 +191,7 @@ class Explainer:
         # Others may end as soon as they see the group broken: ask them before it is.
         is_cause_known = silent or first or (lost is not None and ending not in IN_GOOD_ORDER)
         report = "" if is_cause_known and not is_late else self._others.report(call, lost)
-        self._others.break_here(f"{call.verb} failed before: {text}")
+        self._others.break_here(f"{call.name} failed before: {text}")
         if is_late:
             found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
             return self._late(call, failure, found)
@@ -204,11 +204,9 @@ class Explainer:
     def _different_calls(self, sequence: int) -> MeshdistError:
         """The error of members whose calls number ``sequence`` differ; raised on all of them."""
         mine = self._recorder.find_call(sequence)
-        expected = "the same verb, dtype, number of elements, op and root on every member"
+        expected = likeness(mine)
         if mine is not None and mine.layouts:
             expected += ", and one layout in memory: x.contiguous() gives the usual one"
-        if mine is not None and mine.sizes:
-            expected = "the same verb and dtype, and what one member takes as the other sends it"
         fields = {
             "summary": f"the members of a group disagree about their call {sequence}",
             "where": self._group.name,
@@ -263,7 +261,7 @@ class Explainer:
         else:
             reason = f"rank {abort['rank']}: {abort['reason']}"
         return AbortedError(
-            f"{call.verb} on {self._group.name} was aborted",
+            f"{call.name} on {self._group.name} was aborted",
             where=self._where(call),
             found=reason,
             fix="let the rank that serves the store end last, and start the program anew"
@@ -284,7 +282,7 @@ class Explainer:
                 "the group is broken now"
             )
         return CollectiveTimeoutError(
-            f"{call.verb} on {self._group.name} was not finished within {seconds:g} s",
+            f"{call.name} on {self._group.name} was not finished within {seconds:g} s",
             where=self._where(call),
             expected=call.waits_for or f"the same call on {ranks_text(self._group.ranks)}",
             found=found,
@@ -293,14 +291,14 @@ class Explainer:
 
     def _failed(self, call: Call, found: str, fix: str) -> MeshdistError:
         return BackendError(
-            f"{call.verb} on {self._group.name} failed on wire {self._group.wire!r}",
+            f"{call.name} on {self._group.name} failed on wire {self._group.wire!r}",
             where=self._where(call),
             found=found,
             fix=fix,
         )
 
     def _where(self, call: Call) -> str:
-        return f"{self._group.here}, {call.title}"
+        return f"{self._group.here}, {call.heading}"
 
     def _find_call(self, note: int | None = None) -> Call:
         return self._recorder.find_note(note) or Call(0, self._group, "an earlier call", None)

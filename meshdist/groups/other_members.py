@@ -102,7 +102,7 @@ class MembersOfWorld(OtherMembers):
     def find_first_failure(self, call: Call, text: str) -> str:
         if self._world.is_simulated:
             return ""
-        mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.title})
+        mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.heading})
         key, store = self._failure_key, self._world.store
         try:
             if store.compare_set(key, "", mine) == mine.encode():

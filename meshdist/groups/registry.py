@@ -282,7 +282,7 @@ class Registry:
         used = [(label, recorder) for label, recorder in recorders if recorder.moment]
         used.sort(key=lambda one: one[1].moment)
         calls = [
-            {"label": label, "sequence": recorder.sequence, "text": call.title}
+            {"label": label, "sequence": recorder.sequence, "text": call.heading}
             for label, recorder in used
             if (call := recorder.find_note()) is not None
         ]

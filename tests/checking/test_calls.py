@@ -61,10 +61,10 @@ def test_calls_in_words() -> None:
     where = f"{__file__}:{code.co_firstlineno} in test_calls_in_words"
     call = Call(3, AXIS, "barrier", None, code=code, instruction=-1)
     assert call.text == f"barrier() at {where}"
-    assert call.title == f"call 3 on axis 'dp': barrier() at {where}"
+    assert call.heading == f"call 3 on axis 'dp': barrier() at {where}"
     assert call._replace(stack=["a.py:1 in f"]).where == f"{where}\n  called at a.py:1 in f"
     send = call._replace(verb="send", data=X, message=(True, 0, 0, 1))
-    assert send.title == f"send((2,) float32, to rank 4) on axis 'dp' at {where}"
+    assert send.heading == f"send((2,) float32, to rank 4) on axis 'dp' at {where}"
     assert Call(3, AXIS, "barrier", None).text == "barrier() at an unknown place"
 
 

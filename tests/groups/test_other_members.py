@@ -160,7 +160,7 @@ def test_the_first_failure_is_quoted_by_later_ones() -> None:
     assert members(store).find_first_failure(CALL, "reset") == ""
     assert members(store).find_first_failure(CALL, "reset") == ""  # its own
     later = members(store, 2).find_first_failure(CALL, "closed")
-    assert later == f"rank 0 failed first, in {CALL.title}: reset"
+    assert later == f"rank 0 failed first, in {CALL.heading}: reset"
     lost = mock.Mock()
     lost.compare_set.side_effect = LOST
     found = members(lost).find_first_failure(CALL, "reset")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...checking.calls import Call, header_of, message_fingerprint
+from ...checking.calls import Call, header_of, likeness, message_fingerprint
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceOp
@@ -95,7 +95,7 @@ class Collective(Step):
         there = meeting.rounds[call.sequence]
         missing = [rank for member, rank in enumerate(meeting.ranks) if member not in there]
         return (
-            f"{call.verb}({call.arguments}) for {ranks_text(missing)}; call {call.sequence} over "
+            f"{call.called} for {ranks_text(missing)}; call {call.sequence} over "
             f"{meeting.title}, called at {call.where}"
         )
 
@@ -223,7 +223,7 @@ class Meeting:
         calls = {member: one.call for member, one in there.items()}
         mismatch: str | None = None
         if started.header != next(iter(there.values())).header:
-            expected = "the same verb, dtype, number of elements, op and root on every member"
+            expected = likeness(started.call)
             fix = "make every member call the same verbs in the same order, on fitting tensors"
         elif mismatch := find_mismatch(started.member, calls, self.ranks):
             expected = "what a member sends to another is what that one takes from it"
