@@ -59,7 +59,9 @@ Collectives::Collectives(const Endpoint& endpoint)
       theirs_(endpoint.size),
       is_afar_(endpoint.size),
       given_(std::size_t{endpoint.size} * endpoint.size),
-      expected_(std::size_t{endpoint.size} * endpoint.size) {
+      expected_(std::size_t{endpoint.size} * endpoint.size),
+      lanes_(std::size_t{endpoint.size} * endpoint.size),
+      ends_(endpoint.size) {
 }
 
 Status Collectives::run(Job& job) {

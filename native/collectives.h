@@ -72,6 +72,12 @@ class Collectives {
   struct Range {
     std::uint64_t from, to;
   };
+  // Of an all-to-all, in the slot of the member that gives: where what it gives another lies, how
+  // much of it in one round, and in how many.
+  struct Lane {
+    std::size_t begin = 0, bytes = 0;
+    std::uint64_t num_rounds = 0;
+  };
   // Of each of two members: how far it has come.
   using Ends = std::array<std::uint64_t, 2>;
 
@@ -107,6 +113,9 @@ class Collectives {
   Status reduce_scatter(Job& job);
   Status reduce_scatter_apart(Job& job);
   Status all_to_all(Job& job);
+  void lay_lanes();
+  void lay_side_by_side(Lane* lanes, std::size_t room) const;
+  std::uint64_t find_ends(std::uint64_t first);
   Status barrier(Job& job);
 
   // One round after the other: `write(i, round)` writes what this member gives in the i-th,
@@ -166,6 +175,8 @@ class Collectives {
   std::vector<std::uint8_t> fetched_;  // what was fetched to be reduced
   std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
   std::vector<std::uint64_t> expected_;  // [by][of]
+  std::vector<Lane> lanes_;              // [from][to]
+  Rounds::Ends ends_;                    // of the rounds with each member
   std::uint64_t bad_round_ = 0;
   std::string mismatch_;
   int mismatch_culprit_ = -1;

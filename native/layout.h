@@ -7,6 +7,12 @@
 // to round g before it publishes round g + 2; so what it reads is never written over while there
 // are four of each.
 //
+// In the rounds of an all-to-all whose parts differ that holds for each two members that exchange
+// something, as long as they do, and for all of them in the first (all_to_all.cpp). A member that is
+// done before others goes on with the first round behind: it has seen of every member it gave to a
+// round two behind the last that had something for that one, so that its slots were read. Its flags
+// may then be those of later rounds, which show as well that it has published those before.
+//
 // A group that only small calls have used needs little memory: its slots and rings begin in *first*
 // parts of some pages, and only these are reserved when it opens. The whole slots and rings lie
 // elsewhere, and are reserved by the first larger call (slots.h), or by the first packet for which a
@@ -27,7 +33,7 @@ constexpr std::size_t kPage = 4096;
 constexpr unsigned kDepth = 4;
 constexpr std::size_t kInlineBytes = 32;
 constexpr std::uint64_t kMagic = 0x6d6573686469'7374;
-constexpr std::uint32_t kVersion = 4;
+constexpr std::uint32_t kVersion = 5;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "members share these by memory");
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "members share these by memory");
@@ -63,7 +69,8 @@ struct Header {
   std::int32_t root = 0;  // for lists: a digest of the sizes
   std::uint64_t count = 0;
   std::uint32_t sequence = 0;     // its low bits
-  std::uint32_t fingerprint = 0;  // of a call of which the other fields do not show all; else 0
+  // Of a call of which the other fields do not show all, as of one that has a title; else 0.
+  std::uint32_t fingerprint = 0;
 
   bool operator==(const Header& other) const {
     return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
@@ -96,6 +103,7 @@ struct alignas(kCacheLine) Seat {
   std::atomic<std::uint32_t> doorbell;
   std::atomic<std::uint32_t> sleepers;
   std::atomic<std::int32_t> awaited;  // a member's rank, or kAnyone
+  std::atomic<std::uint32_t> awaited_stamp;  // of that member's round: no earlier one need ring
 };
 constexpr std::int32_t kAnyone = -1;
 enum SeatUse { kForRounds = 0, kForTransfers = 1, kNumSeats = 2 };

@@ -1,4 +1,4 @@
-// The verbs that move data as it is: broadcast, gather, scatter, all-gather and all-to-all.
+// The verbs that move data as it is: broadcast, gather, scatter and all-gather.
 #include <algorithm>
 
 #include "collectives.h"
@@ -138,47 +138,6 @@ Status Collectives::scatter(Job& job) {
     }
   };
   return exchange(job, num_chunks(bytes, piece), {}, write, read, [] { return true; });
-}
-
-Status Collectives::all_to_all(Job& job) {
-  const unsigned n = end_.size;
-  const unsigned me = end_.rank;
-  const Status status = agree_on_sizes(job);
-  if (status != Status::ok) return status;
-  const auto bytes_to = [&](unsigned j) { return given_[me * n + j] * item_; };
-  const auto bytes_from = [&](unsigned j) { return given_[j * n + me] * item_; };
-  const std::size_t longest = *std::max_element(given_.begin(), given_.end()) * item_;
-  std::size_t total = 0;
-  for (unsigned j = 0; j < n; ++j) total += bytes_from(j);
-  const std::size_t piece = lay_out(n - 1, longest);
-  streams_out_ = total > tuning.stream_out_bytes;
-  const auto write = [&](std::uint64_t i, std::uint64_t round) {
-    const std::size_t start = i * piece;
-    for (unsigned j = 0; j < n; ++j) {
-      if (j == me || start >= bytes_to(j)) continue;
-      copy_in(slot(me, round) + place(me, j) * piece, job.ins[j].data + start,
-              std::min(piece, bytes_to(j) - start));
-    }
-  };
-  const auto read = [&](std::uint64_t i, std::uint64_t round) {
-    const std::size_t start = i * piece;
-    for (unsigned j = 0; j < n; ++j) {
-      if (start >= bytes_from(j)) continue;
-      const std::size_t bytes = std::min(piece, bytes_from(j) - start);
-      const Bytes to = job.outs[j].data + start;
-      if (j != me) {
-        copy_out(to, slot(j, round) + place(j, me) * piece, bytes);
-      } else if (to != job.ins[me].data + start) {
-        copy_out(to, job.ins[me].data + start, bytes);
-      }
-    }
-  };
-  const auto direct = [&] {
-    bool is_done = true;
-    for (unsigned j = 0; j < n; ++j) is_done &= fetch(job.outs[j].data, j, 0, bytes_from(j));
-    return is_done;
-  };
-  return exchange_parts(job, num_chunks(longest, piece), longest, write, read, direct);
 }
 
 }  // namespace meshdist

@@ -2,13 +2,14 @@
 
 namespace meshdist {
 
-Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) {
+Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call, const Ends* ends) {
   const auto ready = [&] { return has_published(member, round); };
   const auto is_over = [&] { return end_.is_over(); };
+  Seat& seat = end_.me().seats[kForRounds];
   unsigned end = member + 1;
   for (;;) {
     if (look(end_.patience, ready, is_over)) return ready() ? Status::ok : end_.over_status();
-    const int gone = find_gone(member, end, round);
+    const int gone = find_gone(member, end, round, ends);
     if (gone >= 0) {
       if (end_.is_over()) return end_.over_status();
       culprit_ = gone;
@@ -24,17 +25,19 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call) 
       end_.end(Status::interrupted, static_cast<int>(end_.rank));  // half done: no member can go on
       return Status::interrupted;
     }
-    doze(end_.me().seats[kForRounds], static_cast<std::int32_t>(member),
-         left < kSlice ? left : kSlice, ready, is_over);
+    seat.awaited_stamp.store(stamp(round), std::memory_order_seq_cst);
+    doze(seat, static_cast<std::int32_t>(member), left < kSlice ? left : kSlice, ready, is_over);
     end = end_.size;  // one that has ended cannot come, however long this one may still take
   }
 }
 
-// Of the members from `begin` to `end` one that has gone and will not publish `round`; else -1.
-int Rounds::find_gone(unsigned begin, unsigned end, std::uint64_t round) const {
+// Of the members from `begin` to `end` one that is waited for, has gone, and will not publish
+// `round`; else -1.
+int Rounds::find_gone(unsigned begin, unsigned end, std::uint64_t round, const Ends* ends) const {
   for (unsigned j = begin; j < end; ++j) {
+    if (!is_awaited(j, round, ends)) continue;
     // In this order: it may publish and go meanwhile.
-    if (j != end_.rank && end_.is_gone(j) && !has_published(j, round)) return static_cast<int>(j);
+    if (end_.is_gone(j) && !has_published(j, round)) return static_cast<int>(j);
   }
   return -1;
 }

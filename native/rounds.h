@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "endpoint.h"
 
@@ -37,26 +38,33 @@ class Rounds {
 
   // Publish the next round, with what was written for it.
   void publish() {
-    line(end_.rank, next_).flag.store(stamp(next_), std::memory_order_seq_cst);
+    const std::uint32_t mine = stamp(next_);
+    line(end_.rank, next_).flag.store(mine, std::memory_order_seq_cst);
     ++next_;
     for (unsigned j = 0; j < end_.size; ++j) {
       if (j != end_.rank) {
         ring_if_awaited(end_.segment.member(j).seats[kForRounds],
-                        static_cast<std::int32_t>(end_.rank));
+                        static_cast<std::int32_t>(end_.rank), mine);
       }
     }
   }
 
-  // Wait until all members have published `round`.
-  Status wait(std::uint64_t round, const Call& call) {
+  // The round before which each member is waited for, of rounds that not all need; null: in all.
+  using Ends = std::vector<std::uint64_t>;
+
+  // Wait until all members, or those that `ends` names, have published `round`.
+  Status wait(std::uint64_t round, const Call& call, const Ends* ends = nullptr) {
     for (unsigned j = 0; j < end_.size; ++j) {
-      if (j != end_.rank && !has_published(j, round)) {
-        const Status status = wait_for(j, round, call);
+      if (is_awaited(j, round, ends) && !has_published(j, round)) {
+        const Status status = wait_for(j, round, call, ends);
         if (status != Status::ok) return status;
       }
     }
     return Status::ok;
   }
+
+  // Go on with a later round, together with members that run those before it.
+  void go_on_with(std::uint64_t round) { next_ = round; }
 
   // Wait for everyone's announcement in `round` and compare. Where calls differ all members find
   // so, in this round, and none goes on: the communicator stays usable.
@@ -105,11 +113,14 @@ class Rounds {
  private:
   static std::uint32_t stamp(std::uint64_t round) { return static_cast<std::uint32_t>(round + 1); }
   bool has_published(unsigned member, std::uint64_t round) const {
-    return line(member, round).flag.load(std::memory_order_seq_cst) == stamp(round);
+    return is_reached(line(member, round).flag.load(std::memory_order_seq_cst), stamp(round));
   }
-  Status wait_for(unsigned member, std::uint64_t round, const Call& call);
+  bool is_awaited(unsigned member, std::uint64_t round, const Ends* ends) const {
+    return member != end_.rank && (ends == nullptr || round < (*ends)[member]);
+  }
+  Status wait_for(unsigned member, std::uint64_t round, const Call& call, const Ends* ends);
   bool find_layouts_differ(std::uint64_t round) const;
-  int find_gone(unsigned begin, unsigned end, std::uint64_t round) const;
+  int find_gone(unsigned begin, unsigned end, std::uint64_t round, const Ends* ends) const;
 
   const Endpoint& end_;
   std::uint64_t next_ = 0;

@@ -125,7 +125,7 @@ struct Rank {
     const std::uint64_t count = counts[draw() % 8];
     const int root = static_cast<int>(draw() % n);
     const bool in_flight = draw() % 3 == 0;
-    const auto kind = draw() % 10;
+    const auto kind = draw() % 12;
     Job it;
     Numbers x = made(s, me, count), out;
     if (kind == 0) {
@@ -167,16 +167,12 @@ struct Rank {
       it = job(Verb::barrier, 0, 0);
     } else if (kind == 8) {
       return shared(s, count, root, c);
-    } else {
+    } else if (kind == 9) {
       return messages(s, count, c);
-    }
-    if (in_flight) {
-      const TicketPtr ticket = c.progress->start(std::move(it));
-      check(c.progress->wait(ticket, kForever, nullptr) == Status::ok, "a collective in flight");
     } else {
-      Failure failure;
-      check(c.progress->run(it, nullptr, failure) == Status::ok, "a collective");
+      return exchange(s, draw, in_flight, c);
     }
+    run(it, in_flight, c);
     const auto total = [&](std::uint64_t i) {
       std::int32_t sum = 0;
       for (unsigned j = 0; j < n; ++j) sum += value(s, j, i);
@@ -198,6 +194,50 @@ struct Rank {
       for (std::uint64_t i = 0; i < count + j; ++i) good &= out[at++] == value(s, j, i);
     }
     check(good, "a result");
+  }
+
+  static void run(Job& it, bool in_flight, Communicator& c) {
+    if (in_flight) {
+      const TicketPtr ticket = c.progress->start(std::move(it));
+      check(c.progress->wait(ticket, kForever, nullptr) == Status::ok, "a collective in flight");
+    } else {
+      Failure failure;
+      check(c.progress->run(it, nullptr, failure) == Status::ok, "a collective");
+    }
+  }
+
+  // An all-to-all in which each pair of members exchanges another amount, many of them nothing; some
+  // members are done with it, and with calls behind it, while others have much to do.
+  void exchange(std::uint64_t s, std::mt19937_64& draw, bool in_flight, Communicator& c) {
+    const unsigned n = c.end->size, me = c.end->rank;
+    static const std::uint64_t counts[] = {0, 1, 17, 2000, 9001, 60'013};
+    const std::uint64_t chosen = draw() % 3;  // one of three pairs, one of two, all
+    std::vector<std::uint64_t> gives(std::size_t{n} * n);
+    for (std::uint64_t& one : gives) {
+      const bool is_empty = draw() % 3 > chosen;
+      one = is_empty ? 0 : counts[draw() % 6];
+    }
+    std::vector<Numbers> ins(n), outs(n);
+    Job it = job(Verb::all_to_all, 0, 0);
+    for (unsigned j = 0; j < n; ++j) {
+      ins[j] = made(s, me * n + j, gives[me * n + j]);
+      outs[j].resize(gives[j * n + me]);
+      it.ins.push_back(Part{bytes(ins[j]), ins[j].size()});
+      it.outs.push_back(Part{bytes(outs[j]), outs[j].size()});
+    }
+    run(it, in_flight, c);
+    for (unsigned j = 0; j < n; ++j) {
+      check(outs[j] == made(s, j * n + me, gives[j * n + me]), "what a member gave this one");
+    }
+    for (auto more = draw() % 4; more > 0; --more) {  // which use the same slots, lines and tables
+      Numbers x = made(s, me, 700);
+      Job next = job(Verb::all_reduce, x.size(), 0);
+      next.out = bytes(x);
+      run(next, false, c);
+      std::int32_t sum = 0;
+      for (unsigned j = 0; j < n; ++j) sum += value(s, j, x.size() - 1);
+      check(x.back() == sum, "a sum behind an exchange");
+    }
   }
 
   // Each member sends to all, receives first, and waits in an order of its own.

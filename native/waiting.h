@@ -60,12 +60,24 @@ inline void ring(Seat& seat) {
   futex_wake_all(seat.doorbell);
 }
 
+// Whether a count of 32 bits that goes round has come to `wanted`.
+inline bool is_reached(std::uint32_t count, std::uint32_t wanted) {
+  return static_cast<std::int32_t>(count - wanted) >= 0;
+}
+
 // Wake them if they wait for `member`. Call it after the change was stored sequentially consistent:
 // a sleeper counts itself first and looks at the change then, so one of the two sees the other.
 inline void ring_if_awaited(Seat& seat, std::int32_t member) {
   if (seat.sleepers.load(std::memory_order_seq_cst) == 0) return;
   const std::int32_t awaited = seat.awaited.load(std::memory_order_seq_cst);
   if (awaited == member || awaited == kAnyone) ring(seat);
+}
+
+// The same for a sleeper that waits for one round of a member, which has published one.
+inline void ring_if_awaited(Seat& seat, std::int32_t member, std::uint32_t stamp) {
+  if (seat.sleepers.load(std::memory_order_seq_cst) == 0) return;
+  if (seat.awaited.load(std::memory_order_seq_cst) != member) return;
+  if (is_reached(stamp, seat.awaited_stamp.load(std::memory_order_seq_cst))) ring(seat);
 }
 
 // How long to look before sleeping.

@@ -1,0 +1,134 @@
+// All-to-all. What a member gives travels through its own slots, which it divides into a lane for each
+// member that it gives something: as wide as that is long, so that all its lanes end together. All
+// members know all lanes, since they have published what they give.
+//
+// The rounds begin together. From the second on only members that exchange something wait for each
+// other, and a member whose own are over goes on with what follows (layout.h says why it may).
+#include <algorithm>
+#include <cstring>
+
+#include "collectives.h"
+#include "exchange.h"
+
+namespace meshdist {
+namespace {
+
+// Of members that exchange something: rounds behind their last one, after which the slots were read.
+constexpr std::uint64_t kRoundsToRead = 2;
+
+}  // namespace
+
+Status Collectives::all_to_all(Job& job) {
+  const unsigned n = end_.size;
+  const unsigned me = end_.rank;
+  Status status = agree_on_sizes(job);
+  if (status != Status::ok) return status;
+  const auto bytes_to = [&](unsigned j) { return given_[me * n + j] * item_; };
+  const auto bytes_from = [&](unsigned j) { return given_[j * n + me] * item_; };
+  const std::size_t longest = *std::max_element(given_.begin(), given_.end()) * item_;
+  if (longest == 0) return Status::ok;
+  std::size_t total = 0;
+  for (unsigned j = 0; j < n; ++j) total += bytes_from(j);
+  streams_out_ = total > tuning.stream_out_bytes;
+  if (is_fetched(longest)) {
+    bool is_done = true;
+    for (unsigned j = 0; j < n; ++j) is_done &= fetch(job.outs[j].data, j, 0, bytes_from(j));
+    status = finish_direct(job, is_done);
+    if (status != Status::unsupported) return status;
+  }
+  lay_lanes();
+  const auto write = [&](std::uint64_t i, std::uint64_t round) {
+    for (unsigned j = 0; j < n; ++j) {
+      const Lane& lane = lanes_[me * n + j];
+      if (i >= lane.num_rounds) continue;
+      const std::size_t start = i * lane.bytes;
+      copy_in(slot(me, round) + lane.begin, job.ins[j].data + start,
+              std::min(lane.bytes, bytes_to(j) - start));
+    }
+  };
+  const auto read = [&](std::uint64_t i, std::uint64_t round) {
+    for (unsigned j = 0; j < n; ++j) {
+      const Lane& lane = lanes_[j * n + me];
+      if (i >= lane.num_rounds) continue;
+      const std::size_t start = i * lane.bytes;
+      copy_out(job.outs[j].data + start, slot(j, round) + lane.begin,
+               std::min(lane.bytes, bytes_from(j) - start));
+    }
+  };
+  const std::uint64_t first = rounds_.next();
+  const std::uint64_t behind = find_ends(first);
+  const std::uint64_t end = *std::max_element(ends_.begin(), ends_.end());
+  for (std::uint64_t round = first; round < end; ++round) {
+    write(round - first, round);
+    rounds_.publish();
+    if (round == first) {  // while others write
+      if (job.outs[me].data != job.ins[me].data) {
+        copy_out(job.outs[me].data, job.ins[me].data, bytes_to(me));
+      }
+    } else {
+      read(round - 1 - first, round - 1);
+    }
+    status = rounds_.wait(round, job.call, &ends_);
+    if (status != Status::ok) return status;
+  }
+  read(end - 1 - first, end - 1);
+  rounds_.go_on_with(behind);
+  return Status::ok;
+}
+
+// Give every pair of members a lane. All members find the same.
+void Collectives::lay_lanes() {
+  const unsigned n = end_.size;
+  std::size_t most = 0;  // that one member gives, in lanes as wide as they can be
+  for (unsigned i = 0; i < n; ++i) {
+    std::size_t given = 0;
+    for (unsigned j = 0; j < n; ++j) {
+      const std::size_t bytes = i == j ? 0 : round_up(given_[i * n + j] * item_, kCacheLine);
+      lanes_[i * n + j] = {0, bytes, bytes == 0 ? 0u : 1u};
+      given += bytes;
+    }
+    most = std::max(most, given);
+  }
+  const std::size_t room = lay_out(1, most);
+  for (unsigned i = 0; i < n; ++i) lay_side_by_side(&lanes_[i * n], room);
+}
+
+// Lay one member's lanes side by side; where they do not fit, let each have its share of the cache
+// lines, one at least, and take several rounds.
+void Collectives::lay_side_by_side(Lane* lanes, std::size_t room) const {
+  std::size_t total = 0, spare = room / kCacheLine;
+  for (unsigned j = 0; j < end_.size; ++j) {
+    total += lanes[j].bytes;
+    spare -= lanes[j].num_rounds;
+  }
+  std::size_t at = 0;
+  for (unsigned j = 0; j < end_.size; ++j) {
+    Lane& lane = lanes[j];
+    if (lane.num_rounds == 0) continue;
+    if (total > room) {
+      const std::size_t bytes = lane.bytes;
+      lane.bytes = (1 + spare * (bytes / kCacheLine) / (total / kCacheLine)) * kCacheLine;
+      lane.num_rounds = num_chunks(bytes, lane.bytes);
+    }
+    lane.begin = at;
+    at += lane.bytes;
+  }
+}
+
+// Find until when this member waits for each other one, from round `first` on; returns the round that
+// follows for all of them.
+std::uint64_t Collectives::find_ends(std::uint64_t first) {
+  const unsigned n = end_.size;
+  const unsigned me = end_.rank;
+  std::uint64_t most = 1;
+  for (const Lane& lane : lanes_) most = std::max(most, lane.num_rounds);
+  for (unsigned j = 0; j < n; ++j) {
+    const std::uint64_t rounds =
+        std::max(lanes_[me * n + j].num_rounds, lanes_[j * n + me].num_rounds);
+    const std::uint64_t last = rounds == 0 ? 1 : std::min(most, rounds + kRoundsToRead);
+    ends_[j] = first + last;
+  }
+  return first + most;
+}
+
+}  // namespace meshdist
