@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace meshdist {
@@ -73,7 +74,8 @@ bool Entry::is_quiet(bool is_uneven) {
   return true;
 }
 
-bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept) {
+bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept,
+                      Counts* counts) {
   if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) return false;
   kept = tuple_from(list);
   if (static_cast<std::uint64_t>(PyTuple_Size(kept.ptr())) != size_) return false;
@@ -81,7 +83,8 @@ bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::ob
     Plain plain;
     if (!read(one, plain)) return false;
     if (!like.dtype.is_valid()) like = plain;
-    if (!plain.is_like(like) || plain.count != like.count) return false;
+    if (!plain.is_like(like) || (counts == nullptr && plain.count != like.count)) return false;
+    if (counts != nullptr) counts->push_back(plain.count);
     addresses.push_back(plain.address);
   }
   return true;
@@ -105,27 +108,35 @@ bool Entry::read(nb::handle x, Message& message) {
   return read(x, message.plain);
 }
 
-void Entry::enter(const Call& call, const Plain& plain, const std::uint64_t* part) {
-  const bool has_tensor = plain.dtype.is_valid();
+std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* sizes) {
+  const bool has_tensor = plain.dtype.is_valid(), has_title = call.title.is_valid();
+  const bool is_uneven = sizes != nullptr;
   const nb::object data = has_tensor ? plain.data : nb::none();
-  const nb::object sizes = part == nullptr ? nb::tuple() : sizes_of(*part);
+  const nb::object noted_sizes = is_uneven ? sizes_of(*sizes) : nb::tuple();
   const nb::object root = number_or_none(call.root);
-  const std::uint64_t sequence = notes_.keep_collective(call.verb, data, call.op, root, sizes);
-  if (!headers_) return;
+  const std::uint64_t sequence =
+      notes_.keep_collective(call.verb, data, call.op, root, noted_sizes, call.title);
+  if (!headers_ && !has_title) return 0;
   PyObject* const dtype = has_tensor ? plain.dtype.ptr() : Py_None;
-  const std::uint64_t count = part == nullptr ? plain.count : 0;
-  const Header header{call.verb.ptr(), dtype, count, call.number, call.root, part != nullptr};
+  const std::uint64_t count = is_uneven ? 0 : plain.count;
+  const Header header{call.verb.ptr(), dtype,     count,           call.number,
+                      call.root,       is_uneven, call.title.ptr()};
   const auto key = [&] {
-    verbs_.push_back(nb::borrow(call.verb));
-    return tuple_of(call.verb, data, number_or_none(call.number), root, nb::bool_(part != nullptr));
+    const nb::object op = number_or_none(call.number);
+    names_.push_back(nb::borrow(call.verb));
+    if (!has_title) return tuple_of(call.verb, data, op, root, nb::bool_(is_uneven));
+    names_.push_back(nb::borrow(call.title));
+    return tuple_of(call.verb, data, op, root, nb::bool_(is_uneven), call.title);
   };
-  compare(sequence, fingerprint(header, fingerprint_of_, key), part);
+  const std::uint64_t made = fingerprint(header, fingerprint_of_, key);
+  if (headers_) compare(sequence, made, is_uneven ? &sizes->part : nullptr);
+  return has_title ? static_cast<std::uint32_t>(made) : 0;
 }
 
 bool Entry::enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
                       nb::handle root) {
   if (!is_quiet()) return false;
-  Call call{verb, op};
+  Call call{verb, {}, op};
   if (!number.is_none()) call.number = nb::cast<std::int64_t>(number);
   if (!root.is_none()) call.root = nb::cast<std::int64_t>(root);
   Plain plain;
@@ -177,7 +188,7 @@ std::uint64_t Entry::fingerprint(const Header& header, nb::handle by, Key key) {
   if (found != fingerprints_.end()) return found->second;
   if (fingerprints_.size() >= kMostFingerprints) {
     fingerprints_.clear();
-    verbs_.clear();
+    names_.clear();
   }
   const std::uint64_t made = number(checked(PyObject_GetItem(by.ptr(), nb::object(key()).ptr())));
   fingerprints_.emplace(header, made);
@@ -218,13 +229,25 @@ bool Entry::differs(std::size_t other, std::uint64_t word, std::uint64_t sequenc
          theirs.get(start + 1 + size_ + member_) != *part;
 }
 
-nb::object Entry::sizes_of(std::uint64_t part) {
-  if (!sizes_.is_valid() || part != sizes_part_) {
-    nb::list parts;
-    for (std::uint64_t i = 0; i < size_; ++i) parts.append(part);
-    sizes_ = tuple_of(parts, parts);
-    sizes_part_ = part;
+// Kept, as fingerprints are.
+nb::object Entry::sizes_of(const Sizes& sizes) {
+  const auto is_kept = [&](const Counts& last, const Counts* given) {
+    if (given != nullptr) return last == *given;
+    return last.size() == size_ && std::all_of(last.begin(), last.end(),
+                                               [&](auto one) { return one == sizes.part; });
+  };
+  if (sizes_.is_valid() && is_kept(last_sent_, sizes.sent) && is_kept(last_taken_, sizes.taken)) {
+    return sizes_;
   }
+  const Counts even(size_, sizes.part);
+  last_sent_ = sizes.sent == nullptr ? even : *sizes.sent;
+  last_taken_ = sizes.taken == nullptr ? even : *sizes.taken;
+  const auto made = [](const Counts& counts) {
+    nb::list list;
+    for (const std::uint64_t one : counts) list.append(one);
+    return list;
+  };
+  sizes_ = tuple_of(made(last_sent_), made(last_taken_));
   return sizes_;
 }
 

@@ -69,12 +69,21 @@ class Entry {
     const bool is_said_;
   };
 
-  // What must be equal on all members besides dtype and count; `number` is that of `op`.
+  // What must be equal on all members besides dtype and count; `number` is that of `op`, and `title`
+  // null where there is none.
   struct Call {
     nb::handle verb;
+    nb::handle title{};
     nb::handle op = nb::none();
     std::int64_t number = -2;
     std::int64_t root = -2;
+  };
+
+  // How many elements go to and come from each member, of an uneven call: `part`, or as the lists say.
+  struct Sizes {
+    std::uint64_t part = 0;
+    const Counts* sent = nullptr;
+    const Counts* taken = nullptr;
   };
 
   // Whether there is nothing to refuse or to log, and every member's words are known.
@@ -89,14 +98,20 @@ class Entry {
 
   // Where the plain tensors of a list of one per member lie, all of the size and dtype of `like`, or
   // of the first, which `like` is then; false where it is no such list. `kept` has them as a tuple.
-  bool read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept);
+  // Their sizes may differ where they are asked for.
+  bool read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept,
+                 Counts* counts = nullptr);
+
+  // Whether calls are compared in a header table, by this.
+  bool compares() const { return headers_.has_value(); }
 
   // Whether a message of tensor `x` is plain and may start; fills the rest in.
   bool read(nb::handle x, Message& message);
 
-  // Note a call and compare it with the others'; raises where one differs. `part` is how many
-  // elements go to and come from each member, of an uneven call.
-  void enter(const Call& call, const Plain& plain, const std::uint64_t* part = nullptr);
+  // Note a call and compare it with the others'; raises where one differs. Parts of several sizes are
+  // compared by the wire alone. Returns what a wire that compares has to compare beside all else: the
+  // fingerprint of a call that has a title, else 0.
+  std::uint32_t enter(const Call& call, const Plain& plain, const Sizes* sizes = nullptr);
 
   // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
   bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
@@ -122,15 +137,17 @@ class Entry {
     std::uint64_t count;
     std::int64_t number = 0, root = 0;
     bool is_uneven = false;
+    PyObject* title = nullptr;
     bool operator==(const Header& o) const {
       return verb == o.verb && dtype == o.dtype && count == o.count && number == o.number &&
-             root == o.root && is_uneven == o.is_uneven;
+             root == o.root && is_uneven == o.is_uneven && title == o.title;
     }
   };
   struct Hash {
     std::size_t operator()(const Header& h) const {
       std::size_t mixed = reinterpret_cast<std::size_t>(h.verb);
-      for (std::uint64_t one : {reinterpret_cast<std::uint64_t>(h.dtype), h.count,
+      for (std::uint64_t one : {reinterpret_cast<std::uint64_t>(h.dtype),
+                                reinterpret_cast<std::uint64_t>(h.title), h.count,
                                 static_cast<std::uint64_t>((h.number * 64 + h.root) * 2 + h.is_uneven)}) {
         mixed = (mixed ^ one) * 0x9e3779b97f4a7c15u;
         mixed ^= mixed >> 29;
@@ -150,7 +167,7 @@ class Entry {
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;
-  nb::object sizes_of(std::uint64_t part);
+  nb::object sizes_of(const Sizes& sizes);
   nb::handle kind_of(const Message& message);
   bool is_main_thread() const { return PyThread_get_thread_ident() == main_thread_; }
   void say(nb::handle verb) const {
@@ -171,9 +188,9 @@ class Entry {
   const unsigned long main_thread_;
   std::vector<Words> others_;
   std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;
-  std::vector<nb::object> verbs_;  // whose addresses are keys there
-  nb::object sizes_;
-  std::uint64_t sizes_part_ = 0;
+  std::vector<nb::object> names_;  // verbs and titles, whose addresses are keys there
+  nb::object sizes_;               // as notes have them, of the last uneven call
+  Counts last_sent_, last_taken_;
   Lane last_lanes_[2];  // programs repeat their calls: of receives, of sends
 };
 

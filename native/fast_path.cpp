@@ -5,6 +5,7 @@
 // the runner do it; or it returns false, has changed nothing, and Python does it all.
 #include "fast_path.h"
 
+#include <algorithm>
 #include <array>
 
 using namespace nanobind::literals;
@@ -37,9 +38,9 @@ class FastPath {
     }
   }
 
-  bool all_reduce(nb::handle x) {
+  bool all_reduce(nb::handle x, nb::handle title) {
     const Reduction& sum = reductions_.front();
-    Collective call{Verb::all_reduce, {names::all_reduce.object}};
+    Collective call{Verb::all_reduce, {names::all_reduce.object, title_of(title)}};
     Plain plain;
     if (!is_ready() || !entry_.read(x, plain) || !reduces(sum.op, plain, call)) return false;
     call.in = call.out = plain.address;
@@ -67,20 +68,20 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  bool all_gather_into_tensor(nb::handle out, nb::handle in) {
-    return gather_blocks(names::all_gather_into_tensor, out, in);
+  bool all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
+    return gather_blocks(names::all_gather_into_tensor, out, in, title);
   }
 
   bool all_gather_single(nb::handle out, nb::handle in) {
-    return gather_blocks(names::all_gather_single, out, in);
+    return gather_blocks(names::all_gather_single, out, in, nb::none());
   }
 
-  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op) {
-    return scatter_blocks(names::reduce_scatter_tensor, out, in, op);
+  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
+    return scatter_blocks(names::reduce_scatter_tensor, out, in, op, title);
   }
 
   bool reduce_scatter_single(nb::handle out, nb::handle in, nb::handle op) {
-    return scatter_blocks(names::reduce_scatter_single, out, in, op);
+    return scatter_blocks(names::reduce_scatter_single, out, in, op, nb::none());
   }
 
   bool all_gather(nb::handle outs, nb::handle x) {
@@ -119,35 +120,51 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  bool all_to_all_single(nb::handle out, nb::handle in) {
-    Collective call{Verb::all_to_all, {names::all_to_all_single.object}};
+  bool all_to_all_single(nb::handle out, nb::handle in, nb::handle out_sizes, nb::handle in_sizes,
+                         nb::handle title) {
+    Collective call{Verb::all_to_all, {names::all_to_all_single.object, title_of(title)}};
     Plain output, input;
     const std::uint64_t size = entry_.size();
     if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) ||
-        !output.is_like(input) || !are_in_equal_parts(output, input, size) ||
-        overlap(output, output.bytes(), input)) {
+        !output.is_like(input) || overlap(output, output.bytes(), input)) {
       return false;
-    }
-    Plain part = input;
-    part.count /= size;
-    for (std::uint64_t i = 0; i < size; ++i) {
-      call.outs.push_back(output.address + i * part.bytes());
-      call.ins.push_back(input.address + i * part.bytes());
     }
     call.read = nb::borrow(in);
     call.written = tuple_of(out);
-    return run(call, part, input, true);
-  }
-
-  bool all_to_all(nb::handle outs, nb::handle ins) {
-    Collective call{Verb::all_to_all, {names::all_to_all.object}};
-    Plain first;
-    if (!is_ready(true) || !entry_.read_list(ins, first, call.ins, call.read) ||
-        !entry_.read_list(outs, first, call.outs, call.written) ||
-        overlaps_any(first, call.ins, call.outs)) {
+    if (out_sizes.is_none() && in_sizes.is_none()) {
+      if (!are_in_equal_parts(output, input, size)) return false;
+      Plain part = input;
+      part.count /= size;
+      for (std::uint64_t i = 0; i < size; ++i) {
+        call.outs.push_back(output.address + i * part.bytes());
+        call.ins.push_back(input.address + i * part.bytes());
+      }
+      return run(call, part, input, true);
+    }
+    if (!cut(out_sizes, output, size, call.out_counts) ||
+        !cut(in_sizes, input, size, call.in_counts) || row_of(output) != row_of(input)) {
       return false;
     }
-    return run(call, first, first, true);
+    std::uintptr_t to = output.address, from = input.address;
+    for (std::uint64_t i = 0; i < size; ++i) {
+      call.outs.push_back(to);
+      call.ins.push_back(from);
+      to += call.out_counts[i] * output.item;
+      from += call.in_counts[i] * input.item;
+    }
+    return exchange(call, input);
+  }
+
+  bool all_to_all(nb::handle outs, nb::handle ins, nb::handle title) {
+    Collective call{Verb::all_to_all, {names::all_to_all.object, title_of(title)}};
+    Plain first;
+    if (!is_ready(true) ||
+        !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
+        !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
+        overlaps_any(first.item, call.ins, call.in_counts, call.outs, call.out_counts)) {
+      return false;
+    }
+    return exchange(call, first);
   }
 
   bool barrier() {
@@ -173,8 +190,8 @@ class FastPath {
     std::array<Way, kNumDtypes> ways;
   };
 
-  bool gather_blocks(const Name& verb, nb::handle out, nb::handle in) {
-    Collective call{Verb::all_gather, {verb.object}};
+  bool gather_blocks(const Name& verb, nb::handle out, nb::handle in, nb::handle title) {
+    Collective call{Verb::all_gather, {verb.object, title_of(title)}};
     Plain output, input;
     if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) ||
         !output.is_like(input) || !is_of_blocks(output, input, entry_.size())) {
@@ -189,8 +206,9 @@ class FastPath {
     return run(call, input, input);
   }
 
-  bool scatter_blocks(const Name& verb, nb::handle out, nb::handle in, nb::handle op) {
-    Collective call{Verb::reduce_scatter, {verb.object}};
+  bool scatter_blocks(const Name& verb, nb::handle out, nb::handle in, nb::handle op,
+                      nb::handle title) {
+    Collective call{Verb::reduce_scatter, {verb.object, title_of(title)}};
     Plain output, input;
     if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) ||
         !output.is_like(input) || !is_of_blocks(input, output, entry_.size()) ||
@@ -202,6 +220,26 @@ class FastPath {
     call.read = nb::borrow(in);
     call.written = tuple_of(out);
     return run(call, output, input);
+  }
+
+  static nb::handle title_of(nb::handle given) { return given.is_none() ? nb::handle() : given; }
+
+  // An all-to-all of parts that have counts, of tensors like `plain`, which is noted.
+  bool exchange(Collective& call, const Plain& plain) {
+    const std::uint64_t count = call.in_counts.front();
+    const auto is_even = [&](const Counts& counts) {
+      return std::all_of(counts.begin(), counts.end(), [&](auto one) { return one == count; });
+    };
+    Plain part = plain;
+    part.count = count;
+    if (is_even(call.in_counts) && is_even(call.out_counts)) {
+      call.in_counts.clear();
+      call.out_counts.clear();
+      return run(call, part, plain, true);
+    }
+    const std::uint64_t me = entry_.member();
+    part.count = 0;
+    return call.in_counts[me] == call.out_counts[me] && run(call, part, plain, true);
   }
 
   bool is_ready(bool is_uneven = false) const {
@@ -228,15 +266,18 @@ class FastPath {
            !overlaps_any(like, {like.address}, addresses);
   }
 
-  // `part` has one member's part, which goes to and comes from each of an uneven call; `plain` is
-  // what is noted.
+  // `part` has one member's part, which goes to and comes from each of an uneven call where the call
+  // has no counts; `plain` is what is noted.
   bool run(Collective& call, const Plain& part, const Plain& plain, bool is_uneven = false) {
     call.count = part.count;
     call.item = part.item;
     call.dtype = part.code;
-    if (!runner_.takes(call)) return false;
+    const bool differ = !call.in_counts.empty();
+    if (!runner_.takes(call) || (differ && entry_.compares())) return false;
+    Entry::Sizes sizes{part.count};
+    if (differ) sizes = {0, &call.in_counts, &call.out_counts};
     const Entry::UnderWay under_way(entry_, call.header.verb);
-    entry_.enter(call.header, plain, is_uneven ? &part.count : nullptr);
+    call.fingerprint = entry_.enter(call.header, plain, is_uneven ? &sizes : nullptr);
     if (call.written.is_valid()) entry_.note_write(call.written);
     runner_.run(call);
     return true;
@@ -267,21 +308,24 @@ auto done(bool (FastPath::*method)(Args...)) {
 
 void bind_fast_path(nb::module_& m) {
   const auto any = nb::arg().none();
+  const auto none = nb::arg().none() = nb::none();
   nb::class_<FastPath>(m, "FastPath")
       .def(nb::init<Entry&, Runner&, nb::list>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            "entry"_a, "runner"_a, "reductions"_a)
-      .def("all_reduce", done(&FastPath::all_reduce), any)
+      .def("all_reduce", done(&FastPath::all_reduce), any, none)
       .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
       .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
-      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any)
+      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any, none)
       .def("all_gather_single", done(&FastPath::all_gather_single), any, any)
-      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any)
+      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any,
+           none)
       .def("reduce_scatter_single", done(&FastPath::reduce_scatter_single), any, any, any)
       .def("all_gather", done(&FastPath::all_gather), any, any)
       .def("gather", done(&FastPath::gather), any, any, nb::arg())
       .def("scatter", done(&FastPath::scatter), any, any, nb::arg())
-      .def("all_to_all", done(&FastPath::all_to_all), any, any)
-      .def("all_to_all_single", done(&FastPath::all_to_all_single), any, any)
+      .def("all_to_all", done(&FastPath::all_to_all), any, any, none)
+      .def("all_to_all_single", done(&FastPath::all_to_all_single), any, any, none, none,
+           none)
       .def("barrier", done(&FastPath::barrier))
       .def("send", done(&FastPath::send), any, nb::arg(), any)
       .def("recv", &FastPath::recv, any, any, any);

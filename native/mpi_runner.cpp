@@ -54,6 +54,7 @@ bool MpiRunner::takes(const Collective& call) const {
   const bool is_whole = call.verb == Verb::all_reduce || call.verb == Verb::reduce ||
                         call.verb == Verb::broadcast || call.verb == Verb::barrier;
   const std::uint64_t bytes = call.bytes() * (is_whole ? 1 : size());
+  if (!call.in_counts.empty()) return false;
   if ((call.count == 0 && call.verb != Verb::barrier) || bytes > most_bytes_) return false;
   switch (call.verb) {
     case Verb::all_gather:  // MPI wants its input elsewhere

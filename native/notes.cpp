@@ -19,10 +19,10 @@ nb::object code_of(nb::handle frame) {
 std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
 
 std::uint64_t Notes::keep_collective(nb::handle verb, const nb::object& data, nb::handle op,
-                                     nb::handle root, nb::handle sizes) {
+                                     nb::handle root, nb::handle sizes, nb::handle title) {
   const std::uint64_t number = sequence() + 1;
   counts_.put(kSequence, number);
-  keep(verb, data, op, root, sizes, nb::none());
+  keep(verb, data, op, root, sizes, nb::none(), title);
   return number;
 }
 
@@ -37,7 +37,7 @@ std::uint64_t Notes::keep_message(nb::handle verb, const nb::object& data, nb::h
 }
 
 std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, nb::handle op, nb::handle root,
-                          nb::handle sizes, nb::handle message) {
+                          nb::handle sizes, nb::handle message, nb::handle title) {
   nb::object frame = first_frame(), code = code_of(frame);
   while (!code.is(last_code_)) {  // programs repeat their calls
     if (!is_true(checked(PyObject_GetItem(is_between_.ptr(), get(code, names::file).ptr())))) {
@@ -50,9 +50,12 @@ std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, nb::handle op
     code = code_of(frame);
   }
   const nb::object sequence_number = whole(sequence());
+  const nb::object instruction = get(frame, names::instruction);
   const nb::object note =
-      tuple_of(sequence_number, group_, verb, data, op, root, sizes, message, code,
-               get(frame, names::instruction), no_stack_);
+      title.is_valid() ? tuple_of(sequence_number, group_, verb, data, op, root, sizes, message, code,
+                                  instruction, no_stack_, nb::tuple(), title)
+                       : tuple_of(sequence_number, group_, verb, data, op, root, sizes, message, code,
+                                  instruction, no_stack_);
   const std::uint64_t before = counts_.get(kNumNotes);
   const Py_ssize_t place = static_cast<Py_ssize_t>(before % num_kept_);
   if (PyList_SetItem(notes_.ptr(), place, note.inc_ref().ptr()) != 0) throw nb::python_error();

@@ -27,16 +27,16 @@ class Notes {
   // Of the last collective.
   std::uint64_t sequence() const;
 
-  // Keep a collective; returns its number in the members' common sequence.
+  // Keep a collective; returns its number in the members' common sequence. `title` may be null.
   std::uint64_t keep_collective(nb::handle verb, const nb::object& data, nb::handle op,
-                                nb::handle root, nb::handle sizes);
+                                nb::handle root, nb::handle sizes, nb::handle title);
 
   // Keep a send or receive of a kind, (is_send, peer, tag); returns the number of the note.
   std::uint64_t keep_message(nb::handle verb, const nb::object& data, nb::handle kind);
 
  private:
   std::uint64_t keep(nb::handle verb, const nb::object& data, nb::handle op, nb::handle root,
-                     nb::handle sizes, nb::handle message);
+                     nb::handle sizes, nb::handle message, nb::handle title = {});
   nb::object first_frame() const;
 
   const Words counts_;

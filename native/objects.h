@@ -13,6 +13,7 @@ namespace nb = nanobind;
 // Of memory, as Python has it.
 using Address = std::uintptr_t;
 using Addresses = std::vector<Address>;
+using Counts = std::vector<std::uint64_t>;  // of elements, by member
 
 inline nb::object checked(PyObject* made) {
   if (made == nullptr) throw nb::python_error();

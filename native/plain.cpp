@@ -56,6 +56,50 @@ bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& oth
   });
 }
 
+bool overlaps_any(std::uint64_t item, const Addresses& some, const Counts& some_counts,
+                  const Addresses& others, const Counts& other_counts) {
+  for (std::size_t i = 0; i < some.size(); ++i) {
+    for (std::size_t j = 0; j < others.size(); ++j) {
+      if (some[i] < others[j] + other_counts[j] * item &&
+          others[j] < some[i] + some_counts[i] * item) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+std::uint64_t row_of(const Plain& whole) {
+  std::uint64_t row = 1;
+  for (int i = 1; i < whole.num_dims; ++i) row *= static_cast<std::uint64_t>(whole.dims[i]);
+  return row;
+}
+
+bool cut(nb::handle sizes, const Plain& whole, std::uint64_t size, Counts& counts) {
+  if (whole.num_dims == 0) return false;
+  const auto num_rows = static_cast<std::uint64_t>(whole.dims[0]);
+  const std::uint64_t row = row_of(whole);
+  const bool is_list = PyList_Check(sizes.ptr()), is_tuple = PyTuple_Check(sizes.ptr());
+  if (!sizes.is_none() && !is_list && !is_tuple) return false;
+  const Py_ssize_t length = sizes.is_none() ? 0 : PySequence_Size(sizes.ptr());
+  if (length == 0) {
+    counts.assign(size, num_rows / size * row);
+    return num_rows % size == 0;
+  }
+  if (static_cast<std::uint64_t>(length) != size) return false;
+  std::uint64_t left = num_rows;
+  for (Py_ssize_t j = 0; j < length; ++j) {
+    PyObject* const one = is_list ? PyList_GetItem(sizes.ptr(), j) : PyTuple_GetItem(sizes.ptr(), j);
+    if (!PyLong_CheckExact(one)) return false;
+    int overflow = 0;
+    const long long rows = PyLong_AsLongLongAndOverflow(one, &overflow);
+    if (overflow != 0 || rows < 0 || static_cast<std::uint64_t>(rows) > left) return false;
+    left -= static_cast<std::uint64_t>(rows);
+    counts.push_back(static_cast<std::uint64_t>(rows) * row);
+  }
+  return left == 0;
+}
+
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size) {
   if (whole.count != size * block.count || whole.num_dims == 0) return false;
   if (whole.num_dims == 1) return true;

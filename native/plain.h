@@ -24,6 +24,10 @@ struct Plain {
 // Whether `bytes` bytes from the memory of `one` on reach into that of `other`.
 bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other);
 
+// The same of tensors of several sizes, all of `item` bytes an element.
+bool overlaps_any(std::uint64_t item, const Addresses& some, const Counts& some_counts,
+                  const Addresses& others, const Counts& other_counts);
+
 // Whether any of `some` reaches into any of `others`: addresses of tensors as large as `like`.
 bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& others);
 
@@ -32,6 +36,13 @@ bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size);
 
 // Whether both can be cut along dim 0 into as many parts as there are members, of one size.
 bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size);
+
+// How many elements of `whole` belong to each of `size` members: `sizes` has rows along dim 0, in a list
+// or tuple, or is None or empty for equal parts. False where it is not plain, or cuts nothing so.
+bool cut(nb::handle sizes, const Plain& whole, std::uint64_t size, Counts& counts);
+
+// Of how many elements a row along dim 0 is.
+std::uint64_t row_of(const Plain& whole);
 
 class PlainReader {
  public:

@@ -24,6 +24,8 @@ struct Collective {
   Way way{};                          // of a reduction
   Address in = 0, out = 0;
   Addresses ins{}, outs{};
+  Counts in_counts{}, out_counts{};  // of an all-to-all whose parts differ; `count` is 0 then
+  std::uint32_t fingerprint = 0;     // what members compare beside all else: of a title
   nb::object written{}, read{};  // the tensors: tuples, or one
 
   std::uint64_t bytes() const { return count * item; }

@@ -25,8 +25,9 @@ class ShmRunner final : public Runner {
     Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
                         static_cast<unsigned>(call.way.op),
                         std::max(static_cast<int>(call.header.root), 0), call.out, call.in);
-    for (Address one : call.ins) job.ins.push_back({pointer(one), call.count});
-    for (Address one : call.outs) job.outs.push_back({pointer(one), call.count});
+    job.call.header.fingerprint = call.fingerprint;
+    put(job.ins, call.ins, call.in_counts, call.count);
+    put(job.outs, call.outs, call.out_counts, call.count);
     if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
     int status = 0;
     try {
@@ -53,6 +54,14 @@ class ShmRunner final : public Runner {
   }
 
  private:
+  static void put(std::vector<Part>& parts, const Addresses& from, const Counts& counts,
+                  std::uint64_t count) {
+    parts.reserve(from.size());
+    for (std::size_t j = 0; j < from.size(); ++j) {
+      parts.push_back({pointer(from[j]), counts.empty() ? count : counts[j]});
+    }
+  }
+
   PyCommunicator& core_;
   const nb::object fail_, give_up_;
   const double timeout_;

@@ -236,7 +236,7 @@ def all_to_all(
     return bodies.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
-@verb(fast=["output", "input"])
+@verb(fast=["output", "input", "output_split_sizes", "input_split_sizes"])
 def all_to_all_single(
     output: Any,
     input: Any,

@@ -2,8 +2,8 @@
 
 Members whose titles differ raise the AgreementError of calls that differ, as if they had called
 different verbs, and reports name the title. All else is as the verb of the same name says: a call
-waits for its result, takes part in join contexts, and is shown by a profiler. Tensors are torch's
-and have no gradient.
+waits for its result, takes the fast path where it can, takes part in join contexts, and is shown by
+a profiler. Tensors are torch's and have no gradient.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
+_SUM = ReduceOp.SUM
+
 
 @leave_untraced
 def all_reduce(
     tensor: torch.Tensor, group: ProcessGroup, title: str, *, async_op: bool = False
 ) -> Work | None:
     """Every member's tensor becomes the sum of all, in place."""
-    given = (tensor, ReduceOp.SUM, group, async_op, title)
-    return _run("all_reduce", bodies.all_reduce, given, group, title, tensor.nbytes)
+    path = _fast_path(group, async_op)
+    if path is not None and path.all_reduce(tensor, title) is not False:
+        return None
+    given = (tensor, _SUM, group, async_op, title)
+    return _run("all_reduce", bodies.all_reduce, given, group, title, [tensor])
 
 
 @leave_untraced
@@ -49,9 +54,11 @@ def all_gather_into_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Every member's output holds all members' inputs, in group order, along dim 0."""
-    name = "all_gather_into_tensor"
+    path, name = _fast_path(group, async_op), "all_gather_into_tensor"
+    if path is not None and path.all_gather_into_tensor(output, input, title) is not False:
+        return None
     given = (name, output, input, group, async_op, title)
-    return _run(name, bodies.all_gather, given, group, title, output.nbytes + input.nbytes)
+    return _run(name, bodies.all_gather, given, group, title, [output, input])
 
 
 @leave_untraced
@@ -64,42 +71,52 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Each member's output is its own block of the sum of all inputs."""
-    name = "reduce_scatter_tensor"
-    given = (name, output, input, ReduceOp.SUM, group, async_op, title)
-    return _run(name, bodies.reduce_scatter, given, group, title, output.nbytes + input.nbytes)
+    path, name = _fast_path(group, async_op), "reduce_scatter_tensor"
+    if path is not None and path.reduce_scatter_tensor(output, input, _SUM, title) is not False:
+        return None
+    given = (name, output, input, _SUM, group, async_op, title)
+    return _run(name, bodies.reduce_scatter, given, group, title, [output, input])
 
 
 @leave_untraced
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
-    output_split_sizes: list[int] | None,
-    input_split_sizes: list[int] | None,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
     group: ProcessGroup,
     title: str,
     *,
     async_op: bool = False,
 ) -> Work | None:
     """Each member's output holds, along dim 0, what every member's input has for it."""
-    name = "all_to_all_single"
-    given = (output, input, output_split_sizes, input_split_sizes, group, async_op, title)
-    num_bytes = output.nbytes + input.nbytes
-    return _run(name, bodies.all_to_all_single, given, group, title, num_bytes)
+    path, sizes = _fast_path(group, async_op), (output_split_sizes, input_split_sizes)
+    if path is not None and path.all_to_all_single(output, input, *sizes, title) is not False:
+        return None
+    given, tensors = (output, input, *sizes, group, async_op, title), [output, input]
+    return _run("all_to_all_single", bodies.all_to_all_single, given, group, title, tensors)
 
 
 @leave_untraced
 def all_to_all(
-    outputs: list[torch.Tensor],
-    inputs: list[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     group: ProcessGroup,
     title: str,
     *,
     async_op: bool = False,
 ) -> Work | None:
     """Each member's j-th output is what member j holds for it."""
+    path = _fast_path(group, async_op)
+    if path is not None and path.all_to_all(outputs, inputs, title) is not False:
+        return None
     given = (outputs, inputs, group, async_op, title)
-    num_bytes = sum(one.nbytes for one in (*outputs, *inputs))
-    return _run("all_to_all", bodies.all_to_all, given, group, title, num_bytes)
+    return _run("all_to_all", bodies.all_to_all, given, group, title, [*outputs, *inputs])
+
+
+def _fast_path(group: ProcessGroup, async_op: bool) -> Any:
+    """What does a blocking call of this group that no profiler watches; None where nothing does."""
+    return None if async_op or profiler._is_profiler_enabled else group.fast_path
 
 
 def _run(
@@ -108,9 +125,10 @@ def _run(
     given: Sequence[Any],
     group: ProcessGroup,
     title: str,
-    num_bytes: int,
+    tensors: Sequence[torch.Tensor],
 ) -> Work | None:
     if not profiler._is_profiler_enabled:
         return run_unnested(verb, body, *given)
+    num_bytes = sum(one.nbytes for one in tensors)
     with profiler.record_function(f"meshdist::{verb} of {title} {group.name} {num_bytes} bytes"):
         return run_unnested(verb, body, *given)

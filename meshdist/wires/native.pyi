@@ -213,7 +213,7 @@ class FastPath:
 
     A method has the name of its verb, does all that the verb does, and returns what it returns; or
     it does nothing, and returns False, where the call is not that plain. It raises what the verb
-    raises. Roots and peers are places in the group.
+    raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
     names of both. SUM comes first.
@@ -225,7 +225,7 @@ class FastPath:
         runner: Runner,
         reductions: list[tuple[Any, int, dict[Any, tuple[int, int]]]],
     ) -> None: ...
-    def all_reduce(self, tensor: Any, /) -> bool | None:
+    def all_reduce(self, tensor: Any, title: str | None = None, /) -> bool | None:
         """The sum, in place."""
 
     def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
@@ -234,13 +234,17 @@ class FastPath:
     def broadcast(self, tensor: Any, root: int, /) -> bool | None:
         """From member ``root``."""
 
-    def all_gather_into_tensor(self, output: Any, tensor: Any, /) -> bool | None:
+    def all_gather_into_tensor(
+        self, output: Any, tensor: Any, title: str | None = None, /
+    ) -> bool | None:
         """In either form of the output."""
 
     def all_gather_single(self, output: Any, tensor: Any, /) -> bool | None:
         """The same."""
 
-    def reduce_scatter_tensor(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
+    def reduce_scatter_tensor(
+        self, output: Any, tensor: Any, op: Any, title: str | None = None, /
+    ) -> bool | None:
         """In either form of the input."""
 
     def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
@@ -255,11 +259,19 @@ class FastPath:
     def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool | None:
         """From member ``root``; ``inputs`` is None on the others."""
 
-    def all_to_all(self, outputs: Any, inputs: Any, /) -> bool | None:
-        """Of lists of tensors of one size."""
+    def all_to_all(self, outputs: Any, inputs: Any, title: str | None = None, /) -> bool | None:
+        """Of lists of tensors."""
 
-    def all_to_all_single(self, output: Any, tensor: Any, /) -> bool | None:
-        """In equal parts."""
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_sizes: Any = None,
+        input_sizes: Any = None,
+        title: str | None = None,
+        /,
+    ) -> bool | None:
+        """In parts of as many rows as the sizes say; None means equal parts."""
 
     def barrier(self) -> bool | None:
         """Over all members."""
