@@ -246,6 +246,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "explaining",
             "plans",
             "planning",
+            "packing",
         ),
     },
     {

@@ -7,11 +7,13 @@ such memory has gone, the next result takes it.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -98,18 +100,25 @@ def forget() -> None:
 os.register_at_fork(after_in_child=forget)
 
 
-def new_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of a dense tensor's shape, dtype and device, of any values.
+def new_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a contiguous tensor of a dense tensor's dtype and device, of any values.
 
     On the CPU, from 1 MiB on, it lies on huge pages, used before where possible; such a tensor
     cannot be resized beyond its memory. Sparse tensors have no contiguous form.
+
+    Args:
+        tensor: what the new one is like.
+        shape: its shape, where that is not the shape of ``tensor``, which is dense then.
     """
     if tensor.layout is not torch.strided:
         return torch.empty_like(tensor)
-    num_bytes = tensor.numel() * tensor.element_size()
+    num_bytes = tensor.element_size() * (tensor.numel() if shape is None else math.prod(shape))
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu
     if is_plain and num_bytes >= _SMALLEST and hasattr(mmap, "MADV_HUGEPAGE"):
         memory = _pool.take(num_bytes)
         if memory is not None:
-            return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+            flat = torch.from_numpy(memory).view(tensor.dtype)
+            return flat.view(tensor.shape if shape is None else tuple(shape))
+    if shape is not None:
+        return tensor.new_empty(shape)
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)

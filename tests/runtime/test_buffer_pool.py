@@ -41,6 +41,12 @@ def test_shape_dtype_and_values(dtype: torch.dtype) -> None:
     assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (3, MIB)])
+def test_another_shape(shape: tuple[int, ...]) -> None:
+    y = new_like(torch.empty(5, 2, dtype=torch.int16).T, shape)
+    assert (y.shape, y.dtype, y.is_contiguous()) == (shape, torch.int16, True)
+
+
 @pytest.mark.parametrize(
     "x",
     [
