@@ -145,6 +145,7 @@ from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make
 from .mesh.partition_spec import P as P, PartitionSpec as PartitionSpec
 from .mesh.spec import NamedSharding as NamedSharding
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
+from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
 from .sharding.planning import plan as plan
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work

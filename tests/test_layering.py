@@ -247,6 +247,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "plans",
             "planning",
             "packing",
+            "carrying",
+            "requests",
+            "typed_transfers",
+            "resharding",
+            "placing",
         ),
     },
     {

@@ -16,11 +16,13 @@ from .verb_kinds import KINDS
 __all__ = [
     "foreign_axis",
     "foreign_leaf",
+    "foreign_mesh",
     "mesh_text",
     "of_a_subclass",
     "owned_loss",
     "refused_join",
     "refused_loss",
+    "refused_sharding",
     "refused_verb",
     "refused_write",
     "tensor_text",
@@ -106,6 +108,44 @@ def refused_verb(
         expected=f"a value that is {words} over {axis!r}",
         found=f"{argument}: {tensor_text(x)}",
         fix=fixes[kind],
+    )
+
+
+def refused_sharding(
+    verb: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
+) -> AxisTypeError:
+    """A value whose kind over an axis is not what a pattern or spec says of it."""
+    kind = kinds_in(type_of(x)).get(axis, "I")
+    fixes = {
+        "V": f"write the axis where it cuts a dim, as in 'n@{axis}'; or make the value equal along "
+        f"it first, by lax.psum(x, {axis!r}) or lax.pmean",
+        "U": f"write {{U:{axis}}} on the left: the summands are then added where the right side "
+        "asks for it",
+        "R": f"write {{R:{axis}}} on the left",
+        "I": f"where each rank holds a summand, say so: md.annotate(x, unreduced={axis!r})",
+    }
+    return AxisTypeError(
+        f"{verb} of a value that is {_word(kind)} over {axis!r}, and {_word(wanted)} there by its "
+        "pattern or spec",
+        where=where(mesh, [axis]),
+        expected=f"a value that lies as {spec}",
+        found=f"x: {tensor_text(x)}",
+        fix=fixes[kind]
+        if (kind, wanted) != ("V", "U")
+        else f"cast it first: lax.pcast(x, {axis!r}, to='unreduced')",
+    )
+
+
+def foreign_mesh(
+    verb: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
+) -> AxisTypeError:
+    """A verb over axes that the context's mesh does not have."""
+    return AxisTypeError(
+        f"{verb} over {shown(axes)} of a mesh that is no part of the context's",
+        where=where(mesh),
+        expected=f"axes of {mesh_text(mesh)}, a slice of it, or axes flattened",
+        found=mesh_text(given),
+        fix="open the context with the mesh that has these axes",
     )
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, kinds_in, shown, with_kinds
+from .axis_types import ATTRIBUTE, kinds_in, with_kinds
 from .contexts import ContextMode, find_mode, mark
 from .operation_rules import Operation
-from .type_errors import mesh_text, refused_verb, where
+from .type_errors import foreign_mesh, refused_verb
 from .verb_kinds import KINDS, find_result_kind
 
 __all__ = ["TypedVerb", "find_typed_verb"]
@@ -133,13 +132,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, 
         return tuple(names)
     found = _axes_of_ranks(own, axes.layout.ranks().ravel().tolist())
     if found is None:
-        raise AxisTypeError(
-            f"{verb} over {shown(names)} of a mesh that is no part of the context's",
-            where=where(own),
-            expected=f"axes of {mesh_text(own)}, a slice of it, or axes flattened",
-            found=mesh_text(axes),
-            fix="open the context with the mesh that has these axes",
-        )
+        raise foreign_mesh(verb, names, own, axes)
     return found
 
 

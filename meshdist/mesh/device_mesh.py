@@ -345,6 +345,18 @@ class DeviceMesh:
             self._derived[key] = self._derive(layout, kept, new)
         return self._derived[key]
 
+    def refined(self, layout: Layout, owners: Sequence[Axis]) -> DeviceMesh:
+        """The mesh over the same ranks with the axes of ``layout``, whose axis i is a part of this
+        mesh's axis ``owners[i]`` and has its options.
+
+        Opens the groups along them, collectively, unless this mesh is only planned.
+        """
+        kept = [self.layout.axis_index(owner) for owner in owners]
+        key = ("refined", layout, tuple(kept))
+        if key not in self._derived:
+            self._derived[key] = self._derive(layout, kept, range(layout.ndim))
+        return self._derived[key]
+
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         """The mesh with the axes of all parts, in order, through this rank; opens nothing.

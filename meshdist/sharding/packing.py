@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
+from ..mesh.splits import Box, volume
 from ..runtime.buffer_pool import new_like
-from .steps import Arrangement, Box, volume
+from .steps import Arrangement
 
 __all__ = ["Boxes", "Rearrangement", "fresh_copy", "index_of", "shape_of"]
 

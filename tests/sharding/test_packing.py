@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from meshdist.mesh.splits import Box
 from meshdist.sharding.packing import Boxes, Rearrangement, fresh_copy
-from meshdist.sharding.steps import Arrangement, Box
+from meshdist.sharding.steps import Arrangement
 
 
 def lie(x: torch.Tensor, is_contiguous: bool) -> torch.Tensor:

@@ -1,0 +1,231 @@
+"""The public calls that place arrays on a mesh: ``reshard``, ``shard`` and ``unshard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..arrays import Array, as_tensor, like
+from ..errors import ArgumentError, KindError
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.spec import NamedSharding
+from .requests import (
+    Request,
+    get_mesh,
+    pattern_request,
+    shard_request,
+    sharding_request,
+    unshard_request,
+)
+from .resharding import Resharding
+
+__all__ = ["reshard", "shard", "unshard"]
+
+_NOTE = "reshardings"
+_MOST_KEPT = 4096
+
+
+def reshard(
+    x: Array,
+    pattern: str | NamedSharding,
+    /,
+    mesh: DeviceMesh | NamedSharding | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    **sizes: int,
+) -> Any:
+    """Every rank holds the shard that the right side of a pattern gives it; collective.
+
+    Any collective is a pattern: ``"b@dp -> b"`` gathers, ``"b {U:dp} -> b"`` sums,
+    ``"b {U:dp} -> b@dp"`` sums and scatters, ``"s@tp d -> s d@tp"`` is an all-to-all, and
+    ``"b -> b@dp"`` slices, for free. Dims may stand in another order on the right, and be grouped
+    anew. The fewest bytes are sent.
+
+    Args:
+        x: this rank's shard, an array of any library, in any memory layout.
+        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has.
+        mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
+            the one that it shall have.
+        shape: of the whole array; None takes each dim as the shard's size times the number of
+            shards, or as ``sizes`` says.
+        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+
+    Returns:
+        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits.
+
+    Gradient:
+        The same communication transposed: the plan from the right side's cotangent, with U and R
+        exchanged, to the left side's.
+
+    Cost:
+        What ``md.plan`` with the same arguments tells.
+
+    Raises:
+        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
+        DtypeError: bool values that are summands.
+        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
+        AgreementError: ranks have different plans.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     rows = torch.arange(4).view(1, 4) + 10 * md.get_rank()     # one of two rows
+        ...     with mesh:
+        ...         return md.reshard(rows, "s@tp d -> s d@tp").tolist()   # two of four columns
+        >>> md.simulate(program, 2)
+        [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
+    """
+    tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
+    known = None if shape is None else tuple(shape)
+    key = (pattern, mesh, tensor.shape, known, *sizes.items())
+    asked: Any = pattern.mesh if isinstance(pattern, NamedSharding) else mesh
+    where = get_mesh("reshard", asked)
+    kept: dict[Any, Resharding] = where.notes.setdefault(_NOTE, {})
+    found = kept.get(key)
+    if found is None:
+        request = _request(pattern, mesh, where, tuple(tensor.shape), known, sizes)
+        found = _keep(kept, key, Resharding(request))
+    return like(found(tensor), x)
+
+
+def _request(
+    pattern: str | NamedSharding,
+    mesh: DeviceMesh | NamedSharding | None,
+    where: DeviceMesh,
+    local_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
+    sizes: Mapping[str, int],
+) -> Request:
+    if not isinstance(pattern, NamedSharding):
+        return pattern_request(pattern, where, local_shape, shape, sizes)
+    if not isinstance(mesh, NamedSharding):
+        raise KindError(
+            "reshard from a NamedSharding needs another to go to",
+            expected="reshard(x, source, target)",
+            found=f"a {type(mesh).__name__} as target",
+        )
+    if sizes:
+        raise ArgumentError(
+            "reshard between NamedShardings knows no dims by name",
+            found=", ".join(f"{name}={size}" for name, size in sizes.items()),
+            fix="give the shape of the whole array: shape=(...)",
+        )
+    return sharding_request(pattern, mesh, local_shape, shape)
+
+
+def shard(
+    whole: Array,
+    pattern: str | NamedSharding,
+    /,
+    mesh: DeviceMesh | None = None,
+    **sizes: int,
+) -> Any:
+    """Every rank keeps its own shard of an array that all ranks hold. Inverse of ``unshard``.
+
+    Args:
+        whole: the same array on every rank; of any library.
+        pattern: how it shall lie, such as ``"b@dp s d"``; or a ``NamedSharding``.
+        mesh: whose axes the pattern names; None takes the mesh in force.
+        sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
+
+    Returns:
+        An array like ``whole``, in new memory. Over axes that the pattern calls unreduced,
+        coordinate 0 keeps the values and all others hold zeros.
+
+    Gradient:
+        ``unshard``: the ranks' gradients are gathered.
+
+    Cost:
+        Nothing is sent; the backward gathers.
+
+    Raises:
+        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the array.
+        DtypeError: bool values that shall be summands. MeshError, NotInGroupError: as ``reshard``.
+
+    Example:
+        >>> import numpy as np, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     return md.shard(np.arange(5), "b@dp", mesh).tolist()
+        >>> md.simulate(program, 2)
+        [[0, 1, 2], [3, 4]]
+    """
+    tensor = as_tensor(whole, argument="whole", verb="shard", writable=False)
+
+    def request(mesh: DeviceMesh, shape: tuple[int, ...]) -> Request:
+        return shard_request(pattern, mesh, shape, sizes)
+
+    return like(_get("shard", pattern, mesh, tensor.shape, sizes, request)(tensor), whole)
+
+
+def unshard(
+    local: Array,
+    pattern: str | NamedSharding,
+    /,
+    mesh: DeviceMesh | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    **sizes: int,
+) -> Any:
+    """Every rank holds the whole array. Inverse of ``shard``; collective.
+
+    Args:
+        local: this rank's shard, an array of any library.
+        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``.
+        mesh: whose axes the pattern names; None takes the mesh in force.
+        shape, sizes: as for ``reshard``.
+
+    Returns:
+        An array like ``local``, in new memory, with equal bits on every rank.
+
+    Gradient:
+        ``shard``: each rank takes its own part, for free.
+
+    Cost:
+        Each rank receives what it does not hold; of summands, what an all-reduce receives.
+
+    Raises:
+        What ``reshard`` raises.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     return md.unshard(torch.full((1,), md.get_rank()), "b@dp", mesh).tolist()
+        >>> md.simulate(program, 2)
+        [[0, 1], [0, 1]]
+    """
+    tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
+    known = None if shape is None else tuple(shape)
+
+    def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
+        return unshard_request(pattern, mesh, local_shape, known, sizes)
+
+    found = _get("unshard", pattern, mesh, tensor.shape, {**sizes, "": known}, request)
+    return like(found(tensor), local)
+
+
+def _get(
+    verb: str,
+    pattern: str | NamedSharding,
+    mesh: DeviceMesh | None,
+    shape: tuple[int, ...],
+    more: Mapping[str, Any],
+    request: Callable[[DeviceMesh, tuple[int, ...]], Request],
+) -> Resharding:
+    """The resharding that a call means, made at its first use on the mesh."""
+    where = get_mesh(verb, pattern.mesh if isinstance(pattern, NamedSharding) else mesh)
+    kept: dict[Any, Resharding] = where.notes.setdefault(_NOTE, {})
+    key = (verb, pattern, shape, *more.items())
+    found = kept.get(key)
+    if found is None:
+        found = _keep(kept, key, Resharding(request(where, tuple(shape))))
+    return found
+
+
+def _keep(kept: dict[Any, Resharding], key: Any, made: Resharding) -> Resharding:
+    if len(kept) >= _MOST_KEPT:
+        kept.clear()
+    kept[key] = made
+    return made

@@ -1,0 +1,263 @@
+"""What calls of ``reshard``, ``shard`` and ``unshard`` ask for: checked before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import KindError, MeshError, NotInGroupError, ShapeError
+from ..mesh.current_mesh import find_current_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.named_dims import regroup, size_side
+from ..mesh.spec import NamedSharding, P
+from ..mesh.splits import Placement
+from .planning import mesh_links, plan_shardings
+from .plans import Plan, make_plan
+from .refinement import refine
+
+__all__ = [
+    "Request",
+    "check_shard",
+    "get_mesh",
+    "pattern_request",
+    "shard_request",
+    "sharding_request",
+    "unshard_request",
+    "whole_shape",
+]
+
+_Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """How local arrays lie before and after a call, and the plan between.
+
+    A pattern's groups stand for several parts. What moves are parts, in the order of the right
+    side, so that the result needs no copy to be joined: ``take_apart`` and ``join`` are what einops
+    does to a local array before and after.
+
+    Args:
+        verb: the public call.
+        mesh: whose groups the plan's axes mean.
+        meshes: the source's and the target's.
+        source: how the array lies.
+        target: how it shall lie.
+        plan: this rank's.
+        take_apart: einops' pattern, and the local sizes that it needs; None where nothing is done.
+        join: einops' pattern; None where nothing is done.
+    """
+
+    verb: str
+    mesh: DeviceMesh
+    meshes: tuple[DeviceMesh, DeviceMesh]
+    source: NamedSharding
+    target: NamedSharding
+    plan: Plan
+    take_apart: tuple[str, Mapping[str, int]] | None = None
+    join: str | None = None
+
+
+def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of a call, or the one in force; this rank is in it.
+
+    Raises:
+        MeshError: there is none. KindError: it is no DeviceMesh. NotInGroupError: as said.
+    """
+    mesh = find_current_mesh() if mesh is None else mesh
+    if mesh is None:
+        raise MeshError(
+            f"{verb}: no mesh is in force",
+            expected="a mesh whose axes the pattern names",
+            fix=f"call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)",
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise KindError(
+            f"{verb} needs the groups of a DeviceMesh",
+            expected="a DeviceMesh",
+            found=f"a {type(mesh).__name__}",
+            fix="plan on a Layout with md.plan; move data on a DeviceMesh",
+        )
+    if mesh.get_coordinate() is None:
+        raise NotInGroupError(
+            f"{verb} on a mesh that does not hold this rank",
+            where=f"rank {mesh.get_rank()}, {mesh!r}",
+            fix="skip the call where mesh.get_coordinate() is None",
+        )
+    return mesh
+
+
+def pattern_request(
+    text: str,
+    mesh: DeviceMesh,
+    local_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
+    sizes: _Sizes,
+) -> Request:
+    """What ``reshard(x, "left -> right")`` asks for.
+
+    Raises:
+        PatternError, AxisError, ShapeError, KindError: as ``named_dims.regroup``.
+    """
+    found = regroup(
+        text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
+    )
+    left, right, order = found.source, found.target, found.order
+    plan = make_plan(
+        _permuted(found.placement, order),
+        _permuted(found.target_placement, order),
+        mesh.get_coordinate() or (),
+        layout=mesh.layout,
+        links=mesh_links(mesh),
+        title=f"{text} of shape {left.shape}",
+    )
+    take_apart = join = None
+    if found.is_reordered or "1" in (*left.names, *right.names):
+        letters = {name: f"d{place}" for place, name in enumerate(dict.fromkeys(left.names))}
+        letters["1"] = "1"
+        names = [letters[name] for name in right.names if name != "1"]
+        local = plan.source.local_shape(plan.coordinate)
+        take_apart = (
+            f"{_side_text(left.names, left.parts, letters)} -> {' '.join(names)}",
+            dict(zip(names, local, strict=True)),
+        )
+        join = f"{' '.join(names)} -> {_side_text(right.names, right.parts, letters)}"
+    meshes = (mesh, mesh)
+    return Request("reshard", mesh, meshes, left.sharding, right.sharding, plan, take_apart, join)
+
+
+def sharding_request(
+    source: NamedSharding,
+    target: NamedSharding,
+    local_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
+) -> Request:
+    """What ``reshard(x, source, target)`` asks for.
+
+    Raises:
+        ShapeError: ``local_shape`` is no shard of the whole; a spec has more entries than dims.
+    """
+    mesh, other = get_mesh("reshard", source.mesh), get_mesh("reshard", target.mesh)
+    shape = whole_shape(source, local_shape) if shape is None else shape
+    check_shard("reshard", mesh, source, shape, local_shape)
+    return _request("reshard", mesh, other, source, target, shape)
+
+
+def shard_request(
+    pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
+) -> Request:
+    """What ``shard`` asks for: from the whole on every rank to a shard on each.
+
+    Raises:
+        PatternError, AxisError, ShapeError, KindError: as ``named_dims.size_side``.
+    """
+    target = pattern
+    if not isinstance(target, NamedSharding):
+        target = size_side(target, mesh.layout, shape=shape, sizes=sizes).sharding
+    return _request("shard", mesh, mesh, NamedSharding(mesh, P()), target, shape)
+
+
+def unshard_request(
+    pattern: str | NamedSharding,
+    mesh: DeviceMesh,
+    local_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
+    sizes: _Sizes,
+) -> Request:
+    """What ``unshard`` asks for: from a shard on each rank to the whole on every one.
+
+    Raises:
+        What ``shard_request`` raises. ShapeError: ``local_shape`` is no shard of the whole.
+    """
+    if isinstance(pattern, NamedSharding):
+        source = pattern
+        shape = whole_shape(source, local_shape) if shape is None else shape
+    else:
+        side = size_side(
+            pattern,
+            mesh.layout,
+            rank=mesh.get_rank(),
+            local_shape=local_shape,
+            shape=shape,
+            sizes=sizes,
+        )
+        source, shape = side.sharding, side.shape
+    check_shard("unshard", mesh, source, shape, local_shape)
+    return _request("unshard", mesh, mesh, source, NamedSharding(mesh, P()), shape)
+
+
+def _request(
+    verb: str,
+    mesh: DeviceMesh,
+    other: DeviceMesh,
+    source: NamedSharding,
+    target: NamedSharding,
+    shape: tuple[int, ...],
+) -> Request:
+    plan = plan_shardings(source, target, shape, mesh.get_rank(), mesh_links(mesh))
+    whole = mesh
+    if plan.layout != mesh.layout:
+        parts = refine(mesh.layout, other.layout).source_axes
+        owners = {part: axis for axis, found in enumerate(parts) for part in found}
+        whole = mesh.refined(plan.layout, [owners.get(axis, 0) for axis in range(plan.layout.ndim)])
+    return Request(verb, whole, (mesh, other), source, target, plan)
+
+
+def whole_shape(sharding: NamedSharding, local_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the whole array: each dim's shard times the number of shards.
+
+    Raises:
+        ShapeError: the spec has more entries than there are dims.
+    """
+    sizes = sharding.layout.axis_sizes
+    whole = []
+    for dim, size in enumerate(local_shape):
+        if dim in sharding.shard_sizes:
+            whole.append(sum(sharding.shard_sizes[dim]))
+        else:
+            entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+            axes = (entry,) if isinstance(entry, str) else entry or ()
+            whole.append(size * math.prod(sizes[axis] for axis in axes))
+    return tuple(whole)
+
+
+def check_shard(
+    verb: str,
+    mesh: DeviceMesh,
+    sharding: NamedSharding,
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+) -> None:
+    """Raise ShapeError unless a local shape is that of this rank's shard."""
+    expected = sharding.shard_shape(shape, mesh.get_rank())
+    if expected != local_shape:
+        raise ShapeError(
+            f"{verb}: the local array is no shard of the whole",
+            where=f"rank {mesh.get_rank()}, {sharding.spec!r} on mesh ({mesh.layout.axis_text()})",
+            expected=f"shape {expected}, this rank's shard of {shape}",
+            found=f"shape {local_shape}",
+            fix="give the shape of the whole array: shape=(...)",
+        )
+
+
+def _permuted(placement: Placement, order: Sequence[int]) -> Placement:
+    return Placement(
+        placement.mesh_sizes,
+        tuple(placement.shape[place] for place in order),
+        tuple(placement.dims[place] for place in order),
+        placement.unreduced,
+        placement.reduced,
+    )
+
+
+def _side_text(names: Sequence[str], parts: Sequence[int], letters: Mapping[str, str]) -> str:
+    """One side of einops' pattern.
+
+    Example:
+        >>> _side_text(("h", "k", "s"), (2, 1), {"h": "d0", "k": "d1", "s": "d2"})
+        '(d0 d1) d2'
+    """
+    rest = iter(names)
+    groups = [[letters[next(rest)] for _ in range(count)] for count in parts]
+    return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups)

@@ -1,0 +1,165 @@
+"""Plans carried out on tensors, with derivatives: the backward is the plan's transpose."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+
+from ..arrays import describe
+from ..collectives.axis_types import ATTRIBUTE
+from ..collectives.contexts import find_mode
+from ..collectives.linear_function import LinearFunction
+from ..collectives.torch_private import NotSeen, call_function
+from ..errors import DtypeError
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.splits import Placement, split_dim
+from .carrying import Carrier
+from .plans import Plan, make_plan
+from .requests import Request
+from .typed_transfers import typed_operand, typed_result
+
+__all__ = ["Resharding", "Transfer", "get_transfer", "reshard_tensor"]
+
+_NOTE = "transfers"
+
+
+def reshard_tensor(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
+    """What this rank holds after the plan, in new memory; collective over the mesh.
+
+    Args:
+        x: this rank's shard at the plan's source, of the plan's local shape.
+        plan: this rank's part of it.
+        mesh: whose axes the plan names by index.
+
+    Gradient: the plan's transpose, from the target's cotangent to the source's.
+    """
+    return get_transfer(plan, mesh)(x)
+
+
+def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
+    """The plan on this mesh's groups, which are opened at the first call, collectively."""
+    kept: dict[Plan, Transfer] = mesh.notes.setdefault(_NOTE, {})
+    found = kept.get(plan)
+    if found is None:
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        found = kept[plan] = Transfer(plan, mesh)
+    return found
+
+
+_MOST_KEPT = 1024
+
+
+class Transfer:
+    """A plan on the groups of a mesh; making one opens them, collectively.
+
+    Args:
+        plan, mesh: as for ``reshard_tensor``.
+    """
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
+        self._plan = plan
+        self._mesh = mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self.shape = plan.source.local_shape(coordinate)
+        self._carrier = Carrier(plan.steps, self.shape, mesh, plan.title)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The plan on ``x``, differentiable."""
+        if x.requires_grad:
+            self.transpose  # noqa: B018  # opens its groups now: inside a backward none may open
+        return call_function(_Transferred, x, self)
+
+    @cached_property
+    def transpose(self) -> Transfer:
+        """The transfer from the target's cotangent to the source's, whose transpose is this one."""
+        made = get_transfer(self._plan.T, self._mesh)
+        made.__dict__.setdefault("transpose", self)
+        return made
+
+    def carry(self, x: torch.Tensor) -> torch.Tensor:
+        """The plan on ``x``, or on a batch of such, whose dims stand first; without a gradient."""
+        if x.dim() == len(self.shape):
+            return self._carrier(x)
+        batch = x.shape[: x.dim() - len(self.shape)]
+        plan = self._plan
+        batched = make_plan(
+            _with_batch(plan.source, batch),
+            _with_batch(plan.target, batch),
+            plan.coordinate,
+            links=plan.links,
+            layout=plan.layout,
+            title=f"{plan.title}, {tuple(batch)} times",
+        )
+        return get_transfer(batched, self._mesh).carry(x)
+
+
+def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
+    """The placement of a batch of such arrays; every rank holds its part of all of them."""
+    dims = (*(split_dim(size, (), ()) for size in batch), *placement.dims)
+    shape = (*batch, *placement.shape)
+    return Placement(placement.mesh_sizes, shape, dims, placement.unreduced, placement.reduced)
+
+
+class _Transferred(LinearFunction):
+    @staticmethod
+    def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        return transfer.carry(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (transfer,) = ctx.rest
+        return call_function(_Transferred, grad, transfer.transpose), None
+
+
+class Resharding:
+    """A request on the groups of its mesh; making one opens them, collectively.
+
+    Args:
+        request: what it asks for.
+    """
+
+    __slots__ = ("_is_summed", "_join", "_request", "_take_apart", "_transfer")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._take_apart, self._join = request.take_apart, request.join
+        self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
+        self._transfer = get_transfer(request.plan, request.mesh)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """What the request makes of this rank's ``x``, in new memory; differentiable.
+
+        Raises:
+            DtypeError: summands that are bool.
+            AxisTypeError: in a typed context, the type of ``x`` is not what the request says.
+        """
+        request = self._request
+        if self._is_summed and x.dtype is torch.bool:
+            raise DtypeError(
+                f"{request.verb}: bool values have no sum",
+                where=request.plan.title,
+                expected="numbers, where ranks hold summands",
+                found=describe(x),
+                fix="count in integers: x.to(torch.int32)",
+            )
+        mode = find_mode()
+        if mode is None:
+            return self._moved(x)
+        mesh, other = request.meshes
+        text = typed_result(mode, request.verb, x, request.target, other)
+        x = typed_operand(mode, request.verb, x, request.source, mesh)
+        with NotSeen():
+            result = self._moved(x)
+        result.__dict__[ATTRIBUTE] = text
+        return result
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        if self._take_apart is None or self._join is None:
+            return self._transfer(x)
+        text, sizes = self._take_apart
+        return rearrange(self._transfer(rearrange(x, text, **sizes)), self._join)
