@@ -145,8 +145,20 @@ from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make
 from .mesh.partition_spec import P as P, PartitionSpec as PartitionSpec
 from .mesh.spec import NamedSharding as NamedSharding
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
+from .sharding.from_whole import device_put as device_put
+from .sharding.making_arrays import (
+    empty as empty,
+    full as full,
+    make_array_from_callback as make_array_from_callback,
+    make_array_from_process_local_data as make_array_from_process_local_data,
+    ones as ones,
+    randn as randn,
+    zeros as zeros,
+)
+from .sharding.metadata import ArrayMetadata as ArrayMetadata
 from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
 from .sharding.planning import plan as plan
+from .sharding.sharded_array import ShardedArray as ShardedArray
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work
 from .worlds.initialization import (

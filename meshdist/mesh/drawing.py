@@ -29,6 +29,7 @@ def draw(
     *,
     highlight_rank: int | None = None,
     hosts: Hosts | None = None,
+    legend: str = "hosts",
     width: int | None = None,
     color: bool | None = False,
     ascii_only: bool | None = None,
@@ -39,6 +40,7 @@ def draw(
         layout: the mesh.
         highlight_rank: a rank to put in brackets, and to keep in view.
         hosts: the host of each rank, by rank; marked by a letter, explained below the tables.
+        legend: what the letters stand for, where it is something else that ranks share.
         width: columns of text to fill at most, 80 by default; three ranks a row are always shown.
         color: True for terminal colours, None where the terminal has them, False for plain text.
         ascii_only: draw with + - |; by default where stdout's encoding has no other lines.
@@ -65,16 +67,23 @@ def draw(
         console = Console(stderr=False)
         color = console.is_terminal and console.color_system is not None and not console.no_color
     width = _DEFAULT_WIDTH if width is None else width
-    return _Drawing(layout, marks, width, color, ascii_only).text()
+    return _Drawing(layout, marks, legend, width, color, ascii_only).text()
 
 
 class _Drawing:
     """One drawing in the making; measures are characters."""
 
     def __init__(
-        self, layout: Layout, marks: Marks, width: int, color: bool, ascii_only: bool
+        self,
+        layout: Layout,
+        marks: Marks,
+        legend: str,
+        width: int,
+        color: bool,
+        ascii_only: bool,
     ) -> None:
         self.marks = marks
+        self.legend = legend
         self.width = width
         self.color = color
         self.ascii_only = ascii_only
@@ -119,7 +128,7 @@ class _Drawing:
                 line.add_row(*tiles[first : first + self.abreast])
                 console.print(line)
             if self.marks.host_names:
-                console.print(_legend(self.marks.host_names, self.dots, self.width))
+                console.print(_legend(self.legend, self.marks.host_names, self.dots, self.width))
         return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
 
     def _tile(self, block: tuple[int, ...] | None) -> Table | Text:
@@ -174,12 +183,12 @@ class _Drawing:
         return text, " ".join(styles)
 
 
-def _legend(names: tuple[str, ...], dots: str, width: int) -> str:
+def _legend(title: str, names: tuple[str, ...], dots: str, width: int) -> str:
     entries = [f"{_letters(index)} = {name}" for index, name in enumerate(names)]
-    text = "hosts: " + ", ".join(entries)
+    text = f"{title}: {', '.join(entries)}"
     while len(text) > width and len(entries) > 2:
         del entries[-2]
-        text = "hosts: " + ", ".join([*entries[:-1], dots, entries[-1]])
+        text = f"{title}: {', '.join([*entries[:-1], dots, entries[-1]])}"
     return text
 
 

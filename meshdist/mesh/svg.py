@@ -21,6 +21,7 @@ def draw_svg(
     *,
     highlight_rank: int | None = None,
     hosts: Hosts | None = None,
+    title: str | None = None,
     width: int = 900,
 ) -> str:
     """Return the mesh as a self-contained SVG document.
@@ -29,13 +30,15 @@ def draw_svg(
         layout: the mesh.
         highlight_rank: a rank to frame, and to keep in view.
         hosts: the host of each rank, by rank; shown by the colour of its cell and a legend.
+        title: of the document; None says which mesh it is.
         width: pixels to fill at most; three ranks a row are always shown.
 
     Raises:
         NotInGroupError: the mesh does not hold ``highlight_rank``.
         MeshError: ``hosts`` lacks a rank of the mesh.
     """
-    return _Svg(layout, Marks.of(layout, highlight_rank, hosts), width).text()
+    title = f"mesh ({layout.axis_text()})" if title is None else title
+    return _Svg(layout, Marks.of(layout, highlight_rank, hosts), title, width).text()
 
 
 class _Svg:
@@ -46,8 +49,9 @@ class _Svg:
     line_height = 20
     character_width = 8
 
-    def __init__(self, layout: Layout, marks: Marks, width: int) -> None:
+    def __init__(self, layout: Layout, marks: Marks, title: str, width: int) -> None:
         self.marks = marks
+        self.title = title
         digits = max(len(str(layout.largest_rank)), len(str(layout.sizes[-1] - 1)), 3)
         self.cell_width = 16 + digits * self.character_width
         self.label_width = 12 + self.character_width * max(len(corner(layout)), 4)
@@ -87,7 +91,7 @@ class _Svg:
             width = max(width, self._legend(height))
             height += self.line_height + self.margin
         box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        title = f"<title>mesh ({escape(view.layout.axis_text())})</title>"
+        title = f"<title>{escape(self.title)}</title>"
         return "\n".join([f"<svg {_PAGE} {box}>", title, *self.parts, "</svg>"])
 
     def _table(self, block: tuple[int, ...], x: int, y: int) -> None:

@@ -1,0 +1,368 @@
+"""Operations on single elements of sharded arrays: operators, NumPy's ufuncs, torch's functions.
+
+Each rank applies the operation to its shards. What works element by element is known from torch,
+whose operators carry the tag ``pointwise``, and from NumPy, whose ufuncs do by definition; what is
+linear in unreduced operands stands in ``operation_rules.LINEARITY``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ..arrays import Array, shape_text
+from ..collectives.operation_rules import LINEARITY, OPERATIONS, Kind, Operation
+from ..errors import ArgumentError, AxisTypeError, KindError
+from ..mesh.spec import NamedSharding
+from .joining import join_operands
+from .shardings import array_type, mesh_text
+
+__all__ = ["ElementwiseArray"]
+
+_Self = TypeVar("_Self", bound="ElementwiseArray")
+
+# Elementwise functions of torch without the tag: they are made of functions that have it.
+_UNTAGGED = """
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip conj detach divide fix
+    floor_divide greater greater_equal isclose isfinite isreal less less_equal logsigmoid multiply
+    negative not_equal rsub softsign square subtract tanhshrink true_divide
+"""
+# What ufuncs are to tensors: operators that every library has.
+_OPERATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+        "divide": operator.truediv, "true_divide": operator.truediv,
+        "floor_divide": operator.floordiv, "remainder": operator.mod, "power": operator.pow,
+        "negative": operator.neg, "positive": operator.pos, "absolute": operator.abs,
+        "invert": operator.invert, "bitwise_and": operator.and_, "bitwise_or": operator.or_,
+        "bitwise_xor": operator.xor, "left_shift": operator.lshift,
+        "right_shift": operator.rshift, "less": operator.lt, "less_equal": operator.le,
+        "greater": operator.gt, "greater_equal": operator.ge, "equal": operator.eq,
+        "not_equal": operator.ne,
+    }
+)  # fmt: skip
+
+
+class ElementwiseArray:
+    """What operations on elements see of a sharded array."""
+
+    local: Array
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+
+    def __init__(self, local: Array, sharding: Any, shape: Sequence[int] | None = None) -> None:
+        raise NotImplementedError
+
+    # -- Python's operators ----------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Any:
+        return _operate(operator.add, "add", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _operate(operator.add, "add", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _operate(operator.sub, "sub", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _operate(operator.sub, "sub", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _operate(operator.mul, "mul", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _operate(operator.mul, "mul", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _operate(operator.truediv, "true_divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _operate(operator.truediv, "true_divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _operate(operator.floordiv, "floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _operate(operator.floordiv, "floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _operate(operator.mod, "remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _operate(operator.mod, "remainder", other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return _operate(operator.pow, "pow", self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return _operate(operator.pow, "pow", other, self)
+
+    def __and__(self, other: Any) -> Any:
+        return _operate(operator.and_, "bitwise_and", self, other)
+
+    def __rand__(self, other: Any) -> Any:
+        return _operate(operator.and_, "bitwise_and", other, self)
+
+    def __or__(self, other: Any) -> Any:
+        return _operate(operator.or_, "bitwise_or", self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return _operate(operator.or_, "bitwise_or", other, self)
+
+    def __xor__(self, other: Any) -> Any:
+        return _operate(operator.xor, "bitwise_xor", self, other)
+
+    def __rxor__(self, other: Any) -> Any:
+        return _operate(operator.xor, "bitwise_xor", other, self)
+
+    def __lshift__(self, other: Any) -> Any:
+        return _operate(operator.lshift, "bitwise_left_shift", self, other)
+
+    def __rshift__(self, other: Any) -> Any:
+        return _operate(operator.rshift, "bitwise_right_shift", self, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return _operate(operator.lt, "lt", self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return _operate(operator.le, "le", self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return _operate(operator.gt, "gt", self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return _operate(operator.ge, "ge", self, other)
+
+    def __eq__(self, other: object) -> Any:
+        return _operate(operator.eq, "eq", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return _operate(operator.ne, "ne", self, other)
+
+    __hash__ = object.__hash__  # by identity, as of torch's tensors
+
+    def __neg__(self) -> Any:
+        return apply(operator.neg, "neg", (self,))
+
+    def __pos__(self) -> Any:
+        return apply(operator.pos, "positive", (self,))
+
+    def __abs__(self) -> Any:
+        return apply(operator.abs, "abs", (self,))
+
+    def __invert__(self) -> Any:
+        return apply(operator.invert, "bitwise_not", (self,))
+
+    def __matmul__(self, other: Any) -> Any:
+        raise matmul_refused("@", self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        raise matmul_refused("@", other, self)
+
+    # -- what the libraries call -----------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        name = str(ufunc.__name__)
+        if name == "matmul":
+            raise matmul_refused("numpy.matmul", *inputs)
+        is_call = method == "__call__"
+        if not is_call or ufunc.signature is not None:
+            raise _not_elementwise(f"numpy.{name}" if is_call else f"numpy.{name}.{method}")
+        if kwargs.get("out") is not None or kwargs.get("where", True) is not True:
+            raise _not_functional(f"numpy.{name}", "out= or where=")
+        function, linear_as = ufunc, "conj" if name == "conjugate" else name
+        if _library(self.local) == "torch":
+            inputs = tuple(one.item() if isinstance(one, np.generic) else one for one in inputs)
+            function = _OPERATORS.get(name) or _find_torch_function(name)
+            if function is None or kwargs:
+                raise KindError(
+                    f"numpy.{name} of a sharded array whose shards are torch tensors",
+                    expected="a function of torch",
+                    fix="call torch's, or take numpy's of each rank's shard: x.local.numpy()",
+                )
+        return apply(function, linear_as, inputs, kwargs, call=f"numpy.{name}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = OPERATIONS[function]
+        name = operation.name.strip("_")
+        call = f"torch.{operation.name}"
+        first = args[0] if args else kwargs.get("input")
+        if name in ("sum", "mean") and isinstance(first, cls):
+            given = {key: value for key, value in kwargs.items() if key != "input"}
+            return getattr(first, name)(*args[1:], **given)
+        if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
+            raise matmul_refused(call, *args, *kwargs.values())
+        if operation.writes or kwargs.get("out") is not None:
+            raise _not_functional(call, "writing in place, or out=")
+        if not _is_elementwise(operation):
+            raise _not_elementwise(call)
+        linear_as = "" if kwargs.get("rounding_mode") is not None else name
+        return apply(function, linear_as, args, kwargs, call=call)
+
+
+def apply(
+    function: Callable[..., Any],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    call: str | None = None,
+) -> Any:
+    """Apply a function to the shards of its sharded operands, element by element.
+
+    Args:
+        function: of the shards' library.
+        name: by which ``LINEARITY`` knows it; "" for what is not linear.
+        args, kwargs: sharded arrays, numbers, and what else the function takes.
+        call: for messages; None takes ``name``.
+
+    Returns:
+        A sharded array, or a tuple of them.
+    """
+    call = name if call is None else call
+    operands = [one for one in (*args, *kwargs.values()) if isinstance(one, ElementwiseArray)]
+    first = operands[0]
+    for one in operands[1:]:
+        if _library(one.local) != _library(first.local):
+            raise KindError(
+                f"{call}: the shards are arrays of different libraries",
+                expected="shards of one library",
+                found=", ".join(sorted({_library(one.local) for one in operands})),
+                fix="make one of the other's, such as ShardedArray(torch.from_numpy(x.local), "
+                "x.sharding, x.shape)",
+            )
+    linearity = LINEARITY.get(name, "")
+    if linearity == "first" and not isinstance(args[0], ElementwiseArray):
+        linearity = ""  # a number divided by an unreduced value
+    is_summed = any(one.sharding.spec.unreduced for one in operands)
+    for key, one in (*enumerate(args), *kwargs.items()):
+        if not isinstance(one, ElementwiseArray) and key not in ("alpha", "beta"):
+            _check_number(one, call, first, is_added=is_summed and linearity == "add")
+    described = [(one.local.dtype, one.shape, one.sharding) for one in operands]
+    shape, sharding = join_operands(described, linearity, call)
+    result = function(*map(_local, args), **{key: _local(one) for key, one in kwargs.items()})
+    if isinstance(result, tuple):
+        return tuple(type(first)(one, sharding, shape) for one in result)
+    return type(first)(result, sharding, shape)
+
+
+def _operate(function: Callable[..., Any], name: str, left: Any, right: Any) -> Any:
+    """One of Python's operators; what it does not know is left to the other operand."""
+    for one in (left, right):
+        if not isinstance(one, (ElementwiseArray, int, float, complex)) and not hasattr(
+            one, "shape"
+        ):
+            return NotImplemented
+    return apply(function, name, (left, right))
+
+
+def _local(x: Any) -> Any:
+    return x.local if isinstance(x, ElementwiseArray) else x
+
+
+def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
+    """Refuse arrays that are not sharded, and numbers that each rank would add to a summand."""
+    shape = getattr(x, "shape", None)
+    dtype = getattr(beside.local, "dtype", None)
+    where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
+        dtype, beside.shape, beside.sharding
+    )
+    if isinstance(x, (list, tuple)) or (shape is not None and tuple(shape) != ()):
+        what = "list" if shape is None else f"plain array of shape {shape_text(shape)}"
+        raise ArgumentError(
+            f"{call}: nothing says how a {what} lies on the mesh",
+            where=where,
+            expected="sharded arrays and numbers",
+            fix="say so: md.device_put(y, sharding) where y is whole on every rank, "
+            "md.ShardedArray(y, sharding) where it is this rank's shard",
+        )
+    if getattr(x, "requires_grad", False):
+        raise AxisTypeError(
+            f"{call}: the gradient of a number would be a sum over the mesh, which nothing asks "
+            "for",
+            where=where,
+            expected="a number without a gradient, or a sharded array without dims",
+            fix="md.ShardedArray(y, NamedSharding(mesh, P(reduced={...}))) with the axes over "
+            "which its gradients are summed later",
+        )
+    is_number = shape is not None or isinstance(x, (int, float, complex))
+    if is_added and is_number:
+        raise AxisTypeError(
+            f"{call}: a number would be added to the summand of every rank",
+            where=where,
+            expected="operands that are all unreduced over the same axes",
+            fix="sum the summands first, x.reshard(...), or add to one that has the number at "
+            "one rank: x + md.full(x.shape, number, sharding=x.sharding)",
+        )
+
+
+@lru_cache(maxsize=1024)
+def _is_pointwise(name: str) -> bool:
+    """Whether torch says of an operator that it works element by element."""
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads()
+    )
+
+
+def _is_elementwise(operation: Operation) -> bool:
+    name = operation.name.strip("_")
+    return operation.kind is Kind.ORDINARY and (name in _UNTAGGED.split() or _is_pointwise(name))
+
+
+def _find_torch_function(name: str) -> Any:
+    """torch's function with the name of a ufunc, if it works element by element."""
+    function = getattr(torch, name, None)
+    return function if function is not None and _is_elementwise(OPERATIONS[function]) else None
+
+
+def _library(local: Array) -> str:
+    return "torch" if isinstance(local, torch.Tensor) else type(local).__module__.split(".")[0]
+
+
+def _not_elementwise(call: str) -> KindError:
+    return KindError(
+        f"{call} of a sharded array would communicate, or does not work element by element",
+        expected="operators, ufuncs and torch's functions of single elements; sum and mean",
+        fix="call it on this rank's shard, x.local, where that is what is meant, or on the whole, "
+        "x.full(), which every rank then holds",
+    )
+
+
+def _not_functional(call: str, what: str) -> KindError:
+    return KindError(
+        f"{call} of a sharded array: {what} is not served",
+        expected="a call that returns a new sharded array",
+        fix="take the result: x = x + y; to change the shard itself, change x.local",
+    )
+
+
+def matmul_refused(call: str, *operands: Any) -> KindError:
+    """The error of a product that would contract dims, which may be sharded."""
+    shown = [
+        array_type(one.local.dtype, one.shape, one.sharding)
+        for one in operands
+        if isinstance(one, ElementwiseArray)
+    ]
+    return KindError(
+        f"{call} of sharded arrays is not served: what it sends depends on how its dims are cut",
+        expected="a product of the shards, and a word on how it lies",
+        found="\n".join(shown),
+        fix="where both contracted dims lie on 'tp' (or neither on any axis), multiply the shards: "
+        "md.ShardedArray(x.local @ y.local, NamedSharding(mesh, P(..., unreduced={'tp'})));\n"
+        "else bring them there first by x.reshard(...), or take x.full() @ y.full()",
+    )

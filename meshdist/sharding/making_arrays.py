@@ -1,0 +1,359 @@
+"""Sharded arrays made in place: each rank makes its own shard, and nothing is sent."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..arrays import Array, as_tensor, shape_text
+from ..errors import DtypeError, KindError, LengthError, ShapeError
+from ..mesh.spec import NamedSharding, PartitionSpec
+from .libraries import Making, in_library
+from .sharded_array import ShardedArray
+from .shardings import box_text, checked_sharding, mesh_text
+from .whole_draws import draw_box
+
+__all__ = [
+    "empty",
+    "full",
+    "make_array_from_callback",
+    "make_array_from_process_local_data",
+    "ones",
+    "randn",
+    "zeros",
+]
+
+_Sharding = NamedSharding | PartitionSpec
+
+
+def zeros(
+    shape: int | Sequence[int],
+    dtype: Any = None,
+    *,
+    sharding: _Sharding,
+    device: Any = None,
+    like: Array | None = None,
+) -> ShardedArray:
+    """An array of zeros, of which every rank makes its own shard.
+
+    Args:
+        shape: of the whole.
+        dtype: a dtype of torch or NumPy, or its name. None: that of ``like``, else the library's
+            default. A dtype of NumPy's makes NumPy arrays.
+        sharding: how the array lies; a ``PartitionSpec`` alone takes the mesh in force.
+        device: of torch tensors; None takes that of ``like``, else the mesh's.
+        like: an array whose library the shards are of: torch, NumPy or CuPy; None makes tensors.
+
+    Cost: nothing is sent; the memory is the shard's.
+
+    Raises:
+        KindError, MeshError, NotInGroupError: as ``ShardedArray`` does of its sharding.
+        ShapeError: the sharding does not fit the shape. DtypeError: the library has no such dtype.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     return md.zeros((5, 2), sharding=md.NamedSharding(mesh, md.P("dp"))).local.shape
+        >>> md.simulate(program, 2)
+        [torch.Size([3, 2]), torch.Size([2, 2])]
+    """
+    making, where, shape = _begin("zeros", shape, dtype, sharding, device, like)
+    local = making.module.zeros(_local_shape(where, shape), **making.options())
+    return ShardedArray(local, where, shape)
+
+
+def ones(
+    shape: int | Sequence[int],
+    dtype: Any = None,
+    *,
+    sharding: _Sharding,
+    device: Any = None,
+    like: Array | None = None,
+) -> ShardedArray:
+    """An array of ones, of which every rank makes its own shard. See ``zeros``.
+
+    Along axes over which it is unreduced coordinate 0 holds the ones, and all others zeros.
+    """
+    making, where, shape = _begin("ones", shape, dtype, sharding, device, like)
+    make = making.module.ones if _holds_values(where, shape) else making.module.zeros
+    return ShardedArray(make(_local_shape(where, shape), **making.options()), where, shape)
+
+
+def full(
+    shape: int | Sequence[int],
+    fill_value: complex,
+    dtype: Any = None,
+    *,
+    sharding: _Sharding,
+    device: Any = None,
+    like: Array | None = None,
+) -> ShardedArray:
+    """An array with one value everywhere, of which every rank makes its own shard. See ``zeros``.
+
+    Along axes over which it is unreduced coordinate 0 holds the value, and all others zeros.
+
+    Args:
+        fill_value: a number; it gives the dtype where nothing else does.
+    """
+    making, where, shape = _begin("full", shape, dtype, sharding, device, like)
+    value = fill_value if _holds_values(where, shape) else type(fill_value)(0)
+    local = making.module.full(_local_shape(where, shape), value, **making.options())
+    return ShardedArray(local, where, shape)
+
+
+def empty(
+    shape: int | Sequence[int],
+    dtype: Any = None,
+    *,
+    sharding: _Sharding,
+    device: Any = None,
+    like: Array | None = None,
+) -> ShardedArray:
+    """An array whose values are not set, of which every rank makes its own shard. See ``zeros``."""
+    making, where, shape = _begin("empty", shape, dtype, sharding, device, like)
+    local = making.module.empty(_local_shape(where, shape), **making.options())
+    return ShardedArray(local, where, shape)
+
+
+def randn(
+    shape: int | Sequence[int],
+    dtype: Any = None,
+    *,
+    sharding: _Sharding,
+    device: Any = None,
+    like: Array | None = None,
+    generator: Any = None,
+) -> ShardedArray:
+    """An array of normal numbers: the shards of what one device would draw with the same seed.
+
+    Every rank's generator must be in the same state, as after ``md.seed(0)``; it is left in the
+    same state, as if the whole had been drawn. Along axes over which the array is unreduced
+    coordinate 0 holds the numbers, and all others zeros.
+
+    Args:
+        shape, dtype, sharding, device, like: as for ``zeros``.
+        generator: a ``torch.Generator`` or a ``numpy.random.Generator``; None takes the library's
+            own.
+
+    Cost: nothing is sent. Every rank draws all numbers of the whole. On the CPU it does so in
+        pieces of some MiB, and its memory is the shard's; on other devices, and in CuPy, the whole
+        is there for a moment.
+
+    Raises:
+        As ``zeros``. DtypeError: no floating or complex dtype.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     md.seed(0)
+        ...     return md.randn((4, 3), sharding=md.NamedSharding(mesh, md.P("dp"))).full()
+        >>> alone = torch.randn(4, 3, generator=torch.manual_seed(0))
+        >>> torch.equal(md.simulate(program, 2)[1], alone)
+        True
+    """
+    making, where, shape = _begin("randn", shape, dtype, sharding, device, like)
+    _check_can_be_drawn(making.dtype)
+    draw, is_in_pieces = _drawing(making, generator)
+    box = where.box(where.mesh.get_rank(), shape)
+    drawn = draw_box(draw, shape, box) if is_in_pieces else draw_box(draw, shape, box, piece=None)
+    if not _holds_values(where, shape):
+        drawn.zero_()
+    return ShardedArray(in_library(drawn, making.library), where, shape)
+
+
+def make_array_from_callback(
+    shape: int | Sequence[int],
+    sharding: _Sharding,
+    data_callback: Callable[[tuple[slice, ...]], Any],
+    *,
+    dtype: Any = None,
+) -> ShardedArray:
+    """An array of which each rank's callback gives the shard, as from a file.
+
+    Args:
+        shape: of the whole.
+        sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
+        data_callback: called once, with the slices that take this rank's shard out of the whole;
+            returns that shard: an array of any library, or what NumPy makes one of.
+        dtype: to convert the data to; None keeps theirs.
+
+    Returns: an array that shares the memory of the callback's data where none is converted. Along
+        axes over which it is unreduced coordinate 0 holds the data, and all others zeros.
+
+    Cost: nothing is sent.
+
+    Raises:
+        As ``zeros``. ShapeError: the data are no shard of that shape.
+
+    Example:
+        >>> import numpy as np, meshdist as md
+        >>> whole = np.arange(8.0)
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     rows = md.NamedSharding(mesh, md.P("dp"))
+        ...     return md.make_array_from_callback((8,), rows, lambda index: whole[index]).local
+        >>> md.simulate(program, 2)[1]
+        array([4., 5., 6., 7.])
+    """
+    call = "make_array_from_callback"
+    where, shape = _checked(call, shape, sharding)
+    if not callable(data_callback):
+        raise KindError(f"{call} takes a function", found=f"a {type(data_callback).__name__}")
+    box = where.box(where.mesh.get_rank(), shape)
+    data = data_callback(tuple(slice(start, stop) for start, stop in box))
+    data = data if hasattr(data, "shape") else np.asarray(data)
+    as_tensor(data, argument="what data_callback returned", verb=call, writable=False)
+    wanted = _local_shape(where, shape)
+    if tuple(data.shape) != wanted:
+        raise ShapeError(
+            f"{call}: data_callback returned no shard of the whole",
+            where=f"{mesh_text(where.mesh)}, {box_text(box)} of shape {shape_text(shape)}",
+            expected=f"shape {shape_text(wanted)}",
+            found=f"shape {shape_text(data.shape)}",
+            fix="return whole[index]",
+        )
+    if dtype is not None:
+        wanted_dtype = Making.of(call, where.mesh, dtype, None, data).dtype
+        data = (
+            data.to(wanted_dtype) if isinstance(data, torch.Tensor) else data.astype(wanted_dtype)
+        )
+    if not _holds_values(where, shape):
+        data = data * 0
+    return ShardedArray(data, where, shape)
+
+
+def make_array_from_process_local_data(
+    sharding: _Sharding,
+    local_data: Array,
+    global_shape: Sequence[int | None] | None = None,
+) -> ShardedArray:
+    """An array of which each rank has its shard already, or the whole along some dims.
+
+    Args:
+        sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
+        local_data: this rank's part, an array of any library.
+        global_shape: of the whole; None, or None for a dim, takes the shard's size times the number
+            of shards. Where ``local_data`` has a dim in full, this rank's part of it is taken.
+
+    Returns: an array that shares the memory of ``local_data``.
+
+    Cost: nothing is sent.
+
+    Raises:
+        As ``zeros``. ShapeError: ``local_data`` has neither the shard's size nor the whole one.
+        LengthError: not one size per dim.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     rows = md.NamedSharding(mesh, md.P("dp"))
+        ...     return md.make_array_from_process_local_data(rows, torch.zeros(4, 3)).shape
+        >>> md.simulate(program, 2)
+        [(8, 3), (8, 3)]
+    """
+    call = "make_array_from_process_local_data"
+    where = checked_sharding(sharding, call)
+    as_tensor(local_data, argument="local_data", verb=call, writable=False)
+    if global_shape is None:
+        return ShardedArray(local_data, where)
+    if len(global_shape) != local_data.ndim:
+        raise LengthError(
+            f"{call}: global_shape has {len(global_shape)} sizes, the data {local_data.ndim} dims",
+            found=f"global_shape={tuple(global_shape)}, shape {shape_text(local_data.shape)}",
+        )
+    plain = NamedSharding(where.mesh, where.spec).placement(tuple(local_data.shape))
+    shape = tuple(
+        (sum(where.shard_sizes.get(dim, ())) or size * plain.dims[dim].num_cells)
+        if given is None
+        else operator.index(given)
+        for dim, (given, size) in enumerate(zip(global_shape, local_data.shape, strict=True))
+    )
+    index = [
+        slice(start, stop) if size == whole and stop - start != size else slice(None)
+        for (start, stop), size, whole in zip(
+            where.box(where.mesh.get_rank(), shape), local_data.shape, shape, strict=True
+        )
+    ]
+    return ShardedArray(local_data[tuple(index)], where, shape)
+
+
+# -- what the calls have in common ----------------------------------------------------------------
+
+
+def _begin(
+    call: str, shape: Any, dtype: Any, sharding: Any, device: Any, like: Any
+) -> tuple[Making, NamedSharding, tuple[int, ...]]:
+    where, shape = _checked(call, shape, sharding)
+    return Making.of(call, where.mesh, dtype, device, like), where, shape
+
+
+def _checked(call: str, shape: Any, sharding: Any) -> tuple[NamedSharding, tuple[int, ...]]:
+    where = checked_sharding(sharding, call)
+    try:
+        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+        found = tuple(map(operator.index, sizes))
+    except TypeError:
+        raise KindError(
+            f"{call} takes a shape", expected="whole numbers", found=repr(shape)
+        ) from None
+    where.placement(found)
+    return where, found
+
+
+def _local_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return sharding.shard_shape(shape, sharding.mesh.get_rank())
+
+
+def _holds_values(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether this rank's summand is the value; else it is zero."""
+    coordinate = sharding.mesh.get_coordinate() or ()
+    return not any(coordinate[axis] for axis in sharding.placement(shape).unreduced)
+
+
+def _check_can_be_drawn(dtype: Any) -> None:
+    is_torchs = isinstance(dtype, torch.dtype)
+    if dtype is not None and not (
+        (dtype.is_floating_point or dtype.is_complex) if is_torchs else dtype.kind == "f"
+    ):
+        raise DtypeError(
+            "randn draws no whole numbers",
+            expected="a floating dtype" + (", or a complex one" if is_torchs else ""),
+            found=str(dtype),
+        )
+
+
+def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
+    """What draws so many numbers, and whether pieces of the whole may be drawn one by one.
+
+    Raises:
+        KindError: a generator of another library.
+    """
+    kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
+    expected = kinds.get(making.library)
+    if generator is not None and not isinstance(generator, expected or ()):
+        raise KindError(
+            f"randn: shards of {making.library} are not drawn from a {type(generator).__name__}",
+            expected="the library's own" if expected is None else f"a {expected.__qualname__}",
+        )
+    if making.library == "torch":
+        options = {**making.options(), "generator": generator}
+        return (lambda count: torch.randn(count, **options)), making.device.type == "cpu"
+    if generator is None:
+        source = making.module.random.standard_normal
+        return (lambda count: _as_tensor(source(count), making.dtype)), making.library == "numpy"
+    dtype = making.dtype or np.dtype(np.float64)
+    drawn_as = dtype if dtype in (np.float32, np.float64) else np.float64
+    source = generator.standard_normal
+    return (lambda count: _as_tensor(source(count, dtype=drawn_as), dtype)), True
+
+
+def _as_tensor(array: Array, dtype: Any) -> torch.Tensor:
+    converted = array if dtype is None else array.astype(dtype, copy=False)
+    return as_tensor(converted, argument="drawn", verb="randn")

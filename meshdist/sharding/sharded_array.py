@@ -1,0 +1,393 @@
+"""``ShardedArray``: a whole array, of which each rank holds its shard."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..arrays import Array, as_tensor, shape_text
+from ..dtypes import dtype_name
+from ..error_text import explain
+from ..errors import ArgumentError, KindError
+from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.splits import Box
+from .elementwise import ElementwiseArray
+from .metadata import describe_array
+from .pictures import draw_sharding, draw_sharding_svg
+from .shardings import (
+    array_type,
+    box_text,
+    checked_sharding,
+    coordinate_in,
+    holds_whole,
+    mesh_text,
+    sharding_of,
+    whole_sharding,
+)
+from .shards import Shard, inferred_shape, move, no_shard
+from .slicing import slice_shard
+from .totals import checked_dims, mean_of_shard, sum_of_shard, summed_sharding
+
+__all__ = ["ShardedArray"]
+
+
+class ShardedArray(ElementwiseArray):
+    """A whole array on a mesh, of which this rank holds ``local``; nothing is copied or sent.
+
+    Operators, ufuncs and torch's functions of single elements, slices, ``sum`` and ``mean`` compute
+    with the shards alone. Nothing communicates but ``full()``, ``reshard()``, and the functions of
+    meshdist that are given one.
+
+    Args:
+        local: this rank's shard: a torch tensor, or an array of NumPy or CuPy.
+        sharding: how the whole lies; a ``PartitionSpec`` alone takes the mesh in force.
+        shape: of the whole; None where all shards of a dim have one size, or their sizes stand in
+            ``sharding``. The same on every rank.
+
+    Gradient: local tensors have their gradients: ``x.local.grad`` is this rank's shard of it.
+
+    Raises:
+        KindError: no array, or no sharding.
+        MeshError: the sharding is on a bare ``Layout``.
+        NotInGroupError: this rank is not in the mesh.
+        ShapeError: ``local`` is not this rank's shard of an array of that shape.
+        ArgumentError: bool summands.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     x = md.ShardedArray(torch.ones(4, 3), md.NamedSharding(mesh, md.P("dp")))
+        ...     return repr(2 * x[:5]), (2 * x).sum().full()
+        >>> md.simulate(program, 2)[1][1]
+        tensor(48.)
+    """
+
+    local: Array
+    """This rank's shard: the array itself, no copy."""
+    sharding: NamedSharding
+    """How the whole lies on the mesh."""
+    shape: tuple[int, ...]
+    """The shape of the whole."""
+    __slots__: ClassVar[tuple[str, ...]] = ("_box", "local", "shape", "sharding")
+    _box: Box
+
+    def __init__(
+        self,
+        local: Array,
+        sharding: NamedSharding | PartitionSpec,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        sharding = checked_sharding(sharding, "ShardedArray")
+        if isinstance(local, np.generic):
+            local = np.asarray(local)
+        as_tensor(local, argument="local", verb="ShardedArray", writable=False)
+        local_shape = tuple(local.shape)
+        if shape is None:
+            shape = inferred_shape(local_shape, sharding)
+        placement = sharding.placement(tuple(shape))
+        box = placement.box(coordinate_in(sharding.mesh, "ShardedArray"))
+        wanted = tuple([stop - start for start, stop in box])
+        if local_shape != wanted:
+            raise no_shard(local_shape, wanted, placement.shape, sharding)
+        if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
+            raise ArgumentError(
+                "bool values have no summands",
+                where=mesh_text(sharding.mesh),
+                expected="numbers where a sharding is unreduced",
+                found=array_type(local.dtype, placement.shape, sharding),
+                fix="convert them first, for example to int32",
+            )
+        self.local, self.sharding, self.shape, self._box = local, sharding, placement.shape, box
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype, of the local array's library."""
+        return self.local.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh."""
+        return self.sharding.mesh
+
+    @property
+    def addressable_shards(self) -> list[Shard]:
+        """What this rank holds: one shard."""
+        index = tuple(slice(start, stop) for start, stop in self._box)
+        return [Shard(index, self.sharding.replica(self.mesh.get_rank()), self.local)]
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every rank holds the whole array."""
+        return holds_whole(self.sharding.placement(self.shape))
+
+    def __repr__(self) -> str:
+        kind = array_type(self.dtype, self.shape, self.sharding)
+        here = f"{mesh_text(self.mesh)} holds {box_text(self._box)}"
+        return f"ShardedArray({kind}, {here}: {self.local!r})"
+
+    def visualize(self, *, svg: bool = False, width: int | None = None) -> str:
+        """Return a picture: the mesh, and which part each rank holds; nothing is sent.
+
+        Args:
+            svg: an SVG document instead of text.
+            width: columns of text, or pixels, to fill at most; 80 or 900 by default.
+
+        Example:
+            >>> import torch, meshdist as md
+            >>> def program():
+            ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            ...     return md.zeros((5, 3), sharding=md.NamedSharding(mesh, md.P("dp"))).visualize()
+            >>> print(md.simulate(program, 2)[0].splitlines()[-1])
+            shards: a = [0:3, 0:3], b = [3:5, 0:3]
+        """
+        what = (self.shape, self.dtype, self.sharding)
+        rank = self.mesh.get_rank()
+        if svg:
+            return draw_sharding_svg(*what, rank=rank, width=width or 900)
+        return draw_sharding(*what, rank=rank, width=width)
+
+    def _repr_svg_(self) -> str:
+        """The picture that a notebook shows."""
+        return self.visualize(svg=True)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to load the array elsewhere, as JSON; nothing is sent.
+
+        Shape, dtype, spec, the mesh's names and ranks, and for each part of the whole its box and
+        the ranks that hold it, the one that saves it first. Equal on every rank.
+        ``ArrayMetadata.from_json`` reads it.
+        """
+        return describe_array(self.shape, self.dtype, self.sharding)
+
+    # ------------------------------------------------------------------ elsewhere: communicates
+
+    def full(self) -> Array:
+        """The whole array, on every rank; collective over the mesh.
+
+        Returns: an array of the local array's library: the local array itself where every rank
+            holds the whole already.
+
+        Gradient: each rank's shard of the gradient, summed over nothing: equal gradients come in.
+        """
+        return self.reshard(whole_sharding(self.mesh)).local
+
+    def reshard(self, dst: NamedSharding | PartitionSpec) -> ShardedArray:
+        """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
+
+        Args:
+            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array.
+
+        Gradient: resharded back, with unreduced and reduced exchanged.
+
+        Raises:
+            KindError: no sharding.
+            ShapeError: the spec does not fit the shape.
+            MeshError: on another mesh, of other ranks.
+        """
+        if isinstance(dst, PartitionSpec):
+            dst = NamedSharding(self.mesh, dst)
+        dst = checked_sharding(dst, "reshard")
+        if dst == self.sharding:
+            return self
+        if dst.mesh == self.mesh and dst.placement(self.shape) == self.sharding.placement(
+            self.shape
+        ):
+            return ShardedArray(self.local, dst, self.shape)
+        return ShardedArray(move(self.local, self.sharding, dst, self.shape), dst, self.shape)
+
+    # ------------------------------------------------------------------ parts and sums
+
+    def __getitem__(self, index: Any) -> ShardedArray:
+        """The part that ``index`` takes of the whole: each rank keeps what it holds of it.
+
+        A dim that is sharded takes slices with positive steps; its parts then have sizes of their
+        own. Whole dims take numbers too. The result shares this array's memory, as NumPy's does.
+        """
+        placement = self.sharding.placement(self.shape)
+        found = slice_shard(index, placement.dims, self._box)
+        spec = self.sharding.spec
+        sharding = sharding_of(
+            self.mesh, found.dims, unreduced=spec.unreduced, reduced=spec.reduced
+        )
+        return ShardedArray(
+            self.local[found.local], sharding, tuple(split.size for split in found.dims)
+        )
+
+    def sum(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: Any = None,
+        axis: Any = None,
+        keepdims: bool = False,
+        out: None = None,
+    ) -> ShardedArray:
+        """The sum over dims, or over all; nothing is sent.
+
+        Where a dim is sharded, the result is unreduced over its axes: each rank holds the sum of
+        what it has. ``reshard`` or ``full`` adds these.
+
+        Args:
+            dim: one or several dims; ``axis`` is NumPy's name for it. None: all.
+            keepdim: keep them with size 1; ``keepdims`` is NumPy's name for it.
+            dtype: of the result, as the local array's library takes it.
+            out: must be None.
+
+        Gradient: every element's is the result's.
+        """
+        dims, keepdim = self._summed_dims("sum", dim, axis, keepdim or keepdims, out)
+        shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
+        total = sum_of_shard(self.local, dims, keepdim=keepdim, dtype=dtype)
+        return ShardedArray(total, sharding, shape)
+
+    def mean(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: Any = None,
+        axis: Any = None,
+        keepdims: bool = False,
+        out: None = None,
+    ) -> ShardedArray:
+        """The mean over dims, or over all; nothing is sent. See ``sum``.
+
+        Each rank's sum is divided by the number of elements of the whole, so that the summands add
+        up to the mean, also where shards have different sizes.
+        """
+        dims, keepdim = self._summed_dims("mean", dim, axis, keepdim or keepdims, out)
+        shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
+        count = math.prod(self.shape[dim] for dim in dims)
+        mean = mean_of_shard(self.local, dims, count, keepdim=keepdim, dtype=dtype)
+        return ShardedArray(mean, sharding, shape)
+
+    def _summed_dims(
+        self, call: str, dim: Any, axis: Any, keepdim: bool, out: object
+    ) -> tuple[tuple[int, ...], bool]:
+        if dim is not None and axis is not None:
+            raise ArgumentError(f"{call}: dim and axis are two names of one argument")
+        if out is not None:
+            raise ArgumentError(f"{call} of a sharded array writes into no other: out must be None")
+        return checked_dims(axis if dim is None else dim, self.ndim, call), bool(keepdim)
+
+    # ------------------------------------------------------------------ as other things
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        self._check_holds_whole("numpy.asarray")
+        if copy is None:
+            return np.asarray(self.local, dtype=dtype)
+        return np.array(self.local, dtype=dtype, copy=copy)
+
+    def item(self) -> Any:
+        """The only element, as a number of Python's, where every rank holds it."""
+        self._check_holds_whole("item")
+        return self.local.item()
+
+    def __bool__(self) -> bool:
+        self._check_holds_whole("bool")
+        return bool(self.local)
+
+    def __int__(self) -> int:
+        self._check_holds_whole("int")
+        return int(self.local)
+
+    def __float__(self) -> float:
+        self._check_holds_whole("float")
+        return float(self.local)
+
+    def __complex__(self) -> complex:
+        self._check_holds_whole("complex")
+        return complex(self.local)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[ShardedArray]:
+        if not self.shape:
+            raise TypeError("iteration over a 0-d array")
+        if self.sharding.placement(self.shape).dims[0].axes:
+            raise KindError(
+                "a sharded array whose dim 0 is sharded cannot be iterated: its elements lie on "
+                "some ranks only",
+                where=self._where(),
+                fix="iterate over this rank's, x.local, or over all, x.full()",
+            )
+        return (self[place] for place in range(self.shape[0]))
+
+    def __contains__(self, element: object) -> bool:
+        self._check_holds_whole("in")
+        return element in self.local
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in dir(type(self.local)):
+            raise AttributeError(f"'ShardedArray' object has no attribute {name!r}")
+        raise AttributeError(
+            explain(
+                f"a ShardedArray has no {name}: of the whole it would communicate",
+                where=self._where(),
+                fix=f"of this rank's shard x.local.{name}, of the whole x.full().{name}",
+            )
+        )
+
+    def __setitem__(self, index: object, value: object) -> None:
+        raise KindError(
+            "a ShardedArray is not written in place",
+            where=self._where(),
+            fix="change this rank's shard, x.local[...] = value, on every rank that holds the "
+            "same part",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.local, self.sharding, self.shape, self._box)
+
+    def __copy__(self) -> ShardedArray:
+        return ShardedArray(self.local, self.sharding, self.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedArray:
+        return ShardedArray(copy.deepcopy(self.local, memo), self.sharding, self.shape)
+
+    def _where(self) -> str:
+        kind = array_type(self.dtype, self.shape, self.sharding)
+        return f"{mesh_text(self.mesh)}, array {kind}"
+
+    def _check_holds_whole(self, call: str) -> None:
+        if not self.is_fully_replicated:
+            raise KindError(
+                f"{call} of an array that no rank holds as a whole: nothing is sent unasked",
+                where=self._where(),
+                found=f"{box_text(self._box)} on this rank"
+                + (", a summand" if self.sharding.spec.unreduced else ""),
+                fix="x.full() gathers the whole on every rank, and x.local is this rank's shard",
+            )
+
+
+def _unpickled(
+    local: Array, sharding: NamedSharding, shape: tuple[int, ...], box: Box
+) -> ShardedArray:
+    """Take up a shard on a rank whose shard it is."""
+    checked_sharding(sharding, "unpickling a ShardedArray")
+    own = sharding.box(sharding.mesh.get_rank(), shape)
+    if own != box:
+        raise ArgumentError(
+            "this pickle holds the shard of another rank",
+            where=mesh_text(sharding.mesh),
+            expected=f"the part {box_text(own)}",
+            found=f"{box_text(box)} of shape {shape_text(shape)}",
+            fix="let every rank load what it has saved; to send shards elsewhere, send x.local",
+        )
+    return ShardedArray(local, sharding, shape)

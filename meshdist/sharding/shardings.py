@@ -1,0 +1,143 @@
+"""Shardings taken apart and put together: by dims, by kinds over axes, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..dtypes import dtype_name
+from ..errors import KindError, MeshError, NotInGroupError
+from ..mesh.current_mesh import get_current_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.splits import Box, DimSplit, Placement
+
+__all__ = [
+    "array_type",
+    "box_text",
+    "checked_sharding",
+    "coordinate_in",
+    "holds_whole",
+    "mesh_text",
+    "sharding_of",
+    "whole_sharding",
+]
+
+
+def sharding_of(
+    mesh: Any,
+    dims: Sequence[DimSplit],
+    *,
+    unreduced: Iterable[str] = (),
+    reduced: Iterable[str] = (),
+) -> NamedSharding:
+    """The sharding on ``mesh`` that cuts dims so; the inverse of ``NamedSharding.placement``.
+
+    Example:
+        >>> from meshdist import Layout
+        >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
+        >>> rows = sharding_of(mesh, [DimSplit(8, (0,), (2,), (5, 3)), DimSplit(4)])
+        >>> rows.spec, rows.shard_sizes
+        (P('dp',), {0: (5, 3)})
+    """
+    layout = mesh if not hasattr(mesh, "layout") else mesh.layout
+    names = layout.names or ()
+    entries: list[Any] = [tuple(names[axis] for axis in split.axes) for split in dims]
+    while entries and not entries[-1]:
+        entries.pop()
+    sizes = {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes}
+    spec = PartitionSpec(*entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
+    return NamedSharding(mesh, spec, shard_sizes=sizes)
+
+
+def whole_sharding(mesh: Any) -> NamedSharding:
+    """Every rank holds the whole, and its gradient."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:
+    """What an array is, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
+
+    Example:
+        >>> from meshdist import Layout, P
+        >>> mesh = Layout.from_shape((2, 2, 2), ("dp", "tp", "cp"))
+        >>> array_type("float32", (8, 4), NamedSharding(mesh, P(("dp", "cp"), reduced={"tp"})))
+        'float32[8@(dp,cp), 4]{R:tp}'
+    """
+    names = sharding.layout.names or ()
+    dims = []
+    for split in sharding.placement(shape).dims:
+        axes = [names[axis] for axis in split.axes]
+        after = f"@({','.join(axes)})" if len(axes) > 1 else "".join(f"@{axis}" for axis in axes)
+        dims.append(f"{split.size}{after}")
+    order = {name: place for place, name in enumerate(names)}
+    kinds = [
+        f"{kind}:{','.join(sorted(axes, key=order.__getitem__))}"
+        for kind, axes in (("U", sharding.spec.unreduced), ("R", sharding.spec.reduced))
+        if axes
+    ]
+    after = f"{{{'; '.join(kinds)}}}" if kinds else ""
+    return f"{dtype_name(dtype)}[{', '.join(dims)}]{after}"
+
+
+def box_text(box: Box) -> str:
+    """A part of an array, as it is sliced: ``[4:8, 0:4]``."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def holds_whole(placement: Placement) -> bool:
+    """Whether every rank holds the whole array, and not a summand of it."""
+    sizes = placement.mesh_sizes
+    return all(sizes[axis] == 1 for axis in (*placement.cut_axes, *placement.unreduced))
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """The mesh and this rank's place in it, for messages: ``rank 1 (dp=0, tp=1) of mesh (...)``."""
+    rank = mesh.get_rank()
+    return f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of mesh ({mesh.layout.axis_text()})"
+
+
+def checked_sharding(sharding: object, call: str) -> NamedSharding:
+    """A sharding that arrays can have on this rank; a spec alone is taken on the mesh in force.
+
+    Raises:
+        KindError: no sharding.
+        MeshError: a sharding on a bare layout; a spec where no mesh is in force.
+        NotInGroupError: this rank is not in the mesh.
+    """
+    if isinstance(sharding, PartitionSpec):
+        sharding = NamedSharding(get_current_mesh(), sharding)
+    if not isinstance(sharding, NamedSharding):
+        raise KindError(
+            f"{call} takes a sharding",
+            expected="a NamedSharding, or a PartitionSpec where a mesh is in force",
+            found=f"{sharding!r}, a {type(sharding).__name__}",
+            fix="write NamedSharding(mesh, P('dp'))",
+        )
+    if not isinstance(sharding.mesh, DeviceMesh):
+        raise MeshError(
+            f"{call} needs a mesh of this world's ranks: a bare layout only plans",
+            where=repr(sharding),
+            expected="a DeviceMesh",
+            found=f"a {type(sharding.mesh).__name__}",
+            fix="make one: md.DeviceMesh('cpu', layout)",
+        )
+    coordinate_in(sharding.mesh, call)
+    return sharding
+
+
+def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
+    """This rank's place along the axes of ``mesh``.
+
+    Raises:
+        NotInGroupError: the mesh does not hold this rank.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise NotInGroupError(
+            f"{call} on a mesh that does not hold this rank",
+            where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
+            expected=f"one of the mesh's {mesh.layout.num_ranks} ranks",
+            fix="skip the call where mesh.get_coordinate() is None",
+        )
+    return coordinate
