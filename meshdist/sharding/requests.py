@@ -113,16 +113,15 @@ def pattern_request(
         title=f"{text} of shape {left.shape}",
     )
     take_apart = join = None
-    if found.is_reordered or "1" in (*left.names, *right.names):
-        letters = {name: f"d{place}" for place, name in enumerate(dict.fromkeys(left.names))}
-        letters["1"] = "1"
-        names = [letters[name] for name in right.names if name != "1"]
+    if found.is_reordered or 0 in (*left.counts, *right.counts):
+        letters = {name: f"d{place}" for place, name in enumerate(left.names)}
+        names = [letters[name] for name in right.names]
         local = plan.source.local_shape(plan.coordinate)
         take_apart = (
-            f"{_side_text(left.names, left.parts, letters)} -> {' '.join(names)}",
+            f"{_side_text(left.names, left.counts, letters)} -> {' '.join(names)}",
             dict(zip(names, local, strict=True)),
         )
-        join = f"{' '.join(names)} -> {_side_text(right.names, right.parts, letters)}"
+        join = f"{' '.join(names)} -> {_side_text(right.names, right.counts, letters)}"
     meshes = (mesh, mesh)
     return Request("reshard", mesh, meshes, left.sharding, right.sharding, plan, take_apart, join)
 
@@ -251,13 +250,13 @@ def _permuted(placement: Placement, order: Sequence[int]) -> Placement:
     )
 
 
-def _side_text(names: Sequence[str], parts: Sequence[int], letters: Mapping[str, str]) -> str:
+def _side_text(names: Sequence[str], counts: Sequence[int], letters: Mapping[str, str]) -> str:
     """One side of einops' pattern.
 
     Example:
-        >>> _side_text(("h", "k", "s"), (2, 1), {"h": "d0", "k": "d1", "s": "d2"})
-        '(d0 d1) d2'
+        >>> _side_text(("h", "k", "s"), (2, 0, 1), {"h": "d0", "k": "d1", "s": "d2"})
+        '(d0 d1) 1 d2'
     """
     rest = iter(names)
-    groups = [[letters[next(rest)] for _ in range(count)] for count in parts]
-    return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups)
+    groups = [" ".join([letters[next(rest)] for _ in range(count)]) for count in counts]
+    return " ".join(f"({group})" if " " in group else group or "1" for group in groups)
