@@ -10,6 +10,7 @@ from einops import rearrange
 
 from ..arrays import describe
 from ..collectives.axis_types import ATTRIBUTE
+from ..collectives.carried_specs import mark_spec
 from ..collectives.contexts import find_mode
 from ..collectives.linear_function import LinearFunction
 from ..collectives.torch_private import NotSeen, call_function
@@ -149,12 +150,12 @@ class Resharding:
             )
         mode = find_mode()
         if mode is None:
-            return self._moved(x)
+            return mark_spec(self._moved(x), request.target.spec)
         mesh, other = request.meshes
         text = typed_result(mode, request.verb, x, request.target, other)
         x = typed_operand(mode, request.verb, x, request.source, mesh)
         with NotSeen():
-            result = self._moved(x)
+            result = mark_spec(self._moved(x), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
         return result
 

@@ -130,6 +130,26 @@ def test_a_spec_in_a_context() -> None:
     ]
 
 
+def test_results_of_reshard_carry_theirs() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        whole = torch.arange(12.0).reshape(4, 3)
+        local = md.shard(whole, "b@dp s", mesh)
+        summand = md.reshard(local, "b@dp s -> s b@dp {U:tp}", mesh)
+        texts = [str(md.typeof(each)) for each in (local, summand)]
+        with md.typed(mesh):
+            moved = md.reshard(local, "b@dp s -> b s@(tp,dp)", mesh, s=3)
+            texts.append(str(md.typeof(moved)))
+            texts.append(str(md.typeof(md.unshard(moved, "b s@(tp,dp)", mesh, s=3))))
+        return texts
+
+    assert in_mesh(body)[0] == [
+        "float32[2@dp, 3]",
+        "float32[3, 2@dp]{U:tp}",
+        "float32[4, 1@(tp,dp)]",
+        "float32[4, 3]",
+    ]
+
+
 def test_the_mesh_of_a_spec_is_checked() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         texts = []
