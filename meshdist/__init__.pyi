@@ -159,6 +159,11 @@ from .sharding.metadata import ArrayMetadata as ArrayMetadata
 from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
 from .sharding.planning import plan as plan
 from .sharding.sharded_array import ShardedArray as ShardedArray
+from .sharding.torch_arrays import from_dtensor as from_dtensor, to_dtensor as to_dtensor
+from .sharding.torch_placements import (
+    from_placements as from_placements,
+    to_placements as to_placements,
+)
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work
 from .worlds.initialization import (

@@ -265,6 +265,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "making_arrays",
             "from_whole",
             "placing",
+            "torch_placements",
+            "torch_arrays",
         ),
     },
     {
