@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,6 +63,7 @@ class Transfer:
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan = plan
         self._mesh = mesh
+        self._transpose: Transfer | None = None
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.shape = plan.source.local_shape(coordinate)
@@ -71,16 +71,20 @@ class Transfer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The plan on ``x``, differentiable."""
-        if x.requires_grad:
-            self.transpose  # noqa: B018  # opens its groups now: inside a backward none may open
+        if x.requires_grad and self._transpose is None:
+            self._transpose = self.transpose  # opens its groups: in a backward none may open
         return call_function(_Transferred, x, self)
 
-    @cached_property
+    @property
     def transpose(self) -> Transfer:
         """The transfer from the target's cotangent to the source's, whose transpose is this one."""
-        made = get_transfer(self._plan.T, self._mesh)
-        made.__dict__.setdefault("transpose", self)
-        return made
+        # No cached_property: until Python 3.12 it holds a lock, which all simulated ranks share,
+        # while groups are opened.
+        found = self._transpose
+        if found is None:
+            found = self._transpose = get_transfer(self._plan.T, self._mesh)
+            found._transpose = self
+        return found
 
     def carry(self, x: torch.Tensor) -> torch.Tensor:
         """The plan on ``x``, or on a batch of such, whose dims stand first; without a gradient."""
