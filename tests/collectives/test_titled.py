@@ -1,0 +1,276 @@
+"""Verbs under a title do what the plain ones do, and members whose titles differ all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.checking.debug_levels import DebugLevel, get_debug_level, set_debug_level
+from meshdist.collectives import titled
+from meshdist.errors import AgreementError, CollectiveTimeoutError, MeshdistError
+from meshdist.groups.process_group import ProcessGroup
+from tests.mpi_job import job_of
+from tests.pool import Pool
+
+TITLE = "reshard 'b@dp d -> b d@dp'"
+OTHER = "reshard 'b@dp d -> b d'"
+VERBS = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "all_to_all",
+)
+WIRES = [("shm", ""), ("gloo", ""), ("hierarchical", "AABB")]
+
+
+def call(verb: str, title: str = "", group: ProcessGroup | None = None) -> Any:
+    """One call, plain where it has no title, on parts of different sizes; its result."""
+    group = group or md.group.WORLD
+    rank, size = group.rank(), group.size()
+    x = torch.arange(float(size)) + 10 * rank
+    more = {"group": group, **({"title": title} if title else {})}
+    verbs: Any = titled if title else md
+    if verb == "all_reduce":
+        verbs.all_reduce(x, **more)
+        return x.tolist()
+    if verb == "all_gather_into_tensor":
+        whole = torch.zeros(size, size)
+        verbs.all_gather_into_tensor(whole, x, **more)
+        return whole.tolist()
+    if verb == "reduce_scatter_tensor":
+        block = torch.zeros(1)
+        verbs.reduce_scatter_tensor(block, x, **more)
+        return block.tolist()
+    given = [(rank + other) % 3 for other in range(size)]  # as many as the other gives back
+    source = torch.arange(float(sum(given))) + 100 * rank
+    result = torch.zeros(sum(given))
+    if verb == "all_to_all_single":
+        verbs.all_to_all_single(result, source, given, given, **more)
+    else:
+        verbs.all_to_all(list(result.split(given)), list(source.split(given)), **more)
+    return result.tolist()
+
+
+def both() -> list[tuple[Any, Any]]:
+    return [(call(verb, TITLE), call(verb)) for verb in VERBS]
+
+
+def test_they_do_what_the_plain_verbs_do_on_simulated_ranks() -> None:
+    for found in md.simulate(both, 4):
+        assert all(one == plain for one, plain in found)
+
+
+@pytest.mark.parametrize(("backend", "hosts"), WIRES)
+def test_they_do_what_the_plain_verbs_do(backend: str, hosts: str, pool: Pool) -> None:
+    def program() -> Any:
+        by_fast_path = both(), both()  # the first of all calls opens the group
+        md.group.WORLD.fast_path = None
+        return [*by_fast_path[0], *by_fast_path[1], *both()]
+
+    for found in pool.run(program, 4, backend=backend, hosts=hosts):
+        assert all(one == plain for one, plain in found)
+
+
+def refused(verb: str, title: str, group: ProcessGroup | None = None) -> str:
+    """The text of the error that a call raises."""
+    try:
+        call(verb, title, group)
+    except AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def check_texts(texts: Sequence[str], titles: tuple[str, str]) -> None:
+    assert len({text.split("raised on")[0] for text in texts}) == 1  # the same on all
+    for text in texts:
+        assert "the members of a group disagree about their call" in text
+        for title in filter(None, titles):
+            assert f") of {title} at " in text, text
+        assert "under the same title" in text or not all(titles)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_different_titles_raise_on_simulated_ranks(verb: str) -> None:
+    def program() -> str:
+        return refused(verb, TITLE if md.get_rank() else OTHER)
+
+    check_texts(md.simulate(program, 3), (TITLE, OTHER))
+
+
+CASES = [(verb, titles) for verb in VERBS for titles in ((TITLE, OTHER), (TITLE, ""))]
+
+
+@pytest.mark.parametrize("wire", ["shm", "shm, slow", "gloo"])
+def test_different_titles_raise_before_data_move(wire: str, pool: Pool) -> None:
+    cases = CASES if wire == "shm" else CASES[::3]
+
+    def program() -> list[str]:
+        rank, texts = md.get_rank(), []
+        for verb, titles in cases:
+            group = md.new_group()  # a group that has failed is broken
+            md.all_reduce(torch.ones(1), group=group)
+            if wire == "shm, slow" and rank == 1:
+                group.fast_path = None
+            texts.append(refused(verb, titles[rank % 2], group))
+        return texts
+
+    outcomes = pool.run(program, 3, backend=wire.split(",")[0])
+    for texts, (_, titles) in zip(zip(*outcomes, strict=True), cases, strict=True):
+        check_texts(texts, titles)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hierarchical"])
+def test_different_titles_raise_across_hosts_at_debug_level_detail(
+    backend: str, pool: Pool
+) -> None:
+    def program() -> str:
+        md.all_reduce(torch.ones(1))
+        before = get_debug_level()
+        set_debug_level(DebugLevel.DETAIL)
+        try:
+            return refused("all_to_all_single", OTHER if md.get_rank() == 3 else TITLE)
+        finally:
+            set_debug_level(before)
+
+    texts = pool.run(program, 4, backend=backend, hosts="AABB")
+    check_texts(texts, (TITLE, OTHER))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", None])
+def test_one_title_over_different_verbs_raises(backend: str | None, pool: Pool) -> None:
+    def program() -> str:
+        return refused(VERBS[md.get_rank()], TITLE)
+
+    texts = pool.run(program, 2, backend=backend) if backend else md.simulate(program, 2)
+    for text in texts:
+        assert "all_reduce((2,) float32, SUM) of reshard" in text
+        assert "all_gather_into_tensor((2,) float32) of reshard" in text
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_report_of_a_call_that_is_late_names_the_title(backend: str, pool: Pool) -> None:
+    def program() -> str:
+        md.barrier()
+        group = md.new_group(timeout=timedelta(seconds=0.5))
+        md.all_reduce(torch.ones(1), group=group)
+        if md.get_rank() == 0:
+            with pytest.raises(MeshdistError) as caught:
+                titled.all_reduce(torch.ones(2), group, TITLE)
+            assert isinstance(caught.value, CollectiveTimeoutError)
+            md.barrier()
+            return str(caught.value)
+        md.barrier()
+        return ""
+
+    text = pool.run(program, 2, backend=backend)[0]
+    assert f"all_reduce of {TITLE} on " in text
+    assert f"all_reduce((2,) float32, SUM) of {TITLE} at " in text
+    assert "was not finished within 0.5 s" in text
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", None])
+def test_ranks_that_have_joined_answer_them(backend: str | None, pool: Pool) -> None:
+    def program() -> list[Any]:
+        rank, size, found = md.get_rank(), md.get_world_size(), []
+        group = md.group.WORLD
+        for _ in md.uneven(range(1 + (rank > 0))):
+            x = torch.full((size,), rank + 1.0)
+            titled.all_reduce(x, group, TITLE)
+            whole, block = torch.zeros(size), torch.zeros(1)
+            titled.all_gather_into_tensor(whole, torch.ones(1) + rank, group, TITLE)
+            titled.reduce_scatter_tensor(block, torch.ones(size) + rank, group, TITLE)
+            parts, apart = torch.zeros(size), list(torch.zeros(size).split(1))
+            titled.all_to_all_single(parts, torch.ones(size) + rank, None, None, group, TITLE)
+            titled.all_to_all(apart, list((torch.ones(size) + rank).split(1)), group, TITLE)
+            found.append([one.tolist() for one in (x, whole, block, parts, torch.cat(apart))])
+        return found
+
+    outcomes = pool.run(program, 3, backend=backend) if backend else md.simulate(program, 3)
+    first = [[6.0] * 3, [1.0, 2.0, 3.0], [6.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    later = [[5.0] * 3, [0.0, 2.0, 3.0], [5.0], [0.0, 2.0, 3.0], [0.0, 2.0, 3.0]]
+    assert outcomes == [[first], [first, later], [first, later]]
+
+
+def test_different_titles_of_ranks_that_go_on_raise_beside_one_that_has_joined(pool: Pool) -> None:
+    def program() -> str:
+        rank, texts = md.get_rank(), ""
+        try:
+            for step in md.uneven(range(1 + (rank > 0))):
+                title = TITLE if step == 0 or rank == 1 else OTHER
+                titled.all_reduce(torch.ones(2), md.group.WORLD, title)
+        except MeshdistError as error:
+            texts = f"{type(error).__name__} {error}"
+        return texts
+
+    for outcome in pool.run(program, 3, backend="shm"):
+        assert outcome.startswith("AgreementError")
+        assert TITLE in outcome
+        assert OTHER in outcome
+
+
+def test_a_profiler_shows_the_title() -> None:
+    def program() -> list[str]:
+        with torch.profiler.profile() as profile:
+            both()
+        return [event.name for event in profile.events() if TITLE in event.name]
+
+    for names in md.simulate(program, 1):
+        assert [name.split(" of ")[0] for name in names] == [f"meshdist::{one}" for one in VERBS]
+        assert names[0].endswith(" 4 bytes")
+
+
+def test_both_paths_note_the_same(pool: Pool) -> None:
+    def program() -> list[Any]:
+        group = md.group.WORLD
+        md.all_reduce(torch.ones(1))
+        path, notes = group.fast_path, []
+        recorder = group.open_channel("cpu").recorder
+        for chosen in (path, None):
+            group.fast_path = chosen
+            for verb in VERBS:
+                call(verb, TITLE)
+                note = recorder.find_note()
+                notes.append((note.title, note.called, note.sizes, note.layouts, note.where))
+        return notes
+
+    for notes in pool.run(program, 2, backend="shm"):
+        assert notes[:5] == notes[5:]
+        assert notes[0][1] == f"all_reduce((2,) float32, SUM) of {TITLE}"
+
+
+def test_what_is_started_and_not_waited_for_is_compared_too(pool: Pool) -> None:
+    def program() -> str:
+        md.all_reduce(torch.ones(1))
+        x = torch.ones(2)
+        try:
+            work = titled.all_reduce(
+                x, md.group.WORLD, TITLE if md.get_rank() else OTHER, async_op=True
+            )
+            assert work is not None
+            work.wait()
+        except AgreementError as error:
+            return str(error)
+        return "no error"
+
+    check_texts(pool.run(program, 2, backend="shm"), (TITLE, OTHER))
+
+
+def two_titles() -> str:
+    """What a member is told whose title differs from the other's."""
+    group = md.new_group()
+    md.all_reduce(torch.ones(1), group=group)
+    return refused("all_reduce", TITLE if md.get_rank() else OTHER, group)
+
+
+@pytest.mark.mpi
+def test_over_mpi(pool: Pool) -> None:
+    job = job_of(pool, 2)
+    for found in job.run_in_world(both):
+        assert all(one == plain for one, plain in found)
+    check_texts(job.run_in_world(two_titles), (TITLE, OTHER))
