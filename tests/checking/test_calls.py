@@ -20,6 +20,7 @@ from meshdist.checking.calls import (
     fingerprint,
     header,
     is_list,
+    likeness,
     message_fingerprint,
 )
 
@@ -66,6 +67,21 @@ def test_calls_in_words() -> None:
     send = call._replace(verb="send", data=X, message=(True, 0, 0, 1))
     assert send.heading == f"send((2,) float32, to rank 4) on axis 'dp' at {where}"
     assert Call(3, AXIS, "barrier", None).text == "barrier() at an unknown place"
+    part = call._replace(title="a plan")
+    assert part.heading == f"call 3 on axis 'dp': barrier() of a plan at {where}"
+    assert (part.name, call.name) == ("barrier of a plan", "barrier")
+
+
+def test_what_must_be_equal_in_words() -> None:
+    call = Call(1, AXIS, "all_to_all", X)
+    same = "the same verb, dtype, number of elements, op and root"
+    assert likeness(None) == likeness(call) == f"{same} on every member"
+    assert likeness(call._replace(title="a plan")) == f"{same} under the same title on every member"
+    uneven = call._replace(title="a plan", sizes=((1,), (1,)))
+    assert likeness(uneven) == (
+        "the same verb and dtype under the same title, and what one member takes as the other "
+        "sends it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +115,7 @@ def test_a_list_is_told_from_a_tensor() -> None:
     assert [is_list(data) for data in ((X,), (X, Y), ())] == [True] * 3
 
 
-REDUCE = ("reduce", X, ReduceOp.SUM.value, 0, False)
+REDUCE = ("reduce", X, ReduceOp.SUM.value, 0, False, "a plan")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +129,8 @@ REDUCE = ("reduce", X, ReduceOp.SUM.value, 0, False)
         (2, None),
         (3, 1),
         (3, None),
+        (5, "another"),
+        (5, ""),
     ],
 )
 def test_headers_differ_where_calls_do(place: int, other: object) -> None:
@@ -148,7 +166,7 @@ def test_headers_are_equal_on_every_process() -> None:
         "import torch\n"
         "from meshdist.checking.calls import collective_fingerprints\n"
         f"print(collective_fingerprints['reduce', (torch.Size([2]), torch.float32), "
-        f"{ReduceOp.SUM.value}, 0, False])"
+        f"{ReduceOp.SUM.value}, 0, False, 'a plan'])"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)

@@ -62,6 +62,9 @@ def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
         Announcement.of_call("all_gather", x.double(), sent=[3, 3], taken=[3, 5])
     )
     call = Announcement.of_call("all_reduce", x, md.ReduceOp.SUM)
+    assert not call.is_same_call(
+        Announcement.of_call("all_reduce", x, md.ReduceOp.SUM, title="a plan")
+    )
     assert not call.is_same_call(Announcement.of_call("all_reduce", x, md.ReduceOp.AVG))
     assert not call.is_same_call(Announcement.of_call("all_reduce", torch.ones(4), md.ReduceOp.SUM))
     assert not call.is_same_call(
