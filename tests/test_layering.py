@@ -264,6 +264,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "libraries",
             "making_arrays",
             "from_whole",
+            "rooted",
             "placing",
             "torch_placements",
             "torch_arrays",

@@ -18,6 +18,7 @@ from .requests import (
     unshard_request,
 )
 from .resharding import Resharding
+from .rooted import RootedGather, checked_root
 
 __all__ = ["reshard", "shard", "unshard"]
 
@@ -164,29 +165,35 @@ def unshard(
     pattern: str | NamedSharding,
     /,
     mesh: DeviceMesh | None = None,
+    root: int | None = None,
     *,
     shape: Sequence[int] | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the whole array. Inverse of ``shard``; collective.
+    """Every rank holds the whole array, or one rank alone. Inverse of ``shard``; collective.
 
     Args:
         local: this rank's shard, an array of any library.
         pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``.
         mesh: whose axes the pattern names; None takes the mesh in force.
+        root: the one rank that shall hold the whole, as a rank of the world, equal on all ranks;
+            None for every rank.
         shape, sizes: as for ``reshard``.
 
     Returns:
-        An array like ``local``, in new memory, with equal bits on every rank.
+        An array like ``local``, in new memory, with equal bits on every rank. With a root: there;
+        None on the other ranks.
 
     Gradient:
-        ``shard``: each rank takes its own part, for free.
+        ``shard``: each rank takes its own part, for free. With a root there is none.
 
     Cost:
-        Each rank receives what it does not hold; of summands, what an all-reduce receives.
+        Each rank receives what it does not hold; of summands, what an all-reduce receives. With a
+        root each element leaves one rank that holds it, once; summands are added before.
 
     Raises:
-        What ``reshard`` raises.
+        What ``reshard`` raises. KindError, NotInGroupError: a root that is no rank of the mesh.
+        GradientError: with a root, a tensor that needs a gradient.
 
     Example:
         >>> import torch, meshdist as md
@@ -202,8 +209,13 @@ def unshard(
     def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
         return unshard_request(pattern, mesh, local_shape, known, sizes)
 
-    found = _get("unshard", pattern, mesh, tensor.shape, {**sizes, "": known}, request)
-    return like(found(tensor), local)
+    if root is None:
+        found = _get("unshard", pattern, mesh, tensor.shape, {**sizes, "": known}, request)
+        return like(found(tensor), local)
+    where = get_mesh("unshard", pattern.mesh if isinstance(pattern, NamedSharding) else mesh)
+    rank = checked_root(root, "unshard", where)
+    whole = RootedGather(request(where, tuple(tensor.shape)), rank)(tensor)
+    return None if whole is None else like(whole, local)
 
 
 def _get(

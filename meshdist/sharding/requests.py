@@ -20,6 +20,7 @@ __all__ = [
     "Request",
     "check_shard",
     "get_mesh",
+    "move_request",
     "pattern_request",
     "shard_request",
     "sharding_request",
@@ -137,10 +138,10 @@ def sharding_request(
     Raises:
         ShapeError: ``local_shape`` is no shard of the whole; a spec has more entries than dims.
     """
-    mesh, other = get_mesh("reshard", source.mesh), get_mesh("reshard", target.mesh)
     shape = whole_shape(source, local_shape) if shape is None else shape
-    check_shard("reshard", mesh, source, shape, local_shape)
-    return _request("reshard", mesh, other, source, target, shape)
+    check_shard("reshard", get_mesh("reshard", source.mesh), source, shape, local_shape)
+    get_mesh("reshard", target.mesh)
+    return move_request("reshard", source, target, shape)
 
 
 def shard_request(
@@ -154,7 +155,7 @@ def shard_request(
     target = pattern
     if not isinstance(target, NamedSharding):
         target = size_side(target, mesh.layout, shape=shape, sizes=sizes).sharding
-    return _request("shard", mesh, mesh, NamedSharding(mesh, P()), target, shape)
+    return move_request("shard", NamedSharding(mesh, P()), _on(mesh, target), shape)
 
 
 def unshard_request(
@@ -183,17 +184,19 @@ def unshard_request(
         )
         source, shape = side.sharding, side.shape
     check_shard("unshard", mesh, source, shape, local_shape)
-    return _request("unshard", mesh, mesh, source, NamedSharding(mesh, P()), shape)
+    return move_request("unshard", _on(mesh, source), NamedSharding(mesh, P()), shape)
 
 
-def _request(
-    verb: str,
-    mesh: DeviceMesh,
-    other: DeviceMesh,
-    source: NamedSharding,
-    target: NamedSharding,
-    shape: tuple[int, ...],
+def move_request(
+    verb: str, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> Request:
+    """A move between shardings on a DeviceMesh each, for an array of known shape.
+
+    Raises:
+        MeshError: the meshes hold other ranks, or have no common refinement.
+        ShapeError: a spec does not fit the shape.
+    """
+    mesh, other = source.mesh, target.mesh
     plan = plan_shardings(source, target, shape, mesh.get_rank(), mesh_links(mesh))
     whole = mesh
     if plan.layout != mesh.layout:
@@ -238,6 +241,13 @@ def check_shard(
             found=f"shape {local_shape}",
             fix="give the shape of the whole array: shape=(...)",
         )
+
+
+def _on(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
+    """A sharding that a pattern gave, which knows a layout alone, on the mesh."""
+    if sharding.mesh is mesh:
+        return sharding
+    return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)
 
 
 def _permuted(placement: Placement, order: Sequence[int]) -> Placement:
