@@ -1,4 +1,4 @@
-"""What tests of resharding share: shards cut by NumPy, coordinate by coordinate, and drawn cases."""
+"""What tests of resharding share: shards cut by NumPy, one coordinate at a time; drawn cases."""
 
 from __future__ import annotations
 
