@@ -1,11 +1,15 @@
-"""What a step takes on all ranks, in CPU time and wall time, and whether it keeps to a target."""
+"""What a step takes on all ranks, in CPU time and wall time, what a call takes on one thread, and
+whether it keeps to a target."""
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +41,31 @@ def sample_of(step: Callable[[], None], num_steps: int) -> Sample:
     md.all_reduce(slowest, md.ReduceOp.MAX)
     md.all_reduce(mean, md.ReduceOp.AVG)
     return Sample(mean.item() * 1e3 / num_steps, slowest.item() * 1e3 / num_steps)
+
+
+def thread_us(
+    call: Callable[[], Any],
+    count: int,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> float:
+    """CPU time of a call, on this thread, inside a context that was entered before."""
+    with context():
+        for _ in range(count // 10 + 1):
+            call()
+        start = time.thread_time()
+        for _ in range(count):
+            call()
+        return (time.thread_time() - start) / count * 1e6
+
+
+def quotient(one: Sequence[float], other: Sequence[float]) -> float:
+    """The median over rounds of one side's time over the other's.
+
+    Example:
+        >>> quotient([2.0, 30.0, 4.0], [1.0, 10.0, 2.0])
+        2.0
+    """
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def verdict(most: float | None, found: Sequence[float]) -> str:

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
 from benchmarks._report import interleaved, parser_of, some_of, start_ranks, write_report
-from benchmarks._step_times import Sample, sample_of, verdict
+from benchmarks._step_times import Sample, quotient, sample_of, thread_us, verdict
 
 NUM_RANKS = 2
 QUICK_SCALE = 8
@@ -64,16 +64,6 @@ def times(taken: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(taken), "min": min(taken)}
 
 
-def quotient(one: Sequence[float], other: Sequence[float]) -> float:
-    """The median over rounds of one side's time over the other's.
-
-    Example:
-        >>> quotient([2.0, 30.0, 4.0], [1.0, 10.0, 2.0])
-        2.0
-    """
-    return statistics.median(a / b for a, b in zip(one, other, strict=True))
-
-
 # -- calls ----------------------------------------------------------------------------------------
 
 
@@ -82,17 +72,6 @@ class EmptyMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **kwargs) if kwargs else func(*args)
-
-
-def thread_us(context: Callable[[], AbstractContextManager[Any]], call: Call, count: int) -> float:
-    """CPU time of a call inside a context that was entered before."""
-    with context():
-        for _ in range(count // 10 + 1):
-            call()
-        start = time.thread_time()
-        for _ in range(count):
-            call()
-        return (time.thread_time() - start) / count * 1e6
 
 
 def calls() -> dict[str, tuple[float, Call]]:
@@ -116,7 +95,7 @@ def measure_calls(mesh: md.DeviceMesh, rounds: int, count: int) -> tuple[Rows, R
     }
     rows, targets = [], []
     for name, (most, call) in calls().items():
-        sides = {side: partial(thread_us, one, call, count) for side, one in contexts.items()}
+        sides = {side: partial(thread_us, call, count, one) for side, one in contexts.items()}
         taken = interleaved(sides, rounds)
         rows += [
             {"what": name, "side": side, "unit": "us, CPU", **times(one)}
