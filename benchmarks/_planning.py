@@ -39,17 +39,20 @@ def forget() -> None:
                     one.cache_clear()
 
 
-def planning_us(pattern: str, sizes: tuple[int, ...], edge: int) -> tuple[float, int]:
-    """Microseconds of the last rank's plan, from its text on, and the most peers of a step."""
+def planning_us(pattern: str, sizes: tuple[int, ...], edge: int) -> tuple[float, float, int]:
+    """CPU time of the last rank's plan: of its text and of its steps; the most peers of a step."""
     layout = md.Layout.from_shape(sizes, (*AXES, "pp")[: len(sizes)])
     forget()
     gc.collect()
     gc.disable()
-    start = time.perf_counter()
-    steps = md.plan(pattern, mesh=layout, shape=(edge, edge), rank=layout.num_ranks - 1).steps
-    taken = time.perf_counter() - start
+    start = time.thread_time()
+    plan = md.plan(pattern, mesh=layout, shape=(edge, edge), rank=layout.num_ranks - 1)
+    middle = time.thread_time()
+    steps = plan.steps
+    end = time.thread_time()
     gc.enable()
-    return taken * 1e6, max((getattr(step, "num_peers", 0) for step in steps), default=0)
+    num_peers = max((getattr(step, "num_peers", 0) for step in steps), default=0)
+    return (middle - start) * 1e6, (end - middle) * 1e6, num_peers
 
 
 def most_us(num_ranks: int, num_peers: int) -> float:
@@ -62,20 +65,21 @@ def most_us(num_ranks: int, num_peers: int) -> float:
 def measure_planning(rounds: int) -> tuple[Rows, Rows]:
     """Plans anew, of sizes that divide and of sizes that do not."""
     rows, targets = [], []
+    gc.freeze()
     for sizes in (*SMALL_MESHES, *LARGE_MESHES):
         num_ranks = math.prod(sizes)
         for pattern in PATTERNS:
             for edge in (8192, 8191):
                 planning_us(pattern, sizes, edge)
                 found = [planning_us(pattern, sizes, edge) for _ in range(rounds)]
-                num_peers = found[0][1]
-                median = statistics.median(us for us, _ in found)
+                num_peers = found[0][2]
                 rows.append(
                     {
                         "what": f"planning {pattern}",
                         "side": f"{'x'.join(map(str, sizes))} of {edge}",
-                        "us": median,
-                        "min us": min(us for us, _ in found),
+                        "us": statistics.median(text + steps for text, steps, _ in found),
+                        "min us": min(text + steps for text, steps, _ in found),
+                        "text us": statistics.median(text for text, _, _ in found),
                         "peers": num_peers,
                         "most us": most_us(num_ranks, num_peers),
                     }

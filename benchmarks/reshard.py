@@ -234,7 +234,7 @@ def measure_transitions(
 
 def pair_calls(mesh: md.DeviceMesh, count: int) -> dict[str, Call]:
     """Ranks 1 and 2 of four exchange ``count`` numbers, into memory that is there or new memory."""
-    group, rank = mesh[AXES].get_group(), md.get_rank()
+    group, rank = mesh[AXES].open_group(), md.get_rank()
     other = {1: 2, 2: 1}.get(rank)
     x, out = torch.full((count,), float(rank)), torch.empty(count)
     sizes = [count if place == other else 0 for place in range(4)]

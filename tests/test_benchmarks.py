@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import axis_types, ddp
+import meshdist as md
+from benchmarks import _dtensor as dtensor, _planning, _transitions, axis_types, ddp, reshard
 from benchmarks._report import interleaved
 from benchmarks._step_times import Sample, quotient, verdict as verdict_of_target
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
@@ -220,3 +223,104 @@ def test_the_benchmark_of_types_runs(tmp_path: Path) -> None:
     targets = [row["what"] for row in told["targets"]]
     assert len(targets) == len(set(targets)) == 2 * 4 + 1 + 2 + 4
     assert "sizes 8 times smaller" in told["notes"]
+
+
+# Bytes that a rank receives on the mean over those of the array, worked out by hand, on (2, 2).
+FEWEST = (0.125, 0.25, 0.1875, 0.375, 0.25, 0.375, 1.5, 0.75, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("transition", "fewest"), list(zip(_transitions.TRANSITIONS, FEWEST, strict=True))
+)
+def test_bounds_of_transitions(transition: str, fewest: float) -> None:
+    assert _transitions.bound(transition, (2, 2)) / 4 == fewest
+
+
+@pytest.mark.parametrize("transition", _transitions.TRANSITIONS)
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
+def test_plans_of_transitions_keep_to_the_bound(transition: str, sizes: tuple[int, int]) -> None:
+    layout = md.Layout.from_shape(sizes, _transitions.AXES)
+    pattern = _transitions.pattern_of(transition)
+    plans = [
+        md.plan(pattern, mesh=layout, shape=(64, 64), rank=rank) for rank in layout.ranks().flat
+    ]
+    received = sum(plan.bytes_received(1) for plan in plans)
+    assert received == _transitions.bound(transition, sizes) * 64 * 64
+
+
+def test_summands_of_a_transition_add_up() -> None:
+    whole = torch.arange(16.0).view(4, 4)
+    summands = [
+        _transitions.summand_of(whole, ["P", "P"], (2, 2), coordinate)
+        for coordinate in itertools.product(range(2), repeat=2)
+    ]
+    assert torch.equal(sum(summands, torch.zeros(())), 4 * whole)
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(summands))
+
+
+def test_transitions_are_compared_with_the_best_of_dtensor() -> None:
+    # The machine is ten times slower in the second round.
+    times = {
+        "DTensor": [30.0, 300.0, 30.0],
+        "DTensor/flattened": [20.0, 200.0, 20.0],
+        "DTensor/min-cost": [40.0, 400.0, 40.0],
+        "DTensor/min-cost/flattened": [40.0, 400.0, 40.0],
+        "meshdist/gloo": [10.0, 100.0, 10.0],
+        "meshdist/shm": [15.0, 150.0, 15.0],
+    }
+    received = dict.fromkeys(times, 0.5)
+    for transition, fewest, most in (
+        ("[S0,S1]->[S1,S0]", 0.125, 0.2),
+        ("[S0,R]->[R,S0]", 0.25, 0.667),
+        ("[S0,S0]->[R,R]", 0.4, 1.05),
+    ):
+        rows = reshard.transition_targets("x", transition, times, received, fewest)
+        assert [row["quotient"] for row in rows] == [0.5, 0.75, 1.5]
+        assert rows[0]["best"] == "DTensor/flattened"
+        assert rows[0]["verdict"] == f"{'MISSED' if most < 0.5 else 'met'} (at most {most:g})"
+        assert (rows[1]["verdict"], rows[2]["verdict"]) == ("", "MISSED (at most 1.05)")
+
+
+def test_not_slower_is_within_what_rounds_differ_by() -> None:
+    row = reshard.compared("x", [1.0, 1.2, 1.4], [1.0, 1.0, 1.0], reshard.NOT_SLOWER)
+    assert (row["quartiles"], row["verdict"]) == ("1.10-1.30", "met (at most 1.2)")
+    row = reshard.compared("x", [1.0, 1.3, 1.6], [1.0, 1.0, 1.0], 1.2)
+    assert row["verdict"] == "MISSED (at most 1.2)"
+
+
+def test_planning_may_take_longer_with_more_peers_than_64() -> None:
+    found = [_planning.most_us(ranks, peers) for ranks, peers in ((16, 15), (4096, 64), (4096, 65))]
+    assert found == [1e3, 1e4, 1e4 + 10]
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_resharding_runs(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "benchmarks/reshard.py", str(report), "--quick", "--meshes", "2x2"]
+    chosen = ("[S0,S1]->[S1,S0]", "[P,S0]->[S1,R]")
+    for transition in chosen:
+        command += ["--transition", transition]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text())
+    moved = [row for row in told["rows"] if "received" in row]
+    assert [(row["what"], row["side"]) for row in moved] == [
+        (f"{transition} 2x2", side)
+        for transition in chosen
+        for side in (*dtensor.SIDES, "meshdist/gloo", "meshdist/shm")
+    ]
+    assert all(0 < row["min ms"] <= row["ms"] for row in moved)
+    over_bound = [row["/ bound"] for row in moved]
+    assert over_bound == [6.0] * 4 + [1.0] * 2 + [2.0] * 2 + [1.0] * 4
+    targets = [row["what"] for row in told["targets"]]
+    assert len(targets) == len(set(targets)) == 2 * 3 + 3 + 2 + 2
+    assert {row["side"] for row in told["rows"] if "a lone pair" in row["what"]} == {
+        "messages",
+        "all_to_all_single",
+        "all_to_all",
+        "messages to new memory",
+        "reshard",
+    }
+    assert "an array of 1 MiB" in told["notes"]
