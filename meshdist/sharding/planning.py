@@ -91,6 +91,9 @@ def plan(
                 where="md.plan",
                 expected='one pattern with "->", or two specs',
                 found=f"{src!r} and {dst!r}",
+                fix=None
+                if isinstance(dst, (PartitionSpec, NamedSharding, str))
+                else "name the mesh: plan(pattern, mesh=mesh)",
             )
         mesh = _mesh_of(mesh)
         layout = _layout_of(mesh)

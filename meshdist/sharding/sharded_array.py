@@ -338,9 +338,11 @@ class ShardedArray(ElementwiseArray):
             raise AttributeError(f"'ShardedArray' object has no attribute {name!r}")
         raise AttributeError(
             explain(
-                f"a ShardedArray has no {name}: of the whole it would communicate",
+                f"a ShardedArray has no {name}",
                 where=self._where(),
-                fix=f"of this rank's shard x.local.{name}, of the whole x.full().{name}",
+                expected="what computes with shards alone: operators, ufuncs, slices, sum, mean",
+                fix=f"of this rank's shard x.local.{name}; of the whole, which communicates, "
+                f"x.full().{name}",
             )
         )
 

@@ -150,6 +150,15 @@ def test_all_ranks_choose_one_route() -> None:
             f"  found:    'b@dp -> b' and {P()!r}",
         ),
         (
+            lambda: md.plan("b@dp -> b", MESH, b=8),  # type: ignore[arg-type]
+            ArgumentError,
+            "a pattern is source and destination in one\n"
+            "  where:    md.plan\n"
+            '  expected: one pattern with "->", or two specs\n'
+            f"  found:    'b@dp -> b' and {MESH!r}\n"
+            "  fix:      name the mesh: plan(pattern, mesh=mesh)",
+        ),
+        (
             lambda: md.plan(P("dp"), P(), MESH, (8,), b=8),
             ArgumentError,
             "sizes by name are for patterns, whose dims have names\n"
