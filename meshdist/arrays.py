@@ -327,6 +327,8 @@ def _wrong_kind(x: Any, argument: str, verb: str) -> KindError:
     fix = None
     if isinstance(x, (list, tuple, bool, int, float, complex)):
         fix = f"make an array of it first: {argument} = torch.tensor({argument})"
+    elif hasattr(x, "addressable_shards") and hasattr(x, "local"):
+        fix = f"pass {argument}.local, this rank's shard; md.reshard and {argument}.full() move all"
     elif hasattr(x, "__dlpack__"):
         fix = f"pass torch.from_dlpack({argument}), or a copy where its library forbids writing"
     return KindError(f"{verb} cannot take a {name} as {argument}", expected=_SERVED, fix=fix)

@@ -179,13 +179,15 @@ class ElementwiseArray:
         function, linear_as = ufunc, "conj" if name == "conjugate" else name
         if _library(self.local) == "torch":
             inputs = tuple(one.item() if isinstance(one, np.generic) else one for one in inputs)
-            function = _OPERATORS.get(name) or _find_torch_function(name)
+            function = _OPERATORS.get(name) or _find_torch_function(linear_as)
             if function is None or kwargs:
                 raise KindError(
                     f"numpy.{name} of a sharded array whose shards are torch tensors",
                     expected="a function of torch",
                     fix="call torch's, or take numpy's of each rank's shard: x.local.numpy()",
                 )
+        if "dtype" in kwargs or "casting" in kwargs:
+            linear_as = ""  # it may round
         return apply(function, linear_as, inputs, kwargs, call=f"numpy.{name}")
 
     @classmethod
@@ -277,11 +279,11 @@ def _local(x: Any) -> Any:
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
     """Refuse arrays that are not sharded, and numbers that each rank would add to a summand."""
     shape = getattr(x, "shape", None)
-    dtype = getattr(beside.local, "dtype", None)
+    shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
-        dtype, beside.shape, beside.sharding
+        beside.local.dtype, beside.shape, beside.sharding
     )
-    if isinstance(x, (list, tuple)) or (shape is not None and tuple(shape) != ()):
+    if isinstance(x, (list, tuple)) or shape:
         what = "list" if shape is None else f"plain array of shape {shape_text(shape)}"
         raise ArgumentError(
             f"{call}: nothing says how a {what} lies on the mesh",

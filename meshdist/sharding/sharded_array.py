@@ -287,9 +287,10 @@ class ShardedArray(ElementwiseArray):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._check_holds_whole("numpy.asarray")
+        array = np.asarray(self.local)
         if copy is None:
-            return np.asarray(self.local, dtype=dtype)
-        return np.array(self.local, dtype=dtype, copy=copy)
+            return np.asarray(array, dtype=dtype)
+        return np.array(array, dtype=dtype, copy=copy)
 
     def item(self) -> Any:
         """The only element, as a number of Python's, where every rank holds it."""

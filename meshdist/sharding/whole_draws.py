@@ -47,7 +47,7 @@ def draw_box(
     """
     count = math.prod(shape)
     if piece is None or count < piece + _BLOCK:
-        return draw(count).view(*shape)[tuple(slice(*ends) for ends in box)].clone()
+        return draw(count).view(tuple(shape))[tuple(slice(*ends) for ends in box)].clone()
     sizes = [stop - start for start, stop in box]
     kept: list[torch.Tensor] = []
     begin = 0
