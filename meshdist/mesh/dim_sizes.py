@@ -242,7 +242,7 @@ class Sizing:
         )
         dim = self.dims[wrong]
         fix = "give this rank its part of the whole"
-        if len(dim.names) == 1 and dim.names[0].isidentifier():
+        if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
             shards = at_shape.dims[wrong].num_cells
             fix = f"give the size of the whole dim, such as {dim.names[0]}={local[wrong] * shards}"
         raise ShapeError(

@@ -81,7 +81,12 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
 
 
 def box_text(box: Box) -> str:
-    """A part of an array, as it is sliced: ``[4:8, 0:4]``; of no dims it is the scalar."""
+    """A part of an array, as it is sliced.
+
+    Example:
+        >>> box_text(((4, 8), (0, 4))), box_text(())
+        ('[4:8, 0:4]', 'the scalar')
+    """
     if not box:
         return "the scalar"
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -115,6 +115,11 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             "  fix:      give the size of the whole dim, such as b=12",
         ),
         (
+            ShapeError,  # another size would contradict the shape
+            lambda: size_side("b@dp", MESH, rank=0, local_shape=(5,), shape=(8,)),
+            "  found:    a shard of shape (5,)\n  fix:      give this rank its part of the whole",
+        ),
+        (
             ShapeError,
             lambda: size_side("(h k)@tp", MESH, rank=0, local_shape=(5,), shape=(8,)),
             "fix:      give this rank its part of the whole",
