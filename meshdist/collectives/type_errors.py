@@ -48,7 +48,7 @@ def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
     return type_as_text(tensor.dtype, ", ".join(map(str, tensor.shape)), text)
 
 
-def type_as_text(dtype: torch.dtype, dims: str, kinds: str) -> str:
+def type_as_text(dtype: object, dims: str, kinds: str) -> str:
     """A dtype, dims and kinds as types are shown: ``float32[8@dp, 4]{U:tp}``."""
     return f"{dtype_name(dtype)}[{dims}]" + (f"{{{kinds}}}" if kinds else "")
 

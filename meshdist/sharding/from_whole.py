@@ -8,26 +8,29 @@ once in the first step or, as the root's own part, in the second.
 from __future__ import annotations
 
 import json
-import operator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ..arrays import Array, as_tensor
 from ..collectives import titled
+from ..collectives.carried_specs import mark_spec
+from ..collectives.contexts import find_mode
 from ..collectives.linear_function import LinearFunction
 from ..collectives.objects import broadcast_object_list
-from ..collectives.torch_private import call_function
+from ..collectives.torch_private import NotSeen, call_function
 from ..dtypes import dtype_name
 from ..error_text import fields_among
-from ..errors import ArgumentError, KindError, MeshdistError, NotInGroupError
+from ..errors import ArgumentError, KindError, MeshdistError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, DimSplit, balanced_boundaries, volume
+from ..mesh.splits import Box, volume
+from .changes import extended
 from .libraries import in_library, library_of, mesh_device
+from .rooted import checked_root
 from .sharded_array import ShardedArray
 from .shardings import checked_sharding, mesh_text, sharding_of, whole_sharding
 from .shards import move
@@ -82,9 +85,9 @@ def device_put(
     library = library_of(x)
     if library == "torch":
         tensor = tensor.to(mesh_device(where.mesh))
-    whole = ShardedArray(tensor, whole_sharding(where.mesh))
-    moved = move(whole.local, whole.sharding, where, whole.shape)
-    return ShardedArray(in_library(moved, library), where, whole.shape)
+    shape = tuple(tensor.shape)
+    moved = move(tensor, whole_sharding(where.mesh), where, shape)
+    return ShardedArray(in_library(moved, library), where, shape)
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,11 @@ class _Facts:
     requires_grad: bool
 
 
-def _put_from_root(x: Any, target: NamedSharding, root: int) -> ShardedArray:
+def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     mesh = target.mesh
-    place = _place_of(root, mesh)
-    is_root = mesh.get_rank() == operator.index(root)
-    tensor, facts = _learn(x, target, place, is_root=is_root)
+    rank = checked_root(root, "device_put", mesh)
+    place = mesh.open_group().ranks.index(rank)
+    tensor, facts = _learn(x, target, place, is_root=mesh.get_rank() == rank)
     # A scalar has no dim to be cut among replicas.
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
@@ -114,25 +117,12 @@ def _put_from_root(x: Any, target: NamedSharding, root: int) -> ShardedArray:
     else:
         tensor = tensor.to(device).reshape(shape)
     sending = _Sending(mesh, source, shape, place)
-    own = call_function(_Scattered, tensor, sending)
+    with NotSeen() if find_mode() is not None else nullcontext():
+        own = mark_spec(call_function(_Scattered, tensor, sending), source.spec)
     local = move(own, source, lying, shape).reshape(
         target.shard_shape(facts.shape, mesh.get_rank())
     )
     return ShardedArray(in_library(local, facts.library), target, facts.shape)
-
-
-def _place_of(root: Any, mesh: DeviceMesh) -> int:
-    """The root's place among the mesh's ranks, in mesh order."""
-    ranks = mesh.layout.ranks().ravel().tolist()
-    if isinstance(root, bool) or not hasattr(root, "__index__"):
-        raise KindError("device_put: root is a rank", found=repr(root))
-    if root not in ranks:
-        raise NotInGroupError(
-            f"device_put: root {root} is not in the mesh",
-            where=mesh_text(mesh),
-            expected=f"one of the mesh's {len(ranks)} ranks, as a rank of the world",
-        )
-    return ranks.index(root)
 
 
 def _learn(
@@ -199,15 +189,9 @@ def _each_once(target: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """
     placement = target.placement(shape)
     free = placement.free_axes
-    sizes = tuple(placement.mesh_sizes[axis] for axis in free)
     dims = list(placement.dims)
     dim = max(range(len(shape)), key=lambda dim: shape[dim] / dims[dim].num_cells)
-    split = dims[dim]
-    cells = None
-    if split.cell_sizes is not None:
-        ends = [balanced_boundaries(size, sizes) for size in split.cell_sizes]
-        cells = tuple(b - a for end in ends for a, b in pairwise(end))
-    dims[dim] = DimSplit(split.size, (*split.axes, *free), (*split.axis_sizes, *sizes), cells)
+    dims[dim] = extended(dims[dim], free, tuple(placement.mesh_sizes[axis] for axis in free))
     return sharding_of(target.mesh, dims, unreduced=target.spec.unreduced)
 
 

@@ -142,7 +142,7 @@ def _lacking(
         where=mesh_text(operands[0][2].mesh),
         expected=f"operands of equal shardings, or {letter} reduced over {shown(axes)}",
         found=_listed(operands),
-        fix=f"{letter}.reshard({reduced!r}), which sends nothing; its gradient is then summed",
+        fix=f"{letter}.reshard({reduced!r}): nothing is sent; its gradient is then summed",
     )
 
 

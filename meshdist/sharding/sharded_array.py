@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from ..arrays import Array, as_tensor, shape_text
+from ..collectives.axis_types import ATTRIBUTE
+from ..collectives.carried_specs import mark_spec
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
@@ -18,6 +21,7 @@ from ..mesh.splits import Box
 from .elementwise import ElementwiseArray
 from .metadata import describe_array
 from .pictures import draw_sharding, draw_sharding_svg
+from .requests import whole_shape
 from .shardings import (
     array_type,
     box_text,
@@ -28,7 +32,7 @@ from .shardings import (
     sharding_of,
     whole_sharding,
 )
-from .shards import Shard, inferred_shape, move, no_shard
+from .shards import Shard, move, no_shard
 from .slicing import slice_shard
 from .totals import checked_dims, mean_of_shard, sum_of_shard, summed_sharding
 
@@ -88,7 +92,7 @@ class ShardedArray(ElementwiseArray):
         as_tensor(local, argument="local", verb="ShardedArray", writable=False)
         local_shape = tuple(local.shape)
         if shape is None:
-            shape = inferred_shape(local_shape, sharding)
+            shape = whole_shape(sharding, local_shape)
         placement = sharding.placement(tuple(shape))
         box = placement.box(coordinate_in(sharding.mesh, "ShardedArray"))
         wanted = tuple([stop - start for start, stop in box])
@@ -102,6 +106,8 @@ class ShardedArray(ElementwiseArray):
                 found=array_type(local.dtype, placement.shape, sharding),
                 fix="convert them first, for example to int32",
             )
+        if isinstance(local, torch.Tensor) and ATTRIBUTE not in local.__dict__:
+            mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
         self.local, self.sharding, self.shape, self._box = local, sharding, placement.shape, box
 
     # ------------------------------------------------------------------ what it is

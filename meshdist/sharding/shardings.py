@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..dtypes import dtype_name
+from ..collectives.axis_types import type_text
+from ..collectives.carried_specs import dims_text
+from ..collectives.type_errors import type_as_text
 from ..errors import KindError, MeshError, NotInGroupError
 from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -64,20 +66,9 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
         >>> array_type("float32", (8, 4), NamedSharding(mesh, P(("dp", "cp"), reduced={"tp"})))
         'float32[8@(dp,cp), 4]{R:tp}'
     """
-    names = sharding.layout.names or ()
-    dims = []
-    for split in sharding.placement(shape).dims:
-        axes = [names[axis] for axis in split.axes]
-        after = f"@({','.join(axes)})" if len(axes) > 1 else "".join(f"@{axis}" for axis in axes)
-        dims.append(f"{split.size}{after}")
-    order = {name: place for place, name in enumerate(names)}
-    kinds = [
-        f"{kind}:{','.join(sorted(axes, key=order.__getitem__))}"
-        for kind, axes in (("U", sharding.spec.unreduced), ("R", sharding.spec.reduced))
-        if axes
-    ]
-    after = f"{{{'; '.join(kinds)}}}" if kinds else ""
-    return f"{dtype_name(dtype)}[{', '.join(dims)}]{after}"
+    spec = sharding.spec
+    kinds = {**dict.fromkeys(spec.unreduced, "U"), **dict.fromkeys(spec.reduced, "R")}
+    return type_as_text(dtype, dims_text(tuple(shape), spec), type_text(kinds))
 
 
 def box_text(box: Box) -> str:

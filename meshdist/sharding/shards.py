@@ -12,7 +12,7 @@ from .requests import sharding_request
 from .resharding import Resharding
 from .shardings import mesh_text
 
-__all__ = ["Shard", "inferred_shape", "move", "no_shard"]
+__all__ = ["Shard", "move", "no_shard"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +48,6 @@ def move(
         request = sharding_request(source, target, tuple(tensor.shape), shape)
         found = kept[key] = Resharding(request)
     return like(found(tensor), local)
-
-
-def inferred_shape(local_shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The shape of the whole of which all shards have the local shape, or the sizes given."""
-    plain = NamedSharding(sharding.layout, sharding.spec).placement(local_shape)
-    return tuple(
-        sum(sharding.shard_sizes[dim]) if dim in sharding.shard_sizes else size * split.num_cells
-        for dim, (size, split) in enumerate(zip(local_shape, plain.dims, strict=True))
-    )
 
 
 def no_shard(

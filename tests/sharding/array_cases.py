@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import meshdist as md
 
@@ -61,11 +62,9 @@ def error_on_mesh(
     """The text of the error that ``program`` raises on every rank, as rank 1 says it."""
 
     def catch(mesh: md.DeviceMesh) -> str:
-        try:
+        with pytest.raises(kind) as caught:
             program(mesh)
-        except Exception as error:
-            assert type(error) is kind, f"{type(error).__name__}: {error}"
-            return str(error)
-        raise AssertionError("nothing was raised")
+        assert caught.type is kind, caught.value
+        return str(caught.value)
 
     return on_mesh(catch, sizes)[1]

@@ -157,7 +157,11 @@ def test_what_is_unreduced_passes_where_an_operation_is_linear_in_it() -> None:
 
 
 REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
-    (lambda x, u: u + 1, AxisTypeError, ["add: a number would be added to the summand", "md.full("]),
+    (
+        lambda x, u: u + 1,
+        AxisTypeError,
+        ["add: a number would be added to the summand", "md.full("],
+    ),
     (lambda x, u: 1 - u, AxisTypeError, ["a number would be added"]),
     (lambda x, u: torch.add(u, 1), AxisTypeError, ["a number would be added"]),
     (lambda x, u: np.add(np.float32(1), u), AxisTypeError, ["a number would be added"]),
@@ -168,7 +172,11 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
     (lambda x, u: torch.relu(u), AxisTypeError, ["torch.relu is not linear"]),
     (lambda x, u: torch.div(u, 2, rounding_mode="floor"), AxisTypeError, ["not linear"]),
     (lambda x, u: u + x, AxisTypeError, ["not linear in what is unreduced", "all unreduced"]),
-    (lambda x, u: x @ x, KindError, ["@ of sharded arrays", "unreduced={'tp'}", "x.full() @ y.full"]),
+    (
+        lambda x, u: x @ x,
+        KindError,
+        ["@ of sharded arrays", "unreduced={'tp'}", "x.full() @ y.full"],
+    ),
     (lambda x, u: torch.ones(2, 5) @ x, KindError, ["of sharded arrays", "x.local @ y.local"]),
     (lambda x, u: np.matmul(x, x), KindError, ["numpy.matmul of sharded arrays"]),
     (lambda x, u: torch.softmax(x, 0), KindError, ["torch.softmax", "x.local", "x.full()"]),
@@ -180,7 +188,11 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
     (lambda x, u: torch.exp(x, out=torch.ones(2)), KindError, ["out="]),
     (lambda x, u: np.exp(x, where=np.ones(3, bool)), KindError, ["where="]),
     (lambda x, u: np.spacing(x), KindError, ["numpy.spacing", "torch tensors"]),
-    (lambda x, u: x + torch.ones(5, 4), ArgumentError, ["plain array of shape (5, 4)", "device_put"]),
+    (
+        lambda x, u: x + torch.ones(5, 4),
+        ArgumentError,
+        ["plain array of shape (5, 4)", "device_put"],
+    ),
     (lambda x, u: np.ones((5, 4)) * x, ArgumentError, ["nothing says how", "md.ShardedArray(y"]),
     (lambda x, u: torch.add(torch.ones(4), x), ArgumentError, ["plain array of shape (4,)"]),
     (lambda x, u: torch.ones((), requires_grad=True) * x, AxisTypeError, ["gradient of a number"]),
@@ -188,9 +200,7 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
-def test_what_is_refused(
-    make: Callable[..., Any], kind: type[Exception], words: list[str]
-) -> None:
+def test_what_is_refused(make: Callable[..., Any], kind: type[Exception], words: list[str]) -> None:
     def program(mesh: DeviceMesh) -> None:
         x = put(mesh, torch.ones(5, 4), md.P("dp"))
         make(x, put(mesh, torch.ones(5, 4), md.P("dp", unreduced={"tp"})))

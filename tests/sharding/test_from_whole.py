@@ -40,7 +40,7 @@ def cases(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any, int]:
     return sizes, shape, (spec, given_sizes), draw(st.integers(0, math.prod(sizes) - 1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(cases())
 def test_from_one_rank_and_from_all(case: Any) -> None:
     sizes, shape, (spec, given_sizes), root = case
@@ -74,9 +74,7 @@ def test_from_one_rank_and_from_all(case: Any) -> None:
 @pytest.mark.parametrize(
     "spec", [md.P(), md.P("dp"), md.P("dp", "tp"), md.P("tp", unreduced={"dp"}), md.P("tp", None)]
 )
-def test_each_element_leaves_the_root_once(
-    spec: md.P, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_element_leaves_the_root_once(spec: md.P, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to the one rank that gets it, once more as the root's own part to its replicas."""
     sent: dict[int, int] = {}
     scatter = titled.all_to_all_single
@@ -139,8 +137,13 @@ def test_arrays_keep_their_library_and_a_sharded_array_is_resharded() -> None:
         (None, 1, KindError, ["the root holds no whole array", "rank 1 (dp=0, tp=1)", "root=..."]),
         ([1, 2], 2, KindError, ["cannot take a list as x"]),
         (torch.zeros(()), 2, ArgumentError, ["entries for 1 dims"]),
-        (torch.zeros(4), 4, NotInGroupError, ["root 4 is not in the mesh", "mesh's 4 ranks"]),
-        (torch.zeros(4), -1, NotInGroupError, ["root -1 is not in the mesh"]),
+        (
+            torch.zeros(4),
+            4,
+            NotInGroupError,
+            ["does not hold the root, rank 4", "one of ranks 0-3"],
+        ),
+        (torch.zeros(4), -1, NotInGroupError, ["does not hold the root, rank -1"]),
         (torch.zeros(4), "1", KindError, ["root is a rank", "'1'"]),
         (torch.zeros(()), None, ShapeError, ["entries for 1 dims"]),
         (None, None, KindError, ["device_put cannot take a NoneType as x"]),

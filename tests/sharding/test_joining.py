@@ -63,7 +63,9 @@ def test_operands_join_where_shards_and_gradients_are_right_as_they_are(
     shapes = (4, 4), (4, 4)
     if y.partitions == () and x.partitions != ():
         shapes = (4, 4), ()
-    operands = [("float32", shape, lying(spec, shape)) for shape, spec in zip(shapes, (x, y))]
+    operands = [
+        ("float32", shape, lying(spec, shape)) for shape, spec in zip(shapes, (x, y), strict=True)
+    ]
     pairs = [(kinds(x, axis), kinds(y, axis)) for axis in NAMES[:2]]
     passing = {"VV", "II", "RR", "RV", "VR"}
     passing |= {
@@ -71,16 +73,17 @@ def test_operands_join_where_shards_and_gradients_are_right_as_they_are(
     }[linearity]  # fmt: skip
     fits = all("".join(pair) in passing for pair in pairs)
     if shapes[0] == shapes[1]:
-        fits = fits and lying(x, (4, 4)).placement((4, 4)).dims == lying(
-            y, (4, 4)
-        ).placement((4, 4)).dims
+        fits = (
+            fits
+            and lying(x, (4, 4)).placement((4, 4)).dims == lying(y, (4, 4)).placement((4, 4)).dims
+        )
     if not fits:
         with pytest.raises(AxisTypeError):
             join_operands(operands, linearity, "f")
         return
     shape, found = join_operands(operands, linearity, "f")
     assert shape == (4, 4)
-    for axis, pair in zip(NAMES, pairs):
+    for axis, pair in zip(NAMES[:2], pairs, strict=True):
         expected = next(kind for kind in "UVRI" if kind in pair)
         assert kinds(found.spec, axis) == expected
     assert found.placement(shape).dims == lying(x, (4, 4)).placement((4, 4)).dims
@@ -136,7 +139,7 @@ def test_the_words() -> None:
         "  expected: operands of equal shardings, or y reduced over 'dp'",
         "  found:    x: float32[3@dp, 4]",
         "            y: float32[4]",
-        "  fix:      y.reshard(P(reduced={'dp'})), which sends nothing; its gradient is then summed",
+        "  fix:      y.reshard(P(reduced={'dp'})): nothing is sent; its gradient is then summed",
     ]
     summand = ("float32", (4,), lying(P(unreduced={"tp"}), (4,)))
     with pytest.raises(AxisTypeError) as caught:

@@ -97,7 +97,9 @@ def test_draws_of_torch_are_slices_of_the_whole(spec: md.P, dtype: torch.dtype) 
         y = md.randn(SHAPE, dtype, sharding=md.NamedSharding(mesh, spec), generator=own)
         wide = torch.complex64 if dtype.is_complex else torch.float64
         states = torch.get_rng_state(), own.get_state()
-        return [held(md.ShardedArray(one.local.to(wide), one.sharding, SHAPE)) for one in (x, y)], states
+        return [
+            held(md.ShardedArray(one.local.to(wide), one.sharding, SHAPE)) for one in (x, y)
+        ], states
 
     results = on_mesh(program)
     for place, seed in enumerate((3, 5)):
@@ -144,7 +146,9 @@ def test_callbacks_are_asked_for_the_shard(spec: md.P) -> None:
         x = md.make_array_from_callback(SHAPE, md.NamedSharding(mesh, spec), read)
         assert asked == [x.addressable_shards[0].index]
         y = md.make_array_from_callback(SHAPE, x.sharding, read, dtype=torch.float16)
-        z = md.make_array_from_callback(SHAPE, x.sharding, lambda at: WHOLE[at].tolist(), dtype="f4")
+        z = md.make_array_from_callback(
+            SHAPE, x.sharding, lambda at: WHOLE[at].tolist(), dtype="f4"
+        )
         return held(x), held(y), held(z)
 
     for shards, dtype in zip(
@@ -160,13 +164,15 @@ def test_process_local_data() -> None:
         make = md.make_array_from_process_local_data
         shard = rows.box(md.get_rank(), SHAPE)
         part = WHOLE[tuple(slice(*ends) for ends in shard)]
-        even = make(rows, np.zeros((2, 3)))
+        columns = WHOLE[:, slice(*shard[1])]
+        two_rows = columns[:4].reshape(2, 2, -1)[mesh.get_local_rank("dp")]
+        shapes = [make(rows, np.zeros((2, 3)), asked).shape for asked in (None, (None, None))]
         return [
             held(make(rows, part, SHAPE)),
             held(make(rows, torch.from_numpy(WHOLE), SHAPE)),  # whole everywhere
-            held(make(rows, WHOLE[:, slice(*shard[1])], SHAPE)),  # whole along dim 0
-            held(make(rows, WHOLE[:4, slice(*shard[1])][slice(*(shard[0][0] // 3 * 2, shard[0][0] // 3 * 2 + 2))], (None, 7))),
-        ], (even.shape, make(rows, np.zeros((2, 3)), (None, None)).shape)  # fmt: skip
+            held(make(rows, columns, SHAPE)),  # whole along dim 0
+            held(make(rows, two_rows, (None, 7))),
+        ], tuple(shapes)
 
     results = on_mesh(program)
     columns = list(zip(*(shards for shards, _ in results), strict=True))

@@ -51,7 +51,7 @@ def test_what_it_says_of_itself() -> None:
     [
         (md.P(None, ("dp", "tp")), "float32[10, 4@(dp,tp)]"),
         (md.P("dp", unreduced={"tp"}), "float32[10@dp, 4]{U:tp}"),
-        (md.P(unreduced={"tp"}, reduced={"dp"}), "float32[10, 4]{U:tp; R:dp}"),
+        (md.P(unreduced={"tp"}, reduced={"dp"}), "float32[10, 4]{R:dp U:tp}"),
     ],
 )
 def test_its_type(spec: md.P, text: str) -> None:
@@ -123,7 +123,7 @@ def test_gradients_of_full_and_reshard() -> None:
     assert all(torch.equal(grad, weights) for grad in on_mesh(program))
 
 
-# -- slices -----------------------------------------------------------------------------------------
+# -- slices ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("library", [torch.Tensor.clone, torch.Tensor.numpy])
@@ -174,7 +174,7 @@ def test_iteration_over_a_whole_dim() -> None:
         assert np.array_equal(assemble(shards), WHOLE[row])
 
 
-# -- as other things --------------------------------------------------------------------------------
+# -- as other things ------------------------------------------------------------------------------
 
 
 def test_numbers_and_numpy_where_every_rank_holds_the_whole() -> None:
@@ -241,7 +241,7 @@ def test_scalars_have_no_length() -> None:
     ("make", "kind", "words"),
     [
         (
-            lambda mesh: md.ShardedArray(torch.zeros(10, 4), md.NamedSharding(mesh, md.P("dp")), (10, 4)),
+            lambda mesh: md.ShardedArray(WHOLE, md.NamedSharding(mesh, md.P("dp")), (10, 4)),
             ShapeError,
             ["rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2), P('dp',)", "expected: shape (5, 4)",
              "found:    shape (10, 4)", "md.device_put(x, sharding)"],
@@ -308,7 +308,7 @@ def test_a_rank_outside_the_mesh_has_none() -> None:
         assert word in text
 
 
-# -- copies, pickles, trees -------------------------------------------------------------------------
+# -- copies, pickles, trees -----------------------------------------------------------------------
 
 
 def test_copies() -> None:
@@ -362,7 +362,7 @@ def test_pictures_and_metadata() -> None:
     assert data["shape"] == [10, 4] and data["shards"][1]["ranks"] == [2, 3]
 
 
-# -- processes --------------------------------------------------------------------------------------
+# -- processes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

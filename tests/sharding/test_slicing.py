@@ -26,7 +26,9 @@ def cases(draw: Any) -> tuple[tuple[DimSplit, ...], Any]:
         cells = None
         if draw(st.booleans()):
             count = int(np.prod(parts))
-            cuts = sorted(draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1)))
+            cuts = sorted(
+                draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1))
+            )
             cells = tuple(np.diff([0, *cuts, size]).tolist())
         dims.append(DimSplit(size, axes, parts, cells))
     index: list[Any] = []

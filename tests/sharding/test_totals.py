@@ -62,7 +62,7 @@ def test_what_was_spread_becomes_unreduced_and_the_rest_stays() -> None:
         "float64[5@dp, 3@tp]",
         "float64[]{U:dp,tp}",
         "float64[4]{U:dp,tp}",
-        "float64[4, 3]{U:dp; R:tp}",
+        "float64[4, 3]{R:tp U:dp}",
     ]
 
 
