@@ -119,9 +119,9 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     sending = _Sending(mesh, source, shape, place)
     with NotSeen() if find_mode() is not None else nullcontext():
         own = mark_spec(call_function(_Scattered, tensor, sending), source.spec)
-    local = move(own, source, lying, shape).reshape(
-        target.shard_shape(facts.shape, mesh.get_rank())
-    )
+    local = move(own, source, lying, shape)
+    if not facts.shape:
+        local = local.reshape(())
     return ShardedArray(in_library(local, facts.library), target, facts.shape)
 
 

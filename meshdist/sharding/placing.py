@@ -19,6 +19,7 @@ from .requests import (
 )
 from .resharding import Resharding
 from .rooted import RootedGather, checked_root
+from .sharded_array import ShardedArray
 
 __all__ = ["reshard", "shard", "unshard"]
 
@@ -43,8 +44,10 @@ def reshard(
     anew. The fewest bytes are sent.
 
     Args:
-        x: this rank's shard, an array of any library, in any memory layout.
-        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has.
+        x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
+            which knows its mesh and shape.
+        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has, of a
+            ``ShardedArray`` the one that it shall have.
         mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
             the one that it shall have.
         shape: of the whole array; None takes each dim as the shard's size times the number of
@@ -52,7 +55,8 @@ def reshard(
         sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
 
     Returns:
-        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits.
+        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits. Of a
+        ``ShardedArray``: itself where nothing changes.
 
     Gradient:
         The same communication transposed: the plan from the right side's cotangent, with U and R
@@ -77,6 +81,14 @@ def reshard(
         >>> md.simulate(program, 2)
         [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
     """
+    if isinstance(x, ShardedArray):
+        if shape is not None or mesh not in (None, x.mesh):
+            raise ArgumentError(
+                "reshard: a sharded array knows its mesh and its shape",
+                found=f"mesh={mesh!r}, shape={shape!r}",
+                fix="leave them out: reshard(x, target)",
+            )
+        return x.reshard(pattern, **sizes)
     tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
     known = None if shape is None else tuple(shape)
     key = (pattern, mesh, tensor.shape, known, *sizes.items())

@@ -32,7 +32,7 @@ from .shardings import (
     sharding_of,
     whole_sharding,
 )
-from .shards import Shard, move, no_shard
+from .shards import Shard, move, move_by_pattern, no_shard
 from .slicing import slice_shard
 from .totals import checked_dims, mean_of_shard, sum_of_shard, summed_sharding
 
@@ -185,15 +185,17 @@ class ShardedArray(ElementwiseArray):
         Returns: an array of the local array's library: the local array itself where every rank
             holds the whole already.
 
-        Gradient: each rank's shard of the gradient, summed over nothing: equal gradients come in.
+        Gradient: this rank's own part of the gradient, which is equal on all ranks.
         """
         return self.reshard(whole_sharding(self.mesh)).local
 
-    def reshard(self, dst: NamedSharding | PartitionSpec) -> ShardedArray:
+    def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
         """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
 
         Args:
-            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array.
+            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array, or a pattern whose
+                left side says how it lies now, as of ``md.reshard``: dims may then be regrouped.
+            sizes: inside of a pattern's groups.
 
         Gradient: resharded back, with unreduced and reduced exchanged.
 
@@ -201,7 +203,11 @@ class ShardedArray(ElementwiseArray):
             KindError: no sharding.
             ShapeError: the spec does not fit the shape.
             MeshError: on another mesh, of other ranks.
+            PatternError: no such pattern. ArgumentError: the array does not lie as its left side
+                says.
         """
+        if isinstance(dst, str):
+            return ShardedArray(*move_by_pattern(self.local, self.sharding, self.shape, dst, sizes))
         if isinstance(dst, PartitionSpec):
             dst = NamedSharding(self.mesh, dst)
         dst = checked_sharding(dst, "reshard")
@@ -257,7 +263,7 @@ class ShardedArray(ElementwiseArray):
         dims, keepdim = self._summed_dims("sum", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
         total = sum_of_shard(self.local, dims, keepdim=keepdim, dtype=dtype)
-        return ShardedArray(total, sharding, shape)
+        return _of_summands(total, sharding, shape)
 
     def mean(
         self,
@@ -278,7 +284,7 @@ class ShardedArray(ElementwiseArray):
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
         count = math.prod(self.shape[dim] for dim in dims)
         mean = mean_of_shard(self.local, dims, count, keepdim=keepdim, dtype=dtype)
-        return ShardedArray(mean, sharding, shape)
+        return _of_summands(mean, sharding, shape)
 
     def _summed_dims(
         self, call: str, dim: Any, axis: Any, keepdim: bool, out: object
@@ -383,6 +389,13 @@ class ShardedArray(ElementwiseArray):
                 + (", a summand" if self.sharding.spec.unreduced else ""),
                 fix="x.full() gathers the whole on every rank, and x.local is this rank's shard",
             )
+
+
+def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
+    """What ranks have summed by themselves: in typed contexts it varied, and is summands now."""
+    if isinstance(local, torch.Tensor):
+        mark_spec(local, sharding.spec)
+    return ShardedArray(local, sharding, shape)
 
 
 def _unpickled(

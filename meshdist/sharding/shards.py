@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Array, as_tensor, like, shape_text
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.named_dims import regroup
 from ..mesh.spec import NamedSharding
-from .requests import sharding_request
+from .requests import Request, pattern_request, sharding_request
 from .resharding import Resharding
 from .shardings import mesh_text
 
-__all__ = ["Shard", "move", "no_shard"]
+__all__ = ["Shard", "move", "move_by_pattern", "no_shard"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +41,59 @@ def move(
     local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> Array:
     """This rank's shard at ``target`` of an array that lies as ``source`` says; collective."""
+    local_shape = tuple(local.shape)
+    return _carried_out(
+        local,
+        source.mesh,
+        (source, target, shape),
+        lambda: sharding_request(source, target, local_shape, shape),
+    )
+
+
+def move_by_pattern(
+    local: Array,
+    source: NamedSharding,
+    shape: tuple[int, ...],
+    pattern: str,
+    sizes: Mapping[str, int],
+) -> tuple[Array, NamedSharding, tuple[int, ...]]:
+    """This rank's shard after ``pattern``, and the sharding and the shape of the whole then.
+
+    Raises:
+        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the shape.
+        ArgumentError: its left side says another sharding than ``source``.
+    """
+    mesh, local_shape = source.mesh, tuple(local.shape)
+    found = regroup(pattern, mesh.layout, shape=shape, sizes=sizes)
+    left, right = found.source.sharding, found.target.sharding
+    if left.placement(shape) != source.placement(shape):
+        raise ArgumentError(
+            f"reshard: the array does not lie as the left side of {pattern!r} says",
+            where=mesh_text(mesh),
+            expected=repr(source.spec),
+            found=repr(left.spec),
+            fix="write its axes on the left side, or name the sharding that it shall have alone: "
+            "x.reshard(P(...))",
+        )
+    moved = _carried_out(
+        local,
+        mesh,
+        (source, pattern, shape, *sizes.items()),
+        lambda: pattern_request(pattern, mesh, local_shape, shape, sizes),
+    )
+    target = NamedSharding(mesh, right.spec, shard_sizes=right.shard_sizes)
+    return moved, target, found.target.shape
+
+
+def _carried_out(local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], Request]) -> Array:
+    """What a request, made at its first use on the mesh, makes of this rank's shard."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
-    kept: dict[Any, Resharding] = source.mesh.notes.setdefault(_NOTE, {})
-    key = (source, target, shape)
+    kept: dict[Any, Resharding] = mesh.notes.setdefault(_NOTE, {})
     found = kept.get(key)
     if found is None:
         if len(kept) >= _MOST_KEPT:
             kept.clear()
-        request = sharding_request(source, target, tuple(tensor.shape), shape)
-        found = kept[key] = Resharding(request)
+        found = kept[key] = Resharding(request())
     return like(found(tensor), local)
 
 

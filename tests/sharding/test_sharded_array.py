@@ -111,6 +111,23 @@ def test_reshard_is_itself_where_nothing_changes() -> None:
     on_mesh(program)
 
 
+def test_reshard_by_pattern() -> None:
+    def program(mesh: DeviceMesh) -> Any:
+        x = rows(mesh)
+        y = md.reshard(x, "(b c)@dp d -> d@tp b c", c=5)
+        assert md.reshard(x, md.P("dp")) is x and md.reshard(x, x.sharding, mesh) is x
+        z = x.reshard("b@dp d -> b d@dp {R:tp}")
+        return held(y), held(z), repr(y.sharding.spec), y.sharding.mesh is mesh
+
+    results = on_mesh(program)
+    assert np.array_equal(
+        assemble([one[0] for one in results]), WHOLE.view(2, 5, 4).permute(2, 0, 1)
+    )
+    assert np.array_equal(assemble([one[1] for one in results]), WHOLE)
+    assert results[0][1].type == "float32[10, 4@dp]{R:tp}"
+    assert results[0][2:] == ("P('tp', None, None)", True)
+
+
 def test_gradients_of_full_and_reshard() -> None:
     weights = torch.arange(40.0).reshape(10, 4).cos()
 
@@ -213,7 +230,28 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], list[str]]] = [
     (lambda x: x.max(), AttributeError, ["has no max", "x.local.max", "x.full().max"]),
     (lambda x: x.T, AttributeError, ["has no T"]),
     (lambda x: x.nothing, AttributeError, ["no attribute 'nothing'"]),
-    (lambda x: x.reshard("dp"), KindError, ["reshard takes a sharding", "NamedSharding(mesh"]),
+    (lambda x: x.reshard({"dp"}), KindError, ["reshard takes a sharding", "NamedSharding(mesh"]),
+    (
+        lambda x: x.reshard("b@tp d -> b d"),
+        ArgumentError,
+        [
+            "does not lie as the left side of 'b@tp d",
+            "expected: P('dp',)",
+            "found:    P('tp', None)",
+            "x.reshard(P(...))",
+        ],
+    ),
+    (lambda x: x.reshard("b@dp d"), md.PatternError, ["one side"]),
+    (
+        lambda x: md.reshard(x, md.P(), shape=(10, 4)),
+        ArgumentError,
+        ["knows its mesh and its shape"],
+    ),
+    (
+        lambda x: md.reshard(x, md.P(), md.NamedSharding(x.mesh, md.P())),
+        ArgumentError,
+        ["knows its"],
+    ),
     (lambda x: md.all_reduce(x), KindError, ["all_reduce cannot take", "tensor.local"]),
 ]
 
@@ -391,3 +429,32 @@ def test_processes(pool: Pool, backend: str) -> None:
     results = pool.run(program, 4, backend)
     assert all(torch.equal(found, expected) for found, _ in results)
     assert torch.equal(results[2][1], gradient)
+
+
+def test_typed_contexts_see_how_it_lies() -> None:
+    def program(mesh: DeviceMesh) -> Any:
+        weight = torch.nn.Parameter(torch.ones(4))
+        reduced = md.P(reduced={"dp"})
+        x = md.make_array_from_callback(
+            (10, 4), md.NamedSharding(mesh, md.P("dp")), WHOLE.__getitem__
+        )
+        source = WHOLE if md.get_rank() == 0 else None
+        put = md.device_put(source, x.sharding, root=0)
+        types = [str(md.typeof(one.local)) for one in (x, put, x.sum())]
+        with md.typed(mesh):
+            total = (x.local * weight).sum()
+            types.append(str(md.typeof(total)))
+            typed_put = md.device_put(source, x.sharding, root=0)
+            types.append(str(md.typeof(typed_put.local)))
+            scale = weight.sum()
+            factor = md.device_put(scale, md.NamedSharding(mesh, md.P())).reshard(reduced)
+            product = (typed_put * factor).sum() * 2
+            types.append(str(md.typeof(product.local)))
+            types.append(str(md.typeof(product.full())))
+            (md.lax.psum(total, "dp") + product.full()).backward()
+        return types, weight.grad
+
+    for types, gradient in on_mesh(program):
+        assert types[:3] == ["float32[5@dp, 4]", "float32[5@dp, 4]", "float32[]{U:dp}"]
+        assert types[3:] == ["float32[]{V:dp}", "float32[5@dp, 4]", "float32[]{U:dp}", "float32[]"]
+        assert torch.equal(gradient, WHOLE.sum(0) + 2 * WHOLE.sum())
