@@ -83,6 +83,12 @@ class StandInCupy(types.ModuleType):
         made = self._arrays[device] = StandInArray(self, np.asarray(values), device)
         return made
 
+    def empty(self, shape: Any, dtype: Any = float) -> StandInArray:
+        return self.array(np.empty(shape, dtype))
+
+    def zeros(self, shape: Any, dtype: Any = float) -> StandInArray:
+        return self.array(np.zeros(shape, dtype))
+
     def from_dlpack(self, tensor: torch.Tensor) -> StandInArray:
         self.taken_in.append((self._current_stream().ptr, self._get("torchs")))
         return self.array(np.from_dlpack(tensor))

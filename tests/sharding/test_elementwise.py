@@ -218,6 +218,15 @@ def test_shards_of_two_libraries_do_not_meet() -> None:
     assert "different libraries" in text and "numpy, torch" in text
 
 
+def test_ufuncs_that_round_are_not_linear() -> None:
+    def program(mesh: DeviceMesh) -> None:
+        u = put(mesh, A, md.P(unreduced={"tp"}))
+        assert np.add(u, u).sharding.spec.unreduced == {"tp"}
+        np.add(u, u, dtype=np.int64, casting="unsafe")
+
+    assert "numpy.add is not linear" in error_on_mesh(program, AxisTypeError)
+
+
 def test_what_is_no_array_is_left_to_python() -> None:
     def program(mesh: DeviceMesh) -> Any:
         x = put(mesh, A, md.P("dp"))

@@ -15,6 +15,7 @@ from meshdist.collectives import titled
 from meshdist.errors import AgreementError, ArgumentError, KindError, NotInGroupError, ShapeError
 from meshdist.mesh.device_mesh import DeviceMesh
 from tests.sharding.array_cases import NAMES, assemble, error_on_mesh, held, on_mesh
+from tests.stand_in_cupy import StandInCupy
 
 
 @st.composite
@@ -129,6 +130,22 @@ def test_arrays_keep_their_library_and_a_sharded_array_is_resharded() -> None:
         return held(y)
 
     assert np.array_equal(assemble(on_mesh(program)), np.full(6, -1.0))
+
+
+def test_arrays_of_cupy() -> None:
+    with StandInCupy().installed() as cupy:
+        whole = cupy.array(np.arange(5.0))
+
+        def program(mesh: DeviceMesh) -> Any:
+            rows = md.NamedSharding(mesh, md.P("dp"))
+            x = md.device_put(whole, rows)
+            y = md.device_put(whole if md.get_rank() == 1 else None, rows, root=1)
+            z = md.zeros((5,), like=whole, sharding=rows)
+            assert all(isinstance(one.local, cupy.ndarray) for one in (x, y, z))
+            return x.full().host, y.full().host, z.full().host
+
+        for found in on_mesh(program, (2,)):
+            assert [one.tolist() for one in found] == [[0, 1, 2, 3, 4]] * 2 + [[0.0] * 5]
 
 
 @pytest.mark.parametrize(
