@@ -11,6 +11,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
 from .requests import (
     Request,
+    checked_shape,
     get_mesh,
     pattern_request,
     shard_request,
@@ -90,33 +91,32 @@ def reshard(
             )
         return x.reshard(pattern, **sizes)
     tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
-    known = None if shape is None else tuple(shape)
-    key = (pattern, mesh, tensor.shape, known, *sizes.items())
-    asked: Any = pattern.mesh if isinstance(pattern, NamedSharding) else mesh
-    where = get_mesh("reshard", asked)
-    kept: dict[Any, Resharding] = where.notes.setdefault(_NOTE, {})
-    found = kept.get(key)
-    if found is None:
-        request = _request(pattern, mesh, where, tuple(tensor.shape), known, sizes)
-        found = _keep(kept, key, Resharding(request))
-    return like(found(tensor), x)
+    is_pattern = not isinstance(pattern, NamedSharding)
+    known = None if shape is None else checked_shape("reshard", shape)
+    target = None if is_pattern else mesh
+
+    def request(where: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
+        if isinstance(pattern, NamedSharding):
+            return _request_between(pattern, target, local_shape, known, sizes)
+        return pattern_request(pattern, where, local_shape, known, sizes)
+
+    more = (target, known, *sizes.items())
+    asked: Any = mesh if is_pattern else None
+    return like(_get("reshard", pattern, asked, tensor.shape, more, request)(tensor), x)
 
 
-def _request(
-    pattern: str | NamedSharding,
-    mesh: DeviceMesh | NamedSharding | None,
-    where: DeviceMesh,
+def _request_between(
+    source: NamedSharding,
+    target: Any,
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     sizes: Mapping[str, int],
 ) -> Request:
-    if not isinstance(pattern, NamedSharding):
-        return pattern_request(pattern, where, local_shape, shape, sizes)
-    if not isinstance(mesh, NamedSharding):
+    if not isinstance(target, NamedSharding):
         raise KindError(
             "reshard from a NamedSharding needs another to go to",
             expected="reshard(x, source, target)",
-            found=f"a {type(mesh).__name__} as target",
+            found=f"a {type(target).__name__} as target",
         )
     if sizes:
         raise ArgumentError(
@@ -124,7 +124,7 @@ def _request(
             found=", ".join(f"{name}={size}" for name, size in sizes.items()),
             fix="give the shape of the whole array: shape=(...)",
         )
-    return sharding_request(pattern, mesh, local_shape, shape)
+    return sharding_request(source, target, local_shape, shape)
 
 
 def shard(
@@ -169,7 +169,8 @@ def shard(
     def request(mesh: DeviceMesh, shape: tuple[int, ...]) -> Request:
         return shard_request(pattern, mesh, shape, sizes)
 
-    return like(_get("shard", pattern, mesh, tensor.shape, sizes, request)(tensor), whole)
+    more = tuple(sizes.items())
+    return like(_get("shard", pattern, mesh, tensor.shape, more, request)(tensor), whole)
 
 
 def unshard(
@@ -216,15 +217,15 @@ def unshard(
         [[0, 1], [0, 1]]
     """
     tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
-    known = None if shape is None else tuple(shape)
+    known = None if shape is None else checked_shape("unshard", shape)
 
     def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
         return unshard_request(pattern, mesh, local_shape, known, sizes)
 
     if root is None:
-        found = _get("unshard", pattern, mesh, tensor.shape, {**sizes, "": known}, request)
-        return like(found(tensor), local)
-    where = get_mesh("unshard", pattern.mesh if isinstance(pattern, NamedSharding) else mesh)
+        more = (known, *sizes.items())
+        return like(_get("unshard", pattern, mesh, tensor.shape, more, request)(tensor), local)
+    where = _mesh_of("unshard", pattern, mesh)
     rank = checked_root(root, "unshard", where)
     whole = RootedGather(request(where, tuple(tensor.shape)), rank)(tensor)
     return None if whole is None else like(whole, local)
@@ -235,21 +236,33 @@ def _get(
     pattern: str | NamedSharding,
     mesh: DeviceMesh | None,
     shape: tuple[int, ...],
-    more: Mapping[str, Any],
+    more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], Request],
 ) -> Resharding:
     """The resharding that a call means, made at its first use on the mesh."""
-    where = get_mesh(verb, pattern.mesh if isinstance(pattern, NamedSharding) else mesh)
+    where = _mesh_of(verb, pattern, mesh)
     kept: dict[Any, Resharding] = where.notes.setdefault(_NOTE, {})
-    key = (verb, pattern, shape, *more.items())
-    found = kept.get(key)
+    key = (verb, pattern, shape, more)
+    try:
+        found = kept.get(key)
+    except TypeError:  # some argument has no hash: the request says what is wrong with it
+        found = None
     if found is None:
-        found = _keep(kept, key, Resharding(request(where, tuple(shape))))
+        found = Resharding(request(where, tuple(shape)))
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        kept[key] = found
     return found
 
 
-def _keep(kept: dict[Any, Resharding], key: Any, made: Resharding) -> Resharding:
-    if len(kept) >= _MOST_KEPT:
-        kept.clear()
-    kept[key] = made
-    return made
+def _mesh_of(verb: str, pattern: str | NamedSharding, mesh: DeviceMesh | None) -> DeviceMesh:
+    if not isinstance(pattern, NamedSharding):
+        return get_mesh(verb, mesh)
+    if mesh is not None and mesh != pattern.mesh:
+        raise ArgumentError(
+            f"{verb}: a NamedSharding has a mesh of its own",
+            expected=f"{pattern.mesh!r}, or none",
+            found=f"mesh={mesh!r}",
+            fix="leave mesh out",
+        )
+    return get_mesh(verb, pattern.mesh)

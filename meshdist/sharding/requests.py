@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ..collectives.checks import find_whole_numbers
 from ..errors import KindError, MeshError, NotInGroupError, ShapeError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.named_dims import regroup, size_side
+from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, P
 from ..mesh.splits import Placement
 from .planning import mesh_links, plan_shardings
@@ -19,6 +22,7 @@ from .refinement import refine
 __all__ = [
     "Request",
     "check_shard",
+    "checked_shape",
     "get_mesh",
     "move_request",
     "pattern_request",
@@ -89,6 +93,24 @@ def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
+def checked_shape(verb: str, shape: Any) -> tuple[int, ...]:
+    """Return the shape of a whole array as plain ints.
+
+    Raises:
+        KindError: it is something else. ShapeError: a negative size.
+    """
+    sizes = find_whole_numbers(shape)
+    if sizes is None:
+        raise KindError(
+            f"{verb}: shape is that of the whole array, one whole number for each dim",
+            expected="for example shape=(8, 16)",
+            found=repr(shape),
+        )
+    if min(sizes, default=0) < 0:
+        raise ShapeError(f"{verb}: no dim has a size below 0", found=f"shape={tuple(sizes)}")
+    return tuple(sizes)
+
+
 def pattern_request(
     text: str,
     mesh: DeviceMesh,
@@ -101,6 +123,7 @@ def pattern_request(
     Raises:
         PatternError, AxisError, ShapeError, KindError: as ``named_dims.regroup``.
     """
+    _check_hashable(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
     )
@@ -114,7 +137,7 @@ def pattern_request(
         title=f"{text} of shape {left.shape}",
     )
     take_apart = join = None
-    if found.is_reordered or 0 in (*left.counts, *right.counts):
+    if found.is_reordered or any(count != 1 for count in (*left.counts, *right.counts)):
         letters = {name: f"d{place}" for place, name in enumerate(left.names)}
         names = [letters[name] for name in right.names]
         local = plan.source.local_shape(plan.coordinate)
@@ -154,6 +177,7 @@ def shard_request(
     """
     target = pattern
     if not isinstance(target, NamedSharding):
+        _check_hashable(target, sizes)
         target = size_side(target, mesh.layout, shape=shape, sizes=sizes).sharding
     return move_request("shard", NamedSharding(mesh, P()), _on(mesh, target), shape)
 
@@ -174,6 +198,7 @@ def unshard_request(
         source = pattern
         shape = whole_shape(source, local_shape) if shape is None else shape
     else:
+        _check_hashable(pattern, sizes)
         side = size_side(
             pattern,
             mesh.layout,
@@ -241,6 +266,18 @@ def check_shard(
             found=f"shape {local_shape}",
             fix="give the shape of the whole array: shape=(...)",
         )
+
+
+def _check_hashable(text: str, sizes: _Sizes) -> None:
+    """Raise KindError where a text is none, or a size no whole number: both are keys of caches."""
+    parse(text)
+    for name, size in sizes.items():
+        if find_whole_numbers([size]) is None:
+            raise KindError(
+                f"the size of dim {name!r} is a whole number",
+                where=f"pattern {text!r}",
+                found=f"{name}={size!r}",
+            )
 
 
 def _on(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
