@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..arrays import Array, as_tensor, like
 from ..errors import ArgumentError, KindError
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, PartitionSpec
 from .requests import (
     Request,
     checked_shape,
@@ -29,8 +29,8 @@ _MOST_KEPT = 4096
 
 
 def reshard(
-    x: Array,
-    pattern: str | NamedSharding,
+    x: Array | ShardedArray,
+    pattern: str | NamedSharding | PartitionSpec,
     /,
     mesh: DeviceMesh | NamedSharding | None = None,
     *,
@@ -47,8 +47,8 @@ def reshard(
     Args:
         x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
             which knows its mesh and shape.
-        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has, of a
-            ``ShardedArray`` the one that it shall have.
+        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has. Of a
+            ``ShardedArray`` how it shall lie is enough: one side, a sharding or a spec.
         mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
             the one that it shall have.
         shape: of the whole array; None takes each dim as the shard's size times the number of
@@ -98,7 +98,7 @@ def reshard(
     def request(where: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
         if isinstance(pattern, NamedSharding):
             return _request_between(pattern, target, local_shape, known, sizes)
-        return pattern_request(pattern, where, local_shape, known, sizes)
+        return pattern_request(cast(str, pattern), where, local_shape, known, sizes)
 
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
@@ -174,8 +174,8 @@ def shard(
 
 
 def unshard(
-    local: Array,
-    pattern: str | NamedSharding,
+    local: Array | ShardedArray,
+    pattern: str | NamedSharding | None = None,
     /,
     mesh: DeviceMesh | None = None,
     root: int | None = None,
@@ -186,8 +186,9 @@ def unshard(
     """Every rank holds the whole array, or one rank alone. Inverse of ``shard``; collective.
 
     Args:
-        local: this rank's shard, an array of any library.
-        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``.
+        local: this rank's shard, an array of any library; or a ``ShardedArray``.
+        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``. None for a
+            ``ShardedArray``, which knows.
         mesh: whose axes the pattern names; None takes the mesh in force.
         root: the one rank that shall hold the whole, as a rank of the world, equal on all ranks;
             None for every rank.
@@ -216,16 +217,25 @@ def unshard(
         >>> md.simulate(program, 2)
         [[0, 1], [0, 1]]
     """
+    if isinstance(local, ShardedArray):
+        if pattern is not None:
+            raise ArgumentError(
+                "unshard: a ShardedArray knows how it lies",
+                expected="unshard(array), or unshard(array, root=0)",
+                found=f"pattern {pattern!r}",
+            )
+        local, pattern, shape = local.local, local.sharding, local.shape
+    lies: Any = pattern
     tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
     known = None if shape is None else checked_shape("unshard", shape)
 
     def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
-        return unshard_request(pattern, mesh, local_shape, known, sizes)
+        return unshard_request(lies, mesh, local_shape, known, sizes)
 
     if root is None:
         more = (known, *sizes.items())
-        return like(_get("unshard", pattern, mesh, tensor.shape, more, request)(tensor), local)
-    where = _mesh_of("unshard", pattern, mesh)
+        return like(_get("unshard", lies, mesh, tensor.shape, more, request)(tensor), local)
+    where = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", where)
     whole = RootedGather(request(where, tuple(tensor.shape)), rank)(tensor)
     return None if whole is None else like(whole, local)
@@ -233,7 +243,7 @@ def unshard(
 
 def _get(
     verb: str,
-    pattern: str | NamedSharding,
+    pattern: Any,
     mesh: DeviceMesh | None,
     shape: tuple[int, ...],
     more: tuple[Any, ...],
@@ -255,7 +265,7 @@ def _get(
     return found
 
 
-def _mesh_of(verb: str, pattern: str | NamedSharding, mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
     if not isinstance(pattern, NamedSharding):
         return get_mesh(verb, mesh)
     if mesh is not None and mesh != pattern.mesh:

@@ -25,6 +25,7 @@ __all__ = [
     "checked_shape",
     "get_mesh",
     "move_request",
+    "on_mesh",
     "pattern_request",
     "shard_request",
     "sharding_request",
@@ -179,7 +180,7 @@ def shard_request(
     if not isinstance(target, NamedSharding):
         _check_hashable(target, sizes)
         target = size_side(target, mesh.layout, shape=shape, sizes=sizes).sharding
-    return move_request("shard", NamedSharding(mesh, P()), _on(mesh, target), shape)
+    return move_request("shard", NamedSharding(mesh, P()), on_mesh(mesh, target), shape)
 
 
 def unshard_request(
@@ -209,7 +210,7 @@ def unshard_request(
         )
         source, shape = side.sharding, side.shape
     check_shard("unshard", mesh, source, shape, local_shape)
-    return move_request("unshard", _on(mesh, source), NamedSharding(mesh, P()), shape)
+    return move_request("unshard", on_mesh(mesh, source), NamedSharding(mesh, P()), shape)
 
 
 def move_request(
@@ -280,7 +281,7 @@ def _check_hashable(text: str, sizes: _Sizes) -> None:
             )
 
 
-def _on(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
+def on_mesh(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
     """A sharding that a pattern gave, which knows a layout alone, on the mesh."""
     if sharding.mesh is mesh:
         return sharding

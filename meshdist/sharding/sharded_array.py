@@ -16,12 +16,14 @@ from ..collectives.carried_specs import mark_spec
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
+from ..mesh.named_dims import size_side
+from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import Box
 from .elementwise import ElementwiseArray
 from .metadata import describe_array
 from .pictures import draw_sharding, draw_sharding_svg
-from .requests import whole_shape
+from .requests import on_mesh, whole_shape
 from .shardings import (
     array_type,
     box_text,
@@ -193,8 +195,9 @@ class ShardedArray(ElementwiseArray):
         """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
 
         Args:
-            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array, or a pattern whose
-                left side says how it lies now, as of ``md.reshard``: dims may then be regrouped.
+            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array, or a pattern: one
+                side that says it alone, or two, of which the left says how the array lies now: dims
+                may then be regrouped.
             sizes: inside of a pattern's groups.
 
         Gradient: resharded back, with unreduced and reduced exchanged.
@@ -207,7 +210,12 @@ class ShardedArray(ElementwiseArray):
                 says.
         """
         if isinstance(dst, str):
-            return ShardedArray(*move_by_pattern(self.local, self.sharding, self.shape, dst, sizes))
+            if parse(dst).result is not None:
+                return ShardedArray(
+                    *move_by_pattern(self.local, self.sharding, self.shape, dst, sizes)
+                )
+            side = size_side(dst, self.mesh.layout, shape=self.shape, sizes=sizes)
+            dst = on_mesh(self.mesh, side.sharding)
         if isinstance(dst, PartitionSpec):
             dst = NamedSharding(self.mesh, dst)
         dst = checked_sharding(dst, "reshard")

@@ -11,7 +11,7 @@ from ..errors import ArgumentError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.named_dims import regroup
 from ..mesh.spec import NamedSharding
-from .requests import Request, pattern_request, sharding_request
+from .requests import Request, on_mesh, pattern_request, sharding_request
 from .resharding import Resharding
 from .shardings import mesh_text
 
@@ -72,8 +72,7 @@ def move_by_pattern(
             where=mesh_text(mesh),
             expected=repr(source.spec),
             found=repr(left.spec),
-            fix="write its axes on the left side, or name the sharding that it shall have alone: "
-            "x.reshard(P(...))",
+            fix="write the right side alone: the array knows how it lies",
         )
     moved = _carried_out(
         local,
@@ -81,8 +80,7 @@ def move_by_pattern(
         (source, pattern, shape, *sizes.items()),
         lambda: pattern_request(pattern, mesh, local_shape, shape, sizes),
     )
-    target = NamedSharding(mesh, right.spec, shard_sizes=right.shard_sizes)
-    return moved, target, found.target.shape
+    return moved, on_mesh(mesh, right), found.target.shape
 
 
 def _carried_out(local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], Request]) -> Array:

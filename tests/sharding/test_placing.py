@@ -178,6 +178,48 @@ def test_scalars() -> None:
     assert md.simulate(program, 2) == [(3.0, 1.0, [2.0])] * 2
 
 
+# -- sharded arrays -------------------------------------------------------------------------------
+
+
+def test_sharded_arrays() -> None:
+    whole = torch.arange(60.0).view(5, 4, 3)
+
+    def program() -> None:
+        mesh = mesh_of((2, 2))
+        x = md.ShardedArray(
+            md.shard(whole, "b@a h d", mesh), md.NamedSharding(mesh, md.P("a")), whole.shape
+        )
+        for target in ("b h@b d", md.P(None, "b"), md.NamedSharding(mesh, md.P(None, "b"))):
+            y = md.reshard(x, target)
+            assert isinstance(y, md.ShardedArray) and y.shape == whole.shape
+            assert torch.equal(y.local, md.shard(whole, "b h@b d", mesh))
+        assert md.reshard(x, "b@a h d").local is x.local
+        z = md.reshard(x, "b@a h d -> d (h b)@b", b=5)
+        assert z.shape == (3, 20) and z.mesh is mesh
+        expected = whole.permute(2, 1, 0).reshape(3, 20)
+        assert torch.equal(z.full(), expected) and torch.equal(md.unshard(z), expected)
+        found = md.unshard(z, root=2)
+        assert (found is not None) == (md.get_rank() == 2)
+        assert found is None or torch.equal(found, expected)
+
+    md.simulate(program, 4)
+
+
+def test_sharded_arrays_know_how_they_lie() -> None:
+    def array(mesh: Any) -> Any:
+        return md.ShardedArray(torch.zeros(2, 4), md.NamedSharding(mesh, md.P("a")))
+
+    text = refusal(ArgumentError, lambda mesh: md.reshard(array(mesh), "s d -> s d@a"))
+    assert "does not lie as the left side of 's d -> s d@a' says" in text
+    assert "expected: P('a',)" in text
+    text = refusal(ArgumentError, lambda mesh: md.reshard(array(mesh), "s d@a", shape=(4, 4)))
+    assert "a sharded array knows its mesh and its shape" in text
+    text = refusal(ArgumentError, lambda mesh: md.unshard(array(mesh), "s d@a"))
+    assert "unshard: a ShardedArray knows how it lies" in text and "unshard(array)" in text
+    text = refusal(KindError, lambda mesh: md.unshard(X, mesh=mesh))
+    assert "a pattern is a string" in text
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
