@@ -28,8 +28,8 @@ def carried(steps: list[tuple[Step, ...]], locals_: list[torch.Tensor]) -> list[
 
 
 def test_summands_are_added_in_the_order_of_the_group() -> None:
-    """Of 1e8, 1 and -1e8 in float32 the sum is 0 or 1: it must be the same on every rank."""
-    values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    """Of 1e8, -1e8 and 1 in float32 the sum is 1 or 0: it must be the same on every rank."""
+    values = [torch.tensor([value]) for value in (1e8, -1e8, 1.0)]
     box = ((0, 1),)
     steps = [
         (
@@ -46,7 +46,7 @@ def test_summands_are_added_in_the_order_of_the_group() -> None:
         for rank in range(3)
     ]
     in_order = (values[0] + values[1]) + values[2]
-    assert in_order != (values[0] + values[2]) + values[1]
+    assert in_order != (values[2] + values[1]) + values[0]
     assert carried(steps, values) == [in_order] * 3
 
 
