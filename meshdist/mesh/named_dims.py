@@ -49,16 +49,8 @@ class Regrouping:
     @cached_property
     def target_placement(self) -> Placement:
         """How the parts lie in the target, but in the order of the source."""
-        there = self.target.placement
-        places = {part: place for place, part in enumerate(self.order)}
-        order = [places[part] for part in range(len(self.order))]
-        return Placement(
-            there.mesh_sizes,
-            tuple(there.shape[place] for place in order),
-            tuple(there.dims[place] for place in order),
-            there.unreduced,
-            there.reduced,
-        )
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return self.target.placement.permuted(back)
 
     @property
     def is_reordered(self) -> bool:

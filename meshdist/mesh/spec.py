@@ -14,7 +14,7 @@ from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, NotInGroupError, ShapeError
 from .layout import Layout
 from .partition_spec import P, PartitionSpec, axes_of
-from .splits import Box, DimSplit, Placement, split_dim
+from .splits import Box, DimSplit, Placement, index_of, place_along, split_dim
 
 __all__ = ["Box", "DimSplit", "NamedSharding", "P", "PartitionSpec", "Placement"]
 
@@ -186,7 +186,7 @@ class NamedSharding:
         """
         placement = self.placement(shape)
         return {
-            int(rank): tuple(slice(start, stop) for start, stop in placement.box(coordinate))
+            int(rank): index_of(placement.box(coordinate))
             for coordinate, rank in np.ndenumerate(self.layout.ranks())
         }
 
@@ -201,11 +201,7 @@ class NamedSharding:
         Raises:
             NotInGroupError: the mesh does not hold the rank.
         """
-        coordinate = self._coordinate(rank)
-        number = 0
-        for axis in self._free:
-            number = number * self.layout.sizes[axis] + coordinate[axis]
-        return number
+        return place_along(self._free, self.layout.sizes, self._coordinate(rank))
 
     @property
     def replicated_axes(self) -> frozenset[str]:

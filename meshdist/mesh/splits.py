@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Box", "DimSplit", "Placement", "balanced_boundaries", "split_dim", "volume"]
+__all__ = [
+    "Box",
+    "DimSplit",
+    "Placement",
+    "balanced_boundaries",
+    "box_text",
+    "index_of",
+    "place_along",
+    "shape_of",
+    "split_dim",
+    "volume",
+]
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) per dim, in the whole array."""
@@ -27,7 +38,28 @@ _FEW_CELLS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class DimSplit:
+class _CacheKey:
+    """What the keys of caches have in common: a hash that is kept, and cheap comparing."""
+
+    def _keep_key(self, *key: Any) -> None:
+        vars(self).update(_key=key, _hash=hash(key))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self):
+            return NotImplemented
+        return bool(vars(self)["_key"] == vars(other)["_key"])
+
+    def __hash__(self) -> int:
+        return int(vars(self)["_hash"])
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without the hash, which is this process's own
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True, eq=False)
+class DimSplit(_CacheKey):
     """How one dim of known size is cut.
 
     Without ``cell_sizes`` it is balanced: cut axis after axis, the major one first, each time into
@@ -59,21 +91,7 @@ class DimSplit:
             balanced = balanced_boundaries(self.size, self.axis_sizes)
             if tuple(accumulate(self.cell_sizes, initial=0)) == tuple(balanced):
                 vars(self)["cell_sizes"] = None
-        key = (self.size, self.axes, self.axis_sizes, self.cell_sizes)
-        vars(self).update(_key=key, _hash=hash(key))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, DimSplit):
-            return NotImplemented
-        return bool(vars(self)["_key"] == vars(other)["_key"])
-
-    def __hash__(self) -> int:
-        return int(vars(self)["_hash"])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DimSplit, (self.size, self.axes, self.axis_sizes, self.cell_sizes)
+        self._keep_key(self.size, self.axes, self.axis_sizes, self.cell_sizes)
 
     @cached_property
     def num_cells(self) -> int:
@@ -168,7 +186,7 @@ def _balanced_array(size: int, axis_sizes: tuple[int, ...]) -> np.ndarray[Any, n
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(_CacheKey):
     """How an array of known shape lies on the coordinates of a mesh.
 
     Along axes that cut a dim ranks hold different parts; along unreduced ones each holds a summand
@@ -194,22 +212,7 @@ class Placement:
     reduced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        key = (self.mesh_sizes, self.dims, self.unreduced, self.reduced)
-        vars(self).update(_key=key, _hash=hash(key))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Placement):
-            return NotImplemented
-        return bool(vars(self)["_key"] == vars(other)["_key"])
-
-    def __hash__(self) -> int:
-        return int(vars(self)["_hash"])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.mesh_sizes, self.shape, self.dims, self.unreduced, self.reduced)
-        return Placement, fields
+        self._keep_key(self.mesh_sizes, self.dims, self.unreduced, self.reduced)
 
     @cached_property
     def cut_axes(self) -> tuple[int, ...]:
@@ -228,22 +231,33 @@ class Placement:
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part at a coordinate of the mesh."""
-        return tuple([stop - start for start, stop in self.box(coordinate)])
+        return shape_of(self.box(coordinate))
 
-    def replica(self, coordinate: Sequence[int]) -> int:
-        """The number of this copy of the values, 0 for the first, counted along the free axes."""
-        number = 0
-        for axis in self.free_axes:
-            number = number * self.mesh_sizes[axis] + coordinate[axis]
-        return number
+    def has_values(self, coordinate: Sequence[int]) -> bool:
+        """Whether a value that becomes unreduced is kept at this coordinate; others hold zeros."""
+        return not any(coordinate[axis] for axis in self.unreduced)
 
     def transposed(self) -> Placement:
         """Where the cotangent lies: the same, with unreduced and reduced exchanged."""
-        return self._transposed
-
-    @cached_property
-    def _transposed(self) -> Placement:
         return Placement(self.mesh_sizes, self.shape, self.dims, self.reduced, self.unreduced)
+
+    def permuted(self, order: Sequence[int]) -> Placement:
+        """The same array with its dims in another order: dim i is ``order[i]`` here."""
+        shape, dims = tuple(self.shape[i] for i in order), tuple(self.dims[i] for i in order)
+        return Placement(self.mesh_sizes, shape, dims, self.unreduced, self.reduced)
+
+
+def place_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
+    """The number of a coordinate among those along some axes, the last axis the fastest.
+
+    Example:
+        >>> place_along((0, 2), (2, 3, 4), (1, 0, 2))
+        6
+    """
+    place = 0
+    for axis in axes:
+        place = place * mesh_sizes[axis] + coordinate[axis]
+    return place
 
 
 def volume(box: Box) -> int:
@@ -254,3 +268,35 @@ def volume(box: Box) -> int:
         12
     """
     return math.prod(stop - start for start, stop in box)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """The shape of a box.
+
+    Example:
+        >>> shape_of(((2, 5), (0, 4)))
+        (3, 4)
+    """
+    return tuple([stop - start for start, stop in box])
+
+
+def index_of(box: Box) -> tuple[slice, ...]:
+    """What an array is indexed with to get its part in a box.
+
+    Example:
+        >>> np.arange(6).reshape(2, 3)[index_of(((0, 2), (1, 2)))].tolist()
+        [[1], [4]]
+    """
+    return tuple([slice(start, stop) for start, stop in box])
+
+
+def box_text(box: Box) -> str:
+    """A part of an array, as it is sliced.
+
+    Example:
+        >>> box_text(((4, 8), (0, 4))), box_text(())
+        ('[4:8, 0:4]', 'the scalar')
+    """
+    if not box:
+        return "the scalar"
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

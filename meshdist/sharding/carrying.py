@@ -15,9 +15,9 @@ from ..collectives.titled import (
 )
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.splits import volume
+from ..mesh.splits import index_of, volume
 from ..runtime.buffer_pool import new_like
-from .packing import Boxes, Rearrangement, fresh_copy, index_of
+from .packing import Boxes, Rearrangement, fresh_copy
 from .steps import (
     AllGather,
     AllReduce,

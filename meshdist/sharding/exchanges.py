@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ..mesh.splits import Box, DimSplit
+from ..mesh.splits import Box, DimSplit, shape_of
 from .changes import Change
 from .steps import Exchange, Pad, Part, Step, SummedExchange, Take
 
@@ -35,7 +35,6 @@ def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, .
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     kept, receives = group.receives(target)
     sends = group.sends(source)
-    shape = tuple(stop - start for start, stop in target)
     own = None if kept is None else (relative(kept, source), relative(kept, target))
     step = SummedExchange if change.summed else Exchange
     return (
@@ -46,7 +45,7 @@ def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, .
             tuple(sorted((place, relative(box, source)) for place, box in sends)),
             tuple(sorted((place, relative(box, target)) for place, box in receives)),
             own,
-            shape,
+            shape_of(target),
             is_covered=not change.padded,
         ),
     )
@@ -55,7 +54,7 @@ def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, .
 def local_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank for a change in which no rank receives anything."""
     source, target = change.source.box(coordinate), change.target.box(coordinate)
-    shape = tuple(stop - start for start, stop in target)
+    shape = shape_of(target)
     kept = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(source, target, strict=True))
     if any(stop <= start for start, stop in kept):
         return () if source == target else (Pad(shape, None),)
@@ -197,7 +196,7 @@ class _Group:
 
     def _parts(self, box: Box) -> list[Box | None]:
         """Cut a box along its longest dim, a part for each replica; None where it is empty."""
-        lengths = [stop - start for start, stop in box]
+        lengths = shape_of(box)
         dim = lengths.index(max(lengths))
         start, count = box[dim][0], len(self.replicas)
         smaller, larger = divmod(lengths[dim], count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..mesh.layout import Layout
+from ..mesh.splits import box_text
 from .links import Link, slowest
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, ReduceScatter, Step, Take
 
@@ -34,9 +35,9 @@ def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
     """Return one line: what a rank does, with whom, what shape it has then, bytes and time."""
     if isinstance(step, Take):
-        return f"keep {_box_text(step.box)}: {_shape_text(step.shape)}; nothing is sent"
+        return f"keep {box_text(step.box)}: {_shape_text(step.shape)}; nothing is sent"
     if isinstance(step, Pad):
-        how = "zeros" if step.box is None else f"zeros around {_box_text(step.box)}"
+        how = "zeros" if step.box is None else f"zeros around {box_text(step.box)}"
         return f"{how}: {_shape_text(step.shape)}; nothing is sent"
     verb = _VERBS.get(type(step), "")
     if isinstance(step, Exchange):
@@ -70,10 +71,6 @@ def bytes_text(count: int) -> str:
 
 def _shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
-
-
-def _box_text(box: Sequence[tuple[int, int]]) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 def _count_text(count: int) -> str:

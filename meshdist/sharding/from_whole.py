@@ -27,7 +27,7 @@ from ..error_text import fields_among
 from ..errors import ArgumentError, KindError, MeshdistError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, volume
+from ..mesh.splits import Box, index_of, volume
 from .changes import extended
 from .libraries import in_library, library_of, mesh_device
 from .rooted import checked_root
@@ -224,7 +224,7 @@ class _Sending:
         found: list[Box | None] = []
         for rank in self.group.ranks:
             coordinate = self.mesh.layout.coordinate_of(rank) or ()
-            has_values = not any(coordinate[axis] for axis in placement.unreduced)
+            has_values = placement.has_values(coordinate)
             found.append(placement.box(coordinate) if has_values else None)
         return found
 
@@ -260,7 +260,7 @@ class _Scattered(LinearFunction):
             begin = 0
             for box, count in zip(sending.boxes, sending.to_others, strict=True):
                 if box is not None:
-                    part = x[tuple(slice(*ends) for ends in box)]
+                    part = x[index_of(box)]
                     packed[begin : begin + count].view(part.shape).copy_(part)
                     begin += count
         arrived = packed.new_empty(sum(sending.from_root))
@@ -295,7 +295,7 @@ class _Gathered(LinearFunction):
         begin = 0
         for box, count in zip(sending.boxes, sending.to_others, strict=True):
             if box is not None:
-                part = whole[tuple(slice(*ends) for ends in box)]
+                part = whole[index_of(box)]
                 part.copy_(arrived[begin : begin + count].view(part.shape))
                 begin += count
         return whole

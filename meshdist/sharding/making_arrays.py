@@ -12,9 +12,10 @@ import torch
 from ..arrays import Array, as_tensor, shape_text
 from ..errors import DtypeError, KindError, LengthError, ShapeError
 from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.splits import box_text, index_of
 from .libraries import Making, in_library
 from .sharded_array import ShardedArray
-from .shardings import box_text, checked_sharding, mesh_text
+from .shardings import checked_sharding, mesh_text
 from .whole_draws import draw_box
 
 __all__ = [
@@ -206,7 +207,7 @@ def make_array_from_callback(
     if not callable(data_callback):
         raise KindError(f"{call} takes a function", found=f"a {type(data_callback).__name__}")
     box = where.box(where.mesh.get_rank(), shape)
-    data = data_callback(tuple(slice(start, stop) for start, stop in box))
+    data = data_callback(index_of(box))
     data = data if hasattr(data, "shape") else np.asarray(data)
     as_tensor(data, argument="what data_callback returned", verb=call, writable=False)
     wanted = _local_shape(where, shape)
@@ -314,7 +315,7 @@ def _local_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, 
 def _holds_values(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Whether this rank's summand is the value; else it is zero."""
     coordinate = sharding.mesh.get_coordinate() or ()
-    return not any(coordinate[axis] for axis in sharding.placement(shape).unreduced)
+    return sharding.placement(shape).has_values(coordinate)
 
 
 def _check_can_be_drawn(dtype: Any) -> None:

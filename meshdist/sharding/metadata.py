@@ -17,7 +17,7 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, MeshdistError
 from ..mesh.layout import Layout
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box
+from ..mesh.splits import Box, place_along
 
 __all__ = ["ArrayMetadata", "SavedShard", "describe_array"]
 
@@ -129,9 +129,7 @@ def describe_array(shape: Sequence[int], dtype: object, sharding: NamedSharding)
     placement = sharding.placement(shape)
     shards: dict[tuple[Box, int], list[int]] = {}
     for coordinate, rank in np.ndenumerate(layout.ranks()):
-        summand = 0
-        for axis in placement.unreduced:
-            summand = summand * placement.mesh_sizes[axis] + coordinate[axis]
+        summand = place_along(placement.unreduced, placement.mesh_sizes, coordinate)
         # In mesh order, so that replica 0 comes first.
         shards.setdefault((placement.box(coordinate), summand), []).append(int(rank))
     return {

@@ -12,31 +12,11 @@ from itertools import pairwise
 
 import torch
 
-from ..mesh.splits import Box, volume
+from ..mesh.splits import Box, index_of, shape_of, volume
 from ..runtime.buffer_pool import new_like
 from .steps import Arrangement
 
-__all__ = ["Boxes", "Rearrangement", "fresh_copy", "index_of", "shape_of"]
-
-
-def shape_of(box: Box) -> tuple[int, ...]:
-    """The shape of a box.
-
-    Example:
-        >>> shape_of(((2, 5), (0, 4)))
-        (3, 4)
-    """
-    return tuple(stop - start for start, stop in box)
-
-
-def index_of(box: Box) -> tuple[slice, ...]:
-    """What an array is indexed with to get its part in a box.
-
-    Example:
-        >>> torch.arange(6).view(2, 3)[index_of(((0, 2), (1, 2)))].tolist()
-        [[1], [4]]
-    """
-    return tuple(slice(start, stop) for start, stop in box)
+__all__ = ["Boxes", "Rearrangement", "fresh_copy"]
 
 
 def fresh_copy(x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ..mesh.drawing import draw
 from ..mesh.spec import NamedSharding
+from ..mesh.splits import box_text
 from ..mesh.svg import draw_svg
-from .shardings import array_type, box_text
+from .shardings import array_type
 
 __all__ = ["draw_sharding", "draw_sharding_svg"]
 

@@ -14,7 +14,6 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.named_dims import regroup, size_side
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, P
-from ..mesh.splits import Placement
 from .planning import mesh_links, plan_shardings
 from .plans import Plan, make_plan
 from .refinement import refine
@@ -128,10 +127,10 @@ def pattern_request(
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
     )
-    left, right, order = found.source, found.target, found.order
+    left, right = found.source, found.target
     plan = make_plan(
-        _permuted(found.placement, order),
-        _permuted(found.target_placement, order),
+        left.placement.permuted(found.order),
+        right.placement,
         mesh.get_coordinate() or (),
         layout=mesh.layout,
         links=mesh_links(mesh),
@@ -286,16 +285,6 @@ def on_mesh(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
     if sharding.mesh is mesh:
         return sharding
     return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)
-
-
-def _permuted(placement: Placement, order: Sequence[int]) -> Placement:
-    return Placement(
-        placement.mesh_sizes,
-        tuple(placement.shape[place] for place in order),
-        tuple(placement.dims[place] for place in order),
-        placement.unreduced,
-        placement.reduced,
-    )
 
 
 def _side_text(names: Sequence[str], counts: Sequence[int], letters: Mapping[str, str]) -> str:

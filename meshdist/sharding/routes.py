@@ -21,7 +21,7 @@ from .changes import Change, change_between, extended
 from .exchanges import exchange_steps, local_steps
 from .links import Link, slowest
 from .steps import AllReduce, Step
-from .verb_forms import verb_steps
+from .verb_forms import group_at, verb_steps
 
 __all__ = ["Stage", "Sum", "find_route", "stage_steps"]
 
@@ -78,11 +78,8 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
 def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank that carry out a stage."""
     if isinstance(stage, Sum):
-        size, place = 1, 0
-        for axis in stage.axes:
-            size *= stage.placement.mesh_sizes[axis]
-            place = place * stage.placement.mesh_sizes[axis] + coordinate[axis]
-        return (AllReduce(stage.axes, size, place, stage.placement.local_shape(coordinate)),)
+        group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
+        return (AllReduce(*group, stage.placement.local_shape(coordinate)),)
     if stage.num_received == 0:
         return local_steps(stage, coordinate)
     if stage.has_product_form:

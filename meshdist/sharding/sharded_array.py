@@ -19,14 +19,13 @@ from ..errors import ArgumentError, KindError
 from ..mesh.named_dims import size_side
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box
+from ..mesh.splits import Box, box_text, index_of, shape_of
 from .elementwise import ElementwiseArray
 from .metadata import describe_array
 from .pictures import draw_sharding, draw_sharding_svg
 from .requests import on_mesh, whole_shape
 from .shardings import (
     array_type,
-    box_text,
     checked_sharding,
     coordinate_in,
     holds_whole,
@@ -97,7 +96,7 @@ class ShardedArray(ElementwiseArray):
             shape = whole_shape(sharding, local_shape)
         placement = sharding.placement(tuple(shape))
         box = placement.box(coordinate_in(sharding.mesh, "ShardedArray"))
-        wanted = tuple([stop - start for start, stop in box])
+        wanted = shape_of(box)
         if local_shape != wanted:
             raise no_shard(local_shape, wanted, placement.shape, sharding)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
@@ -132,8 +131,7 @@ class ShardedArray(ElementwiseArray):
     @property
     def addressable_shards(self) -> list[Shard]:
         """What this rank holds: one shard."""
-        index = tuple(slice(start, stop) for start, stop in self._box)
-        return [Shard(index, self.sharding.replica(self.mesh.get_rank()), self.local)]
+        return [Shard(index_of(self._box), self.sharding.replica(self.mesh.get_rank()), self.local)]
 
     @property
     def is_fully_replicated(self) -> bool:

@@ -12,11 +12,10 @@ from ..errors import KindError, MeshError, NotInGroupError
 from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, DimSplit, Placement
+from ..mesh.splits import DimSplit, Placement
 
 __all__ = [
     "array_type",
-    "box_text",
     "checked_sharding",
     "coordinate_in",
     "holds_whole",
@@ -69,18 +68,6 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
     spec = sharding.spec
     kinds = {**dict.fromkeys(spec.unreduced, "U"), **dict.fromkeys(spec.reduced, "R")}
     return type_as_text(dtype, dims_text(tuple(shape), spec), type_text(kinds))
-
-
-def box_text(box: Box) -> str:
-    """A part of an array, as it is sliced.
-
-    Example:
-        >>> box_text(((4, 8), (0, 4))), box_text(())
-        ('[4:8, 0:4]', 'the scalar')
-    """
-    if not box:
-        return "the scalar"
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def holds_whole(placement: Placement) -> bool:

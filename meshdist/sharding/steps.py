@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..mesh.splits import Box, volume
+from ..mesh.splits import Box, shape_of, volume
 
 __all__ = [
     "AllGather",
@@ -77,7 +77,7 @@ class Take:
     @property
     def shape(self) -> tuple[int, ...]:
         """The local shape afterwards."""
-        return tuple(stop - start for start, stop in self.box)
+        return shape_of(self.box)
 
 
 @dataclass(frozen=True)

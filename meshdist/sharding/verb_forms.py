@@ -10,24 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..mesh.splits import place_along, shape_of
 from .changes import Change
 from .exchanges import relative
 from .steps import AllGather, AllToAll, Arrangement, Pad, ReduceScatter, Step, Take
 
-__all__ = ["verb_steps"]
+__all__ = ["group_at", "verb_steps"]
 
 
 def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank for a change that ``has_product_form``."""
     steps: list[Step] = []
-    shape = change.source.local_shape(coordinate)
+    mesh_sizes, shape = change.source.mesh_sizes, change.source.local_shape(coordinate)
     spread = change.summed or change.moving
     taken = _taken(change, coordinate, spread)
     if taken is not None:
         steps.append(taken)
         shape = taken.shape
     if spread:
-        axes, size, place = _group(change, spread, coordinate)
+        axes, size, place = group_at(spread, mesh_sizes, coordinate)
         pack = _packed(change, spread, coordinate, shape)
         shape = pack.shape[1:]
         if change.summed:
@@ -37,7 +38,7 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
             steps.append(AllToAll(axes, size, place, pack, unpack))
             shape = unpack.shape
     if change.gathered:
-        axes, size, place = _group(change, change.gathered, coordinate)
+        axes, size, place = group_at(change.gathered, mesh_sizes, coordinate)
         unpack = _merged(change, change.gathered, spread, shape)
         steps.append(AllGather(axes, size, place, shape, unpack))
         shape = unpack.shape
@@ -46,14 +47,12 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _group(
-    change: Change, axes: Sequence[int], coordinate: Sequence[int]
+def group_at(
+    axes: tuple[int, ...], mesh_sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[tuple[int, ...], int, int]:
-    size, place = 1, 0
-    for axis in axes:
-        size *= change.source.mesh_sizes[axis]
-        place = place * change.source.mesh_sizes[axis] + coordinate[axis]
-    return tuple(axes), size, place
+    """Return the first three fields of a step: the axes, how many members, this rank's place."""
+    size = math.prod(mesh_sizes[axis] for axis in axes)
+    return axes, size, place_along(axes, mesh_sizes, coordinate)
 
 
 def _taken(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -> Take | None:
@@ -118,5 +117,4 @@ def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
         held if not set(dim.left).isdisjoint(change.padded) else wanted
         for dim, held, wanted in zip(change.dims, source, target, strict=True)
     )
-    shape = tuple(stop - start for start, stop in target)
-    return Pad(shape, relative(box, target))
+    return Pad(shape_of(target), relative(box, target))

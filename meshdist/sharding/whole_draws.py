@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..mesh.splits import Box
+from ..mesh.splits import Box, index_of, shape_of
 
 __all__ = ["draw_box"]
 
@@ -47,8 +47,8 @@ def draw_box(
     """
     count = math.prod(shape)
     if piece is None or count < piece + _BLOCK:
-        return draw(count).view(tuple(shape))[tuple(slice(*ends) for ends in box)].clone()
-    sizes = [stop - start for start, stop in box]
+        return draw(count).view(tuple(shape))[index_of(box)].clone()
+    sizes = shape_of(box)
     kept: list[torch.Tensor] = []
     begin = 0
     while begin < count:
