@@ -1,7 +1,7 @@
 """The spec that a tensor carries beside its axis types: which axes cut its dims.
 
-A tensor carries it as text, as it does its types: one word for each dim, its size on this rank
-with the axes that cut it, such as ``"4@dp 6@ep,tp 3"``. What is unreduced and reduced stands in the
+A tensor carries it as text, as it does its types: each dim's size on this rank with the axes that
+cut it, such as ``"4@dp, 6@(ep,tp), 3"``. What is unreduced and reduced stands in the
 types alone. The text speaks for the tensor as long as the sizes are its own and its types vary over
 just these axes; one that another operation has written over carries none.
 """
@@ -17,6 +17,7 @@ from ..mesh.dim_sizes import spec_of
 from ..mesh.layout import Layout
 from ..mesh.named_dims import parse_side
 from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.pattern import cut_text
 from ..mesh.spec import NamedSharding
 from .axis_types import ATTRIBUTE, axes_of_kind, type_text
 from .type_errors import type_of
@@ -56,13 +57,9 @@ def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
         >>> dims_text((8, 4, 6), PartitionSpec("dp", None, ("ep", "tp")))
         '8@dp, 4, 6@(ep,tp)'
     """
-    words = []
     entries = (*spec.partitions, *(None,) * (len(shape) - len(spec)))
-    for size, entry in zip(shape, entries, strict=True):
-        axes = ",".join(axes_of(entry))
-        shown = f"({axes})" if "," in axes else axes
-        words.append(f"{size}@{shown}" if axes else str(size))
-    return ", ".join(words)
+    dims = zip(map(str, shape), map(axes_of, entries), strict=True)
+    return ", ".join(cut_text(size, axes) for size, axes in dims)
 
 
 def checked_spec(
@@ -113,20 +110,15 @@ def checked_spec(
 
 @lru_cache(maxsize=4096)
 def _texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    entries = (*spec.partitions, *(None,) * (len(shape) - len(spec)))
-    words = [
-        f"{size}@{','.join(axes_of(entry))}" if entry else str(size)
-        for size, entry in zip(shape, entries, strict=True)
-    ]
-    kinds = {axis: "V" for entry in entries for axis in axes_of(entry)}
+    kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
-    return type_text(kinds), " ".join(words)
+    return type_text(kinds), dims_text(shape, spec)
 
 
 @lru_cache(maxsize=4096)
 def _read(text: str, shape: tuple[int, ...], types: str) -> PartitionSpec | None:
-    words = [word.partition("@") for word in text.split()]
-    entries = [tuple(axes.split(",")) if axes else () for _, _, axes in words]
+    words = [word.partition("@") for word in text.split(", ")] if text else []
+    entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))
     if tuple(int(size) for size, _, _ in words) != shape or cut != axes_of_kind(types, "V"):
         return None

@@ -13,13 +13,14 @@ stands once. Nothing here knows meshes or shapes: see ``named_dims``.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn
 
 from ..errors import KindError, PatternError
 
-__all__ = ["Dim", "Pattern", "Side", "column_error", "parse"]
+__all__ = ["Dim", "Pattern", "Side", "column_error", "cut_text", "parse"]
 
 _TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d+)|(?P<sign>\.\.\.|->|[@(){}:;,]))")
 
@@ -56,10 +57,7 @@ class Dim:
         names = " ".join(self.names)
         if len(self.names) > 1:
             names = f"({names})"
-        axes = ",".join(self.axes)
-        if len(self.axes) > 1:
-            axes = f"({axes})"
-        return f"{names}@{axes}" if axes else names
+        return cut_text(names, self.axes)
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,8 @@ class Side:
         return tuple(name for dim in self.dims if not dim.is_one for name in dim.names)
 
     def __str__(self) -> str:
-        parts = [str(dim) for dim in self.dims]
-        kinds = [
-            f"{kind}:{','.join(axes)}"
-            for kind, axes in zip(_KINDS, (self.unreduced, self.reduced), strict=True)
-            if axes
-        ]
-        return " ".join([*parts, f"{{{'; '.join(kinds)}}}"] if kinds else parts)
+        parts = [*map(str, self.dims), _kinds_text(self.unreduced, self.reduced)]
+        return " ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -139,6 +132,27 @@ class Pattern:
             found=f"{len(self.operands)} operands",
             fix=fix,
         )
+
+
+def cut_text(dim: str, axes: Sequence[str]) -> str:
+    """A dim, by its name or its size, with the axes that cut it.
+
+    Example:
+        >>> cut_text("s", ()), cut_text("s", ("dp",)), cut_text("8", ("dp", "tp"))
+        ('s', 's@dp', '8@(dp,tp)')
+    """
+    listed = ",".join(axes)
+    return f"{dim}@({listed})" if len(axes) > 1 else f"{dim}@{listed}" if axes else dim
+
+
+def _kinds_text(unreduced: Sequence[str], reduced: Sequence[str]) -> str:
+    """The axes over which an array is unreduced and reduced: ``{U:tp; R:cp}``; "" for none."""
+    kinds = [
+        f"{kind}:{','.join(axes)}"
+        for kind, axes in zip(_KINDS, (unreduced, reduced), strict=True)
+        if axes
+    ]
+    return f"{{{'; '.join(kinds)}}}" if kinds else ""
 
 
 def parse(text: str) -> Pattern:
