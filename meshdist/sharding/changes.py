@@ -8,6 +8,7 @@ in which one verb moves equal parts. Axes of size 1 take no part: ``bare`` drops
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,7 +17,14 @@ import numpy as np
 
 from ..mesh.splits import DimSplit, Placement, split_dim
 
-__all__ = ["Change", "DimChange", "bare", "change_between", "extended"]
+__all__ = [
+    "Change",
+    "DimChange",
+    "bare",
+    "change_between",
+    "dim_of_largest_cells",
+    "extended",
+]
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,11 @@ def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]
         within = (split_dim(size, axes, axis_sizes).boundary_array for size in split.cell_sizes)
         cells = tuple(np.concatenate([np.diff(cut) for cut in within]).tolist())
     return split_dim(split.size, split.axes + axes, split.axis_sizes + axis_sizes, cells)
+
+
+def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
+    """Return the number of the first dim whose cells are the largest, on the mean."""
+    return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
 
 
 def _without_ones(dim: DimSplit) -> DimSplit:

@@ -10,29 +10,23 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..arrays import Array, as_tensor
-from ..collectives import titled
 from ..collectives.carried_specs import mark_spec
 from ..collectives.contexts import find_mode
-from ..collectives.linear_function import LinearFunction
 from ..collectives.objects import broadcast_object_list
-from ..collectives.torch_private import NotSeen, call_function
+from ..collectives.torch_private import NotSeen
 from ..dtypes import dtype_name
 from ..error_text import fields_among
 from ..errors import ArgumentError, KindError, MeshdistError
-from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, index_of, volume
-from .changes import extended
 from .libraries import in_library, library_of, mesh_device
-from .rooted import checked_root
+from .rooted import checked_root, scatter
 from .sharded_array import ShardedArray
-from .shardings import checked_sharding, mesh_text, sharding_of, whole_sharding
+from .shardings import checked_sharding, cut_further, mesh_text, sharding_of, whole_sharding
 from .shards import move
 
 __all__ = ["device_put"]
@@ -109,16 +103,17 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
     lying = target if facts.shape else wide
-    source = _each_once(lying, shape)
+    free = lying.placement(shape).free_axes  # what replicas will hold is cut among them
+    source = cut_further(lying, shape, free)
     device = mesh_device(mesh) if facts.library != "numpy" else torch.device("cpu")
     if tensor is None:
         tensor = torch.empty(0, dtype=facts.dtype, device=device)
         tensor.requires_grad_(facts.requires_grad)
     else:
         tensor = tensor.to(device).reshape(shape)
-    sending = _Sending(mesh, source, shape, place)
+    title = f"device_put {source.spec!r} of {shape} from rank {rank}"
     with NotSeen() if find_mode() is not None else nullcontext():
-        own = mark_spec(call_function(_Scattered, tensor, sending), source.spec)
+        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, title), source.spec)
     local = move(own, source, lying, shape)
     if not facts.shape:
         local = local.reshape(())
@@ -179,127 +174,3 @@ def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
             "device_put: bool values have no summands", where=where, found=repr(target.spec)
         )
     return tensor
-
-
-def _each_once(target: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """How the array lies where replicas at ``target`` have a part each instead of all of it.
-
-    The longest dim is cut further along the axes over which ranks would hold equal values, so that
-    what is missing is gathered along the minor axes of one dim.
-    """
-    placement = target.placement(shape)
-    free = placement.free_axes
-    dims = list(placement.dims)
-    dim = max(range(len(shape)), key=lambda dim: shape[dim] / dims[dim].num_cells)
-    dims[dim] = extended(dims[dim], free, tuple(placement.mesh_sizes[axis] for axis in free))
-    return sharding_of(target.mesh, dims, unreduced=target.spec.unreduced)
-
-
-class _Sending:
-    """Who gets what from the root.
-
-    Args:
-        mesh: the ranks.
-        source: how the array lies afterwards, each element on one rank.
-        shape: of the whole.
-        place: the root's, in mesh order.
-    """
-
-    def __init__(
-        self, mesh: DeviceMesh, source: NamedSharding, shape: tuple[int, ...], place: int
-    ) -> None:
-        self.mesh = mesh
-        self.source = source
-        self.shape = shape
-        self.place = place
-        self.group = mesh.open_group()
-        self.rank = mesh.get_rank()
-        self.is_root = self.group.ranks[place] == self.rank
-        self.title = f"device_put {source.spec!r} of {shape} from rank {self.group.ranks[place]}"
-
-    @cached_property
-    def boxes(self) -> list[Box | None]:
-        """What each rank gets, in mesh order; None for a summand that is zero."""
-        placement = self.source.placement(self.shape)
-        found: list[Box | None] = []
-        for rank in self.group.ranks:
-            coordinate = self.mesh.layout.coordinate_of(rank) or ()
-            has_values = placement.has_values(coordinate)
-            found.append(placement.box(coordinate) if has_values else None)
-        return found
-
-    @cached_property
-    def own_box(self) -> Box | None:
-        """What this rank gets."""
-        return self.boxes[self.group.ranks.index(self.rank)]
-
-    @cached_property
-    def own_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's shard."""
-        return self.source.shard_shape(self.shape, self.rank)
-
-    @cached_property
-    def from_root(self) -> list[int]:
-        """How many elements this rank gets from each."""
-        count = 0 if self.own_box is None else volume(self.own_box)
-        return [count if place == self.place else 0 for place in range(len(self.group.ranks))]
-
-    @cached_property
-    def to_others(self) -> list[int]:
-        """How many elements this rank gives to each."""
-        if not self.is_root:
-            return [0] * len(self.group.ranks)
-        return [0 if box is None else volume(box) for box in self.boxes]
-
-
-class _Scattered(LinearFunction):
-    @staticmethod
-    def forward(x: torch.Tensor, sending: _Sending) -> torch.Tensor:
-        packed = x.new_empty(sum(sending.to_others))
-        if sending.is_root:
-            begin = 0
-            for box, count in zip(sending.boxes, sending.to_others, strict=True):
-                if box is not None:
-                    part = x[index_of(box)]
-                    packed[begin : begin + count].view(part.shape).copy_(part)
-                    begin += count
-        arrived = packed.new_empty(sum(sending.from_root))
-        titled.all_to_all_single(
-            arrived, packed, sending.from_root, sending.to_others, sending.group, sending.title
-        )
-        if sending.own_box is None:
-            return arrived.new_zeros(sending.own_shape)
-        return arrived.view(sending.own_shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_Gathered, grad, *ctx.rest), None
-
-
-class _Gathered(LinearFunction):
-    @staticmethod
-    def forward(grad: torch.Tensor, sending: _Sending) -> torch.Tensor:
-        packed = grad.contiguous().view(-1)[: sum(sending.from_root)]
-        arrived = packed.new_empty(sum(sending.to_others))
-        titled.all_to_all_single(
-            arrived,
-            packed.contiguous(),
-            sending.to_others,
-            sending.from_root,
-            sending.group,
-            f"gradient of {sending.title}",
-        )
-        if not sending.is_root:
-            return arrived
-        whole = arrived.new_empty(sending.shape)
-        begin = 0
-        for box, count in zip(sending.boxes, sending.to_others, strict=True):
-            if box is not None:
-                part = whole[index_of(box)]
-                part.copy_(arrived[begin : begin + count].view(part.shape))
-                begin += count
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_Scattered, grad, *ctx.rest), None

@@ -153,13 +153,12 @@ def plan_shardings(
         coordinate = _coordinate(source.layout, rank)
         return make_plan(here, there, coordinate, layout=source.layout, links=links, title=title)
     both = refine(source.layout, target.layout)
-    owner = {part: axis for axis, parts in enumerate(both.source_axes) for part in parts}
     return make_plan(
         both.source_placement(here),
         both.target_placement(there),
         _coordinate(both.layout, rank),
         layout=both.layout,
-        links=tuple(links[owner.get(part, 0)] for part in range(both.layout.ndim)),
+        links=tuple(links[owner] for owner in both.owners),
         title=title,
     )
 

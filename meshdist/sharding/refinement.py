@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -40,6 +40,13 @@ class Refinement:
     layout: Layout
     source_axes: tuple[tuple[int, ...], ...]
     target_axes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """For each common axis the axis of the source that it is a part of."""
+        found = {part: axis for axis, parts in enumerate(self.source_axes) for part in parts}
+        # The only common axis of a mesh of one rank is a part of none.
+        return tuple(found.get(axis, 0) for axis in range(self.layout.ndim))
 
     def source_placement(self, placement: Placement) -> Placement:
         """Return a placement on the source mesh over the common axes."""

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..collectives.checks import find_whole_numbers
-from ..errors import KindError, MeshError, NotInGroupError, ShapeError
+from ..errors import KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.named_dims import regroup, size_side
+from ..mesh.partition_spec import axes_of
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, P
 from .planning import mesh_links, plan_shardings
 from .plans import Plan, make_plan
 from .refinement import refine
+from .shardings import coordinate_in
 
 __all__ = [
     "Request",
@@ -84,12 +86,7 @@ def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
             found=f"a {type(mesh).__name__}",
             fix="plan on a Layout with md.plan; move data on a DeviceMesh",
         )
-    if mesh.get_coordinate() is None:
-        raise NotInGroupError(
-            f"{verb} on a mesh that does not hold this rank",
-            where=f"rank {mesh.get_rank()}, {mesh!r}",
-            fix="skip the call where mesh.get_coordinate() is None",
-        )
+    coordinate_in(mesh, verb)
     return mesh
 
 
@@ -225,26 +222,22 @@ def move_request(
     plan = plan_shardings(source, target, shape, mesh.get_rank(), mesh_links(mesh))
     whole = mesh
     if plan.layout != mesh.layout:
-        parts = refine(mesh.layout, other.layout).source_axes
-        owners = {part: axis for axis, found in enumerate(parts) for part in found}
-        whole = mesh.refined(plan.layout, [owners.get(axis, 0) for axis in range(plan.layout.ndim)])
+        whole = mesh.refined(plan.layout, refine(mesh.layout, other.layout).owners)
     return Request(verb, whole, (mesh, other), source, target, plan)
 
 
 def whole_shape(sharding: NamedSharding, local_shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of the whole array: each dim's shard times the number of shards.
 
-    Raises:
-        ShapeError: the spec has more entries than there are dims.
+    Dims that the spec has entries for, and the array lacks, are left out: a placement refuses them.
     """
-    sizes = sharding.layout.axis_sizes
+    sizes, entries = sharding.layout.axis_sizes, sharding.spec.partitions
     whole = []
     for dim, size in enumerate(local_shape):
         if dim in sharding.shard_sizes:
             whole.append(sum(sharding.shard_sizes[dim]))
         else:
-            entry = sharding.spec[dim] if dim < len(sharding.spec) else None
-            axes = (entry,) if isinstance(entry, str) else entry or ()
+            axes = axes_of(entries[dim]) if dim < len(entries) else ()
             whole.append(size * math.prod(sizes[axis] for axis in axes))
     return tuple(whole)
 

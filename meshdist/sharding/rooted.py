@@ -1,4 +1,7 @@
-"""Shards gathered on one rank: each element leaves one owner once."""
+"""One rank that holds a whole array, the root: its shards gathered there, or sent from there.
+
+Each element travels once, between the root and one rank that holds it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,22 @@ from typing import Any
 
 import torch
 
+from ..collectives.linear_function import LinearFunction
+from ..collectives.torch_private import call_function
 from ..error_text import ranks_text
 from ..errors import GradientError, KindError, NotInGroupError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, P
-from ..mesh.splits import Placement, volume
+from ..mesh.splits import Placement, place_along, volume
 from .carrying import Carrier
-from .changes import extended
 from .exchanges import relative
 from .requests import Request, move_request
 from .resharding import Resharding
+from .shardings import cut_further
 from .steps import Exchange
+from .verb_forms import group_at
 
-__all__ = ["RootedGather", "checked_root"]
+__all__ = ["RootedGather", "checked_root", "scatter"]
 
 
 def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
@@ -62,11 +68,10 @@ class RootedGather:
         placement = source.placement(shape)
         there = mesh.layout.coordinate_of(root) or ()
         here = mesh.get_coordinate() or ()
-        free = placement.free_axes
         self._is_root = here == there
         self._carrier = None
-        if all(here[axis] == there[axis] for axis in free):
-            steps = _steps(placement, here, there)
+        if all(here[axis] == there[axis] for axis in placement.free_axes):
+            steps = (_exchanges(placement, here, there)[0],) if placement.cut_axes else ()
             self._carrier = Carrier(steps, placement.local_shape(here), mesh, self._title)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -92,48 +97,85 @@ class RootedGather:
 
 def _scattered(source: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The sharding in which sums lie: the longest cells are cut further by the unreduced axes."""
-    entries = [*source.spec.partitions, *(None,) * (len(shape) - len(source.spec))]
     if not shape:  # nothing that could be cut
         return NamedSharding(source.mesh, P())
-    dims = source.placement(shape).dims
-    dim = max(range(len(shape)), key=lambda dim: shape[dim] / dims[dim].num_cells)
-    names = source.layout.names or ()
-    axes = tuple(sorted(source.layout.axis_indices(tuple(source.spec.unreduced))))
-    cut = extended(dims[dim], axes, tuple(source.layout.sizes[axis] for axis in axes))
-    entries[dim] = tuple(names[axis] for axis in cut.axes)
-    sizes = {at: found for at, found in source.shard_sizes.items() if at != dim}
-    if cut.cell_sizes is not None:
-        sizes[dim] = cut.cell_sizes
-    return NamedSharding(source.mesh, P(*entries), shard_sizes=sizes)
+    axes = source.layout.axis_indices(tuple(source.spec.unreduced))
+    return cut_further(source, shape, tuple(sorted(axes)))
 
 
-def _steps(
-    placement: Placement, here: tuple[int, ...], there: tuple[int, ...]
-) -> tuple[Exchange, ...]:
-    """What a rank with the root's free coordinates does: it sends its shard, or receives all."""
-    axes = tuple(sorted(placement.cut_axes))
-    own = placement.box(here)
-    local = relative(own, own)
-    places = _coordinates(placement, axes, there)
-    root, mine = places.index(there), places.index(here)
-    if not axes:
-        return ()
-    if here != there:
-        sends = ((root, local),) if volume(own) else ()
-        nothing = (0,) * len(placement.shape)
-        return (Exchange(axes, len(places), mine, sends, (), None, nothing),)
-    boxes = [placement.box(coordinate) for coordinate in places]
-    receives = tuple(
-        (place, box) for place, box in enumerate(boxes) if place != root and volume(box)
+def scatter(
+    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, title: str
+) -> torch.Tensor:
+    """This rank's part of an array that the root holds; collective over the mesh.
+
+    Args:
+        x: the whole, on the root; elsewhere a tensor without elements, of its dtype and device.
+        mesh: the ranks.
+        placement: where each element shall lie, on one rank each: no axis is free. Where an axis
+            is unreduced, coordinate 0 gets the values, and the others zeros.
+        root: the rank that holds the whole.
+        title: what reports call it, equal on all ranks.
+
+    Gradient: gathered on the root; every rank takes part in the backward.
+    """
+    here = mesh.get_coordinate() or ()
+    gather, send = _exchanges(placement, here, mesh.layout.coordinate_of(root) or ())
+    carriers = (
+        Carrier((send,), tuple(x.shape), mesh, title),
+        Carrier((gather,), send.shape, mesh, f"gradient of {title}"),
     )
-    kept = (local, own) if volume(own) else None
-    return (Exchange(axes, len(places), mine, (), receives, kept, placement.shape),)
+    return call_function(_Rooted, x, *carriers)
 
 
-def _coordinates(
+class _Rooted(LinearFunction):
+    @staticmethod
+    def forward(x: torch.Tensor, carrier: Carrier, transpose: Carrier) -> torch.Tensor:
+        return carrier(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_Rooted, grad, *reversed(ctx.rest)), None, None
+
+
+def _exchanges(
+    placement: Placement, here: tuple[int, ...], there: tuple[int, ...]
+) -> tuple[Exchange, Exchange]:
+    """The step of the rank ``here`` that gathers the whole on the root, and its transpose.
+
+    The group has the ranks with the coordinates of ``there``, the root's, along the free axes.
+    Ranks other than the root gather, and scatter, an array without elements.
+    """
+    axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))
+    group = group_at(axes, placement.mesh_sizes, here)
+    mine, root = group[2], place_along(axes, placement.mesh_sizes, there)
+    boxes = [
+        placement.box(at) if placement.has_values(at) else None
+        for at in _members(placement, axes, there)
+    ]
+    parts = tuple((at, box) for at, box in enumerate(boxes) if box is not None and volume(box))
+    shape, own = placement.local_shape(here), placement.box(here)
+    local = relative(own, own)
+    is_covered = boxes[mine] is not None
+    if mine != root:
+        part = ((root, local),) if any(place == mine for place, _ in parts) else ()
+        return (
+            Exchange(*group, part, (), None, (0,)),
+            Exchange(*group, (), part, None, shape, is_covered=is_covered),
+        )
+    others = tuple(part for part in parts if part[0] != root)
+    is_kept = len(others) < len(parts)
+    return (
+        Exchange(*group, (), others, (local, own) if is_kept else None, placement.shape),
+        Exchange(
+            *group, others, (), (own, local) if is_kept else None, shape, is_covered=is_covered
+        ),
+    )
+
+
+def _members(
     placement: Placement, axes: tuple[int, ...], there: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The members of the root's group over some axes, by place."""
+    """The coordinates of the root's group over some axes, by place."""
     found = [there]
     for axis in axes:
         found = [

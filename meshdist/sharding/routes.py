@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from ..mesh.splits import DimSplit, Placement
-from .changes import Change, change_between, extended
+from .changes import Change, change_between, dim_of_largest_cells, extended
 from .exchanges import exchange_steps, local_steps
 from .links import Link, slowest
 from .steps import AllReduce, Step
@@ -148,10 +148,7 @@ def _home(axis: int, source: Placement, target: Placement) -> int:
     for number, dim in enumerate(target.dims):
         if axis in dim.axes:
             return number
-    return max(
-        range(len(source.dims)),
-        key=lambda number: source.dims[number].size / source.dims[number].num_cells,
-    )
+    return dim_of_largest_cells(source.dims)
 
 
 def _placed_anew(

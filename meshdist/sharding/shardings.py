@@ -13,11 +13,13 @@ from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import DimSplit, Placement
+from .changes import dim_of_largest_cells, extended
 
 __all__ = [
     "array_type",
     "checked_sharding",
     "coordinate_in",
+    "cut_further",
     "holds_whole",
     "mesh_text",
     "sharding_of",
@@ -54,6 +56,22 @@ def sharding_of(
 def whole_sharding(mesh: Any) -> NamedSharding:
     """Every rank holds the whole, and its gradient."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def cut_further(
+    sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
+) -> NamedSharding:
+    """How an array lies where the dim with the largest cells is cut along more axes as well.
+
+    What it shares out, minor axes of one dim, one all-gather brings together again.
+    """
+    placement = sharding.placement(shape)
+    dims = list(placement.dims)
+    dim = dim_of_largest_cells(dims)
+    dims[dim] = extended(dims[dim], axes, tuple(placement.mesh_sizes[axis] for axis in axes))
+    names = sharding.layout.names or ()
+    unreduced = sharding.spec.unreduced - {names[axis] for axis in axes}
+    return sharding_of(sharding.mesh, dims, unreduced=unreduced)
 
 
 def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:

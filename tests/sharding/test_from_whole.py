@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.collectives import titled
 from meshdist.errors import AgreementError, ArgumentError, KindError, NotInGroupError, ShapeError
 from meshdist.mesh.device_mesh import DeviceMesh
+from meshdist.sharding import carrying
 from tests.sharding.array_cases import NAMES, assemble, error_on_mesh, held, on_mesh
 from tests.stand_in_cupy import StandInCupy
 
@@ -78,14 +78,14 @@ def test_from_one_rank_and_from_all(case: Any) -> None:
 def test_each_element_leaves_the_root_once(spec: md.P, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to the one rank that gets it, once more as the root's own part to its replicas."""
     sent: dict[int, int] = {}
-    scatter = titled.all_to_all_single
+    scatter = carrying.all_to_all_single
 
     def counted(output: Any, input: Any, outs: Any, ins: Any, group: Any, title: str) -> Any:
         if title.startswith("device_put"):
             sent[group.rank()] = sum(ins) - ins[group.rank()]
         return scatter(output, input, outs, ins, group, title)
 
-    monkeypatch.setattr(titled, "all_to_all_single", counted)
+    monkeypatch.setattr(carrying, "all_to_all_single", counted)
 
     def program(mesh: DeviceMesh) -> Any:
         x = torch.zeros(8, 4) if md.get_rank() == 1 else None
