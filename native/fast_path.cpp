@@ -38,7 +38,10 @@ class FastPath {
     }
   }
 
-  bool all_reduce(nb::handle x, nb::handle title) {
+  // Verbs of their own where there is a title: an argument that may be missing takes time to find.
+  bool all_reduce(nb::handle x) { return titled_all_reduce(x, nb::none()); }
+
+  bool titled_all_reduce(nb::handle x, nb::handle title) {
     const Reduction& sum = reductions_.front();
     Collective call{Verb::all_reduce, {names::all_reduce.object, title_of(title)}};
     Plain plain;
@@ -68,7 +71,11 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  bool all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
+  bool all_gather_into_tensor(nb::handle out, nb::handle in) {
+    return gather_blocks(names::all_gather_into_tensor, out, in, nb::none());
+  }
+
+  bool titled_all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
     return gather_blocks(names::all_gather_into_tensor, out, in, title);
   }
 
@@ -76,7 +83,12 @@ class FastPath {
     return gather_blocks(names::all_gather_single, out, in, nb::none());
   }
 
-  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
+  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op) {
+    return scatter_blocks(names::reduce_scatter_tensor, out, in, op, nb::none());
+  }
+
+  bool titled_reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op,
+                                    nb::handle title) {
     return scatter_blocks(names::reduce_scatter_tensor, out, in, op, title);
   }
 
@@ -312,13 +324,17 @@ void bind_fast_path(nb::module_& m) {
   nb::class_<FastPath>(m, "FastPath")
       .def(nb::init<Entry&, Runner&, nb::list>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            "entry"_a, "runner"_a, "reductions"_a)
-      .def("all_reduce", done(&FastPath::all_reduce), any, none)
+      .def("all_reduce", done(&FastPath::all_reduce), any)
+      .def("all_reduce", done(&FastPath::titled_all_reduce), any, nb::arg())
       .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
       .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
-      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any, none)
+      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any)
+      .def("all_gather_into_tensor", done(&FastPath::titled_all_gather_into_tensor), any, any,
+           nb::arg())
       .def("all_gather_single", done(&FastPath::all_gather_single), any, any)
-      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any,
-           none)
+      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any)
+      .def("reduce_scatter_tensor", done(&FastPath::titled_reduce_scatter_tensor), any, any, any,
+           nb::arg())
       .def("reduce_scatter_single", done(&FastPath::reduce_scatter_single), any, any, any)
       .def("all_gather", done(&FastPath::all_gather), any, any)
       .def("gather", done(&FastPath::gather), any, any, nb::arg())

@@ -29,6 +29,7 @@ CAUGHT_BY = {
     "MeshdistError": (Exception,),
     "NotInGroupError": (ValueError, RuntimeError),
     "NotInitializedError": (ValueError, RuntimeError),
+    "PatternError": (ValueError,),
     "PicklingError": (TypeError, pickle.PicklingError, AttributeError),
     "NestedVerbError": (RuntimeError,),
     "RankFailedError": (RuntimeError,),

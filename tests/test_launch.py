@@ -83,7 +83,7 @@ os.write(1, (" ".join(heeded) + "\\n").encode())
     ("launcher", "heeded"),
     [
         ("meshdist", "SIGINT SIGQUIT"),  # nohup holds for the ranks, too
-        ("torch", "SIGINT SIGHUP SIGQUIT"),
+        pytest.param("torch", "SIGINT SIGHUP SIGQUIT", marks=pytest.mark.soak),
     ],
 )
 def test_ranks_heed_ctrl_c_also_where_the_launcher_was_started_in_the_background(

@@ -403,7 +403,7 @@ dist.destroy_process_group()
 
 
 @linux
-@pytest.mark.parametrize("kind", ["plain", "given"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("given", marks=pytest.mark.soak)])
 def test_torch_programs_find_each_other(script: Script, kind: str) -> None:
     done = run("-n", 2, script(TORCH), kind)
     lines = said(done)

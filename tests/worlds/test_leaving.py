@@ -185,7 +185,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", ["raises", "leaves", pytest.param("ends", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "how", ["raises", *(pytest.param(how, marks=pytest.mark.soak) for how in ("leaves", "ends"))]
+)
 def test_the_others_learn_how_rank_0_has_left(how: str, backend: str) -> None:
     body = f"""
 if rank == 0:

@@ -309,7 +309,9 @@ SLEEPING = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL]
+)
 def test_no_process_outlives_its_parent(tmp_path: Path, number: int) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(SLEEPING))
