@@ -130,7 +130,7 @@ class _AllGather:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gathered = new_like(x, self._shape)
         all_gather_into_tensor(gathered, x.contiguous(), self._group, self._title)
-        return self._unpack(gathered)
+        return self._unpack.of_received(gathered)
 
 
 class _ReduceScatter:
@@ -157,7 +157,7 @@ class _AllToAll:
         packed = self._pack(x)
         received = new_like(packed)
         all_to_all_single(received, packed, None, None, self._group, self._title)
-        return self._unpack(received)
+        return self._unpack.of_received(received)
 
 
 class _Exchange:

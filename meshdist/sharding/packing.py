@@ -49,12 +49,19 @@ class Rearrangement:
         """``x`` rearranged, contiguous: a view of it where that does, else new memory."""
         if self._is_plain and x.is_contiguous():
             return x.view(self._shape)
-        out = new_like(x, self._sizes)
+        out = new_like(x, self._shape)
         parts = x.reshape(self._view)
         if self._index is not None:
             parts = parts[self._index]
-        out.copy_(parts.permute(self._order))
-        return out.view(self._shape)
+        out.view(self._sizes).copy_(parts.permute(self._order))
+        return out
+
+    def of_received(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of memory that was just received, which may be ``x`` with another shape.
+
+        It is no view: autograd lets nobody write to views that a custom Function returns.
+        """
+        return x.resize_(self._shape) if self._is_plain else self(x)
 
 
 class Boxes:

@@ -128,6 +128,40 @@ def test_finite_differences() -> None:
     on_pattern(body, "s@a d -> d@a s", size=(1, 1))
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "s@a d -> s d@a",
+        "s@a d -> s d",
+        "s d@a -> s d",
+        "s d -> s@a d",
+        "s d {U:a} -> s@a d",
+        "s d {U:a} -> s d",
+        "s d -> s d {U:a}",
+        "(h k)@a d -> (k h) d",
+        "s@(a,b) d -> s@(b,a) d",
+    ],
+)
+def test_results_may_be_written_to(pattern: str) -> None:
+    """Autograd refuses to write to views that a custom Function has made."""
+
+    def program() -> tuple[torch.Tensor, torch.Tensor]:
+        mesh = mesh_of((2, 2))
+        sizes = {"h": 2} if "h" in pattern else {}
+        gradients = []
+        for is_written in (False, True):
+            x = torch.ones(4, 4, requires_grad=True)
+            y = md.reshard(x, pattern, mesh, **sizes)
+            y = y.mul_(3) if is_written else y * 3
+            y.sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad)
+        return gradients[0], gradients[1]
+
+    for expected, found in md.simulate(program, 4):
+        assert torch.equal(found, expected) and found.any()
+
+
 def test_memory_is_new_and_contiguous() -> None:
     def body(call: Any, x: torch.Tensor) -> None:
         for one in (x, x.T.contiguous().T, torch.stack([x, x], dim=-1)[..., 1]):
