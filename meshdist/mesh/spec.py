@@ -132,9 +132,18 @@ class NamedSharding:
         Raises:
             ShapeError: fewer dims than the spec has entries, or a dim whose size is not the sum of
                 its ``shard_sizes``.
+            KindError: no shape.
         """
-        shape = tuple(shape)
-        found = self._placements.get(shape)
+        try:
+            shape = tuple(shape)
+            found = self._placements.get(shape)
+        except TypeError:
+            raise KindError(
+                "the shape of an array has a whole number for each dim",
+                where=repr(self),
+                expected="for example (8, 16)",
+                found=repr(shape),
+            ) from None
         if found is None:
             found = self._new_placement(tuple(map(operator.index, shape)))
             if len(self._placements) >= _KEPT_PLACEMENTS:
@@ -217,7 +226,15 @@ class NamedSharding:
 
         Raises:
             ShapeError: fewer dims than one of the specs has entries.
+            KindError: ``other`` is no ``NamedSharding``.
         """
+        if not isinstance(other, NamedSharding):
+            raise KindError(
+                "is_equivalent_to compares with another NamedSharding",
+                where=repr(self),
+                found=f"a {type(other).__name__}",
+                fix="NamedSharding(mesh, spec)",
+            )
         for one in (self, other):
             one._check_ndim((None,) * ndim)
         return self._arrangement(ndim) == other._arrangement(ndim)

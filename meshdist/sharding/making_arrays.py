@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,8 @@ def full(
     Args:
         fill_value: a number; it gives the dtype where nothing else does.
     """
+    if not isinstance(fill_value, Number):
+        raise KindError("full: fill_value is a number", found=repr(fill_value))
     making, where, shape = _begin("full", shape, dtype, sharding, device, like)
     value = fill_value if _holds_values(where, shape) else type(fill_value)(0)
     local = making.module.full(_local_shape(where, shape), value, **making.options())

@@ -22,6 +22,7 @@ __all__ = ["Plan", "make_plan"]
 
 # Bytes of one element where none are named: float32's.
 _ITEMSIZE = 4
+_TRANSPOSE = "transpose of "
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,13 +57,14 @@ class Plan:
     @cached_property
     def T(self) -> Plan:
         """The transpose: from where the target's cotangent lies to where the source's does."""
+        once = self.title.removeprefix(_TRANSPOSE)
         return make_plan(
             self.target.transposed(),
             self.source.transposed(),
             self.coordinate,
             layout=self.layout,
             links=self.links,
-            title=f"transpose of {self.title}",
+            title=once if once != self.title else _TRANSPOSE + once,
         )
 
     @cached_property

@@ -240,6 +240,16 @@ def test_equivalence_by_example() -> None:
             "the mesh does not hold rank 8",
         ),
         (NotInGroupError, lambda: NamedSharding(MESH, P("dp")).replica(-1), "one of its 8 ranks"),
+        (
+            KindError,
+            lambda: NamedSharding(MESH, P("dp")).box(0, 4),  # type: ignore[arg-type]
+            "expected: for example (8, 16)\n  found:    4",
+        ),
+        (
+            KindError,
+            lambda: NamedSharding(MESH, P("dp")).is_equivalent_to(P("dp"), 1),  # type: ignore[arg-type]
+            "found:    a PartitionSpec\n  fix:      NamedSharding(mesh, spec)",
+        ),
     ],
 )
 def test_refusals(kind: type[MeshdistError], wrong: Any, words: str) -> None:

@@ -240,6 +240,11 @@ def test_process_local_data() -> None:
             KindError,
             ["cannot take a int as local_data"],
         ),
+        (
+            lambda rows: md.full((4,), "x", sharding=rows),
+            KindError,
+            ["fill_value is a number", "found:    'x'"],
+        ),
     ],
 )
 def test_what_is_refused(call: Any, kind: type[Exception], words: list[str]) -> None:

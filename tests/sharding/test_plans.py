@@ -299,7 +299,9 @@ def test_links_decide_between_routes_of_equal_bytes() -> None:
 def test_equal_arguments_give_one_plan() -> None:
     source, target = placed((2,), (4,), (0,)), placed((2,), (4,), ())
     assert make_plan(source, target, (0,)) is make_plan(source, target, (0,))
-    assert make_plan(source, target, (0,)).T is make_plan(source, target, (0,)).T
+    plan = make_plan(source, target, (0,))
+    assert plan.T is make_plan(source, target, (0,)).T
+    assert plan.T.T.title == plan.title and plan.T.T.steps == plan.steps
     assert repr(make_plan(source, target, (0,), title="b@dp -> b")) == (
         "<Plan 'b@dp -> b' at (0,): AllGather>"
     )
