@@ -119,8 +119,9 @@ def run_under_mpiexec(
     )
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
-@pytest.mark.parametrize("has_mpi4py", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("has_mpi4py", [True, False])
 def test_mpiexec_on_one_host_leaves_mpi_alone(tmp_path: Path, has_mpi4py: bool) -> None:
     done = run_under_mpiexec(PROGRAM, tmp_path, has_mpi4py=has_mpi4py)
     assert done.returncode == 0, done.stderr

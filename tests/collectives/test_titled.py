@@ -268,6 +268,7 @@ def two_titles() -> str:
     return refused("all_reduce", TITLE if md.get_rank() else OTHER, group)
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_over_mpi(pool: Pool) -> None:
     job = job_of(pool, 2)

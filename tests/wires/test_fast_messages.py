@@ -449,7 +449,7 @@ FAILURES = {
         ("shm", "is late"),
         ("shm", "aborts"),
         ("shm", "dies"),
-        pytest.param("mpi", "is late", marks=pytest.mark.mpi),
+        pytest.param("mpi", "is late", marks=[pytest.mark.mpi, pytest.mark.soak]),
         pytest.param("mpi", "aborts", marks=pytest.mark.mpi),
     ],
 )
