@@ -22,6 +22,7 @@ __all__ = [
     "ReduceOp",
     "find_factor_refusal",
     "find_refusal",
+    "is_whole_mean",
     "multiply",
     "reduce_op",
     "split_premul",
@@ -49,9 +50,9 @@ class _Reductions(type(TorchReduceOp)):  # type: ignore[misc]
 class ReduceOp(TorchReduceOp, metaclass=_Reductions):
     """torch's reductions: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR; and PREMUL_SUM.
 
-    They are torch's own values. AVG is for floating and complex dtypes; MIN, MAX and PRODUCT are
-    not for complex ones; BAND, BOR and BXOR are for integers and bool. On bool, SUM and MAX are
-    or, PRODUCT and MIN are and. Sums of integers wrap.
+    They are torch's own values. AVG is not for bool; MIN, MAX and PRODUCT are not for complex
+    dtypes; BAND, BOR and BXOR are for integers and bool. On bool, SUM and MAX are or, PRODUCT and
+    MIN are and. Sums of integers wrap; AVG divides theirs and rounds toward zero.
 
     Example:
         >>> ReduceOp.SUM is torch.distributed.ReduceOp.SUM
@@ -141,19 +142,22 @@ def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
     """Return what ``op`` serves, for messages, where it cannot reduce ``dtype``; else None.
 
     Example:
-        >>> find_refusal(ReduceOp.AVG, torch.int32)
-        'AVG on floating and complex dtypes'
+        >>> find_refusal(ReduceOp.AVG, torch.bool)
+        'AVG on numbers, which bool are not'
     """
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    if op == ReduceOp.AVG:
-        return "AVG on floating and complex dtypes" if is_whole else None
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
         return None if is_whole else f"{op.name} on integers and bool"
-    if op == _PREMUL_SUM:
-        return "PREMUL_SUM on numbers, which bool are not" if dtype is torch.bool else None
+    if op in (ReduceOp.AVG, _PREMUL_SUM):
+        return f"{op.name} on numbers, which bool are not" if dtype is torch.bool else None
     if op == ReduceOp.SUM or not dtype.is_complex:
         return None
     return f"{op.name} on dtypes that are not complex"
+
+
+def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
+    """Whether it is a mean of whole numbers: their sum, divided, and rounded toward zero."""
+    return op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:

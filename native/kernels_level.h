@@ -147,6 +147,13 @@ struct Sum {
     return static_cast<T>(a + b);
   }
 };
+struct WrappedSum {  // of signed numbers, as of their unsigned twins
+  template <class T>
+  static T apply(T a, T b) {
+    using U = std::make_unsigned_t<T>;
+    return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+  }
+};
 struct Product {
   template <class T>
   static T apply(T a, T b) {
@@ -206,9 +213,13 @@ struct Xor {
 #define MESHDIST_INDEPENDENT
 #endif
 
+// The type of a mean's divisor: there may be more members than narrow whole numbers can count.
+template <class T>
+using Divisor = std::conditional_t<std::is_integral_v<T> && sizeof(T) < sizeof(int32_t), int32_t, T>;
+
 // Two to four arrays into one, first to last, in one pass. `to` may be one of them.
 template <class T, class Combine, bool kDivide>
-void fold(T* to, const T* const* from, size_t num, size_t n, T divisor) {
+void fold(T* to, const T* const* from, size_t num, size_t n, Divisor<T> divisor) {
   const auto end = [divisor](T whole) { return kDivide ? static_cast<T>(whole / divisor) : whole; };
   const T *a = from[0], *b = from[1];
   if (num == 2) {
@@ -233,7 +244,7 @@ void fold(T* to, const T* const* from, size_t num, size_t n, T divisor) {
 template <class T, class Combine, bool kAverage>
 void reduce_plain(void* target, const void* const* sources, size_t num_sources, size_t count) {
   T* to = static_cast<T*>(target);
-  const T divisor = static_cast<T>(num_sources);
+  const auto divisor = static_cast<Divisor<T>>(num_sources);
   const T* from[4];
   if (num_sources >= 2 && num_sources <= 4) {
     for (size_t j = 0; j < num_sources; ++j) from[j] = static_cast<const T*>(sources[j]);
@@ -483,6 +494,7 @@ template <class T>
 void put_whole(Row& row) {
   using U = std::make_unsigned_t<T>;
   put(row, Op::sum, reduce_plain<U, Sum, false>);
+  put(row, Op::avg, reduce_plain<T, WrappedSum, true>);
   put(row, Op::product, reduce_plain<U, Product, false>);
   put(row, Op::min, reduce_plain<T, Min, false>);
   put(row, Op::max, reduce_plain<T, Max, false>);

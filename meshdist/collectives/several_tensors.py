@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, KindError
-from ..reduce_ops import ReduceOp, multiply
+from ..reduce_ops import ReduceKind, ReduceOp, is_whole_mean, multiply
 from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
 from ..wires.operations import Chain, Operation, Terms
-from ..wires.reductions import reduced
+from ..wires.reductions import divide, reduced
 from ..wires.work import Work
 from .checks import get_peer
 from .collective import Collective
@@ -194,8 +194,11 @@ def all_reduce_multigpu(
     kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
-        return Chain([wire.all_reduce(total, kind, terms)], lambda: _spread(total, buffers))
+        step, total = _first_step(call, kind, buffers)
+        return Chain(
+            [wire.all_reduce(total, step, terms)],
+            lambda: _end(total, kind, wire.size * len(buffers), buffers),
+        )
 
     return call.run(start, buffers, async_op)
 
@@ -239,8 +242,11 @@ def reduce_multigpu(
     kind = call.take_op(op, buffers[0])
 
     def start(wire: Communicator, terms: Terms) -> Operation:
-        total = reduced([call.scaled(part).view(-1) for part in buffers], kind)
-        return Chain([wire.reduce(total, kind, root, terms)], lambda: _spread(total, outputs))
+        step, total = _first_step(call, kind, buffers)
+        return Chain(
+            [wire.reduce(total, step, root, terms)],
+            lambda: _end(total, kind, wire.size * len(buffers), outputs),
+        )
 
     return call.run(start, buffers, async_op, tensor_list)
 
@@ -319,6 +325,24 @@ def _place(call: Collective, place: object, argument: str, tensors: Sequence[tor
             expected=f"{argument} from 0 to {len(tensors) - 1}",
         )
     return place
+
+
+def _first_step(
+    call: Collective, kind: ReduceKind, buffers: Sequence[torch.Tensor]
+) -> tuple[ReduceKind, torch.Tensor]:
+    """How the members' tensors are reduced, and this member's, reduced already.
+
+    A mean of whole numbers is rounded once, in the end: until then it is a sum.
+    """
+    step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
+    return step, reduced([call.scaled(part).view(-1) for part in buffers], step)
+
+
+def _end(total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]) -> None:
+    """Give ``targets`` what ``num`` tensors were reduced to."""
+    if targets and is_whole_mean(kind, total.dtype):
+        divide(total, num)
+    _spread(total, targets)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

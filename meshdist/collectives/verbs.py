@@ -46,7 +46,7 @@ def all_reduce(
 
     Args:
         tensor: any shape, of as many elements and one dtype on all members; floating, complex (SUM
-            and AVG only), integer or bool. Written in place.
+            and AVG only), integer or bool (no AVG). Written in place.
         op: a ReduceOp.
         group: whose members take part.
         async_op: return a Work at once; leave ``tensor`` alone until it is waited for.

@@ -13,7 +13,7 @@ from ..collectives.verbs import all_reduce
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import resolve_group
-from ..reduce_ops import ReduceOp, find_refusal
+from ..reduce_ops import ReduceOp
 from ..wires.work import Work
 from .buckets import assign_buckets, bucket_caps, items_of, views_into
 from .flat_memory import flat_memory
@@ -130,7 +130,7 @@ class GradientBuckets:
                 fix="pass the parameters, for example dict(model.named_parameters())",
             )
         for name, one in zip(self._names, likes, strict=True):
-            if find_refusal(ReduceOp.AVG, one.dtype) is not None:
+            if not (one.dtype.is_floating_point or one.dtype.is_complex):
                 raise DtypeError(
                     f"GradientBuckets cannot average {name}",
                     expected="floating or complex dtypes",

@@ -63,7 +63,7 @@ def public_support(
         >>> gloo = find_wire("gloo")
         >>> public_support(gloo, "all_reduce", "cpu", torch.int16, ReduceOp.SUM)
         'built'
-        >>> public_support(gloo, "all_reduce", "cpu", torch.int16, ReduceOp.AVG)
+        >>> public_support(gloo, "all_reduce", "cpu", torch.bool, ReduceOp.AVG)
         ''
     """
     is_plain = VERBS[verb].is_plain

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..reduce_ops import ReduceKind
+from ..reduce_ops import ReduceKind, ReduceOp
 from .communicator import Communicator
 from .operations import Chain, Operation, Terms
 from .packing import Tensors, blocks, packed, parts, write, write_all
-from .reductions import check_reducible, reduce_into, reduced
+from .reductions import check_reducible, divide, reduce_into, reduced
 
 __all__ = [
     "all_reduce_by_gathering",
+    "all_reduce_dividing",
     "all_reduce_widened",
     "all_to_all_by_packing",
     "reduce_scatter_by_exchange",
@@ -28,6 +29,13 @@ def all_reduce_by_gathering(
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.all_gather(whole, tensor, terms)
     return Chain([gathered], lambda: write(tensor, reduced(blocks(whole, wire.size), op)))
+
+
+def all_reduce_dividing(wire: Communicator, tensor: torch.Tensor, terms: Terms) -> Operation:
+    """An all-reduce to the mean: the sum, divided where it lies."""
+    check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
+    summed = wire.all_reduce(tensor, ReduceOp.SUM, terms)
+    return Chain([summed], lambda: divide(tensor, wire.size))
 
 
 def all_reduce_widened(

@@ -12,7 +12,7 @@ from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
 from .packing import Tensors
 
-__all__ = ["check_reducible", "find_lack", "reduce_into", "reduced"]
+__all__ = ["check_reducible", "divide", "find_lack", "reduce_into", "reduced"]
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes that are reduced in their own arithmetic."""
@@ -57,7 +57,7 @@ def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
         for part in parts[1:]:
             _IN_PLACE[op](output, part)
         if op == ReduceOp.AVG:
-            output.div_(len(parts))
+            divide(output, len(parts))
     else:
         output.copy_(reduced(parts, op))
 
@@ -76,8 +76,30 @@ def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     for part in parts[1:]:
         _IN_PLACE[op](total, part.to(device, wide))
     if op == ReduceOp.AVG:
-        total.div_(len(parts))
+        divide(total, len(parts))
     return total.to(dtype)
+
+
+def divide(total: torch.Tensor, num: int) -> None:
+    """Make a mean of the sum of ``num`` parts, in place; of whole numbers rounded toward zero."""
+    facts = DTYPES[total.dtype]
+    with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        if not facts.is_whole:
+            total.div_(num)
+        elif total.dtype is torch.uint64:
+            _divide_unsigned(total.view(torch.int64), num)
+        elif facts.wide is not None:  # where ``num`` may be too large for its own
+            total.copy_(total.to(facts.wide).div_(num, rounding_mode="trunc"))
+        else:
+            total.div_(num, rounding_mode="trunc")
+
+
+def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
+    """Divide numbers of 64 bits, read as signed ones, without their sign: no dtype is wider."""
+    halves = (bits >> 1).bitwise_and_(torch.iinfo(bits.dtype).max)
+    quotient = halves.div_(num, rounding_mode="trunc").mul_(2)
+    rest = bits - quotient * num  # from 0 to 2 * num
+    bits.copy_(quotient.add_(rest >= num))
 
 
 def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
@@ -85,5 +107,9 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     dtype = parts[0].dtype
     signed = SIGNED[dtype]
     flip = torch.iinfo(signed).min if op in _ORDERED else 0
-    total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], op)
-    return total.bitwise_xor_(flip).view(dtype)
+    step = ReduceOp.SUM if op == ReduceOp.AVG else op
+    total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], step)
+    whole = total.bitwise_xor_(flip).view(dtype)
+    if op == ReduceOp.AVG:
+        divide(whole, len(parts))
+    return whole

@@ -65,6 +65,20 @@ def test_all_reduce(on_ranks, op: str, oracle: Any, size: int, is_async: bool) -
             np.testing.assert_allclose(x, expected, rtol=1e-6)
 
 
+def averaged() -> list[Any]:
+    x = [torch.tensor([-1, 1 + place, 2**62]) for place in range(2)]
+    md.all_reduce_multigpu(x, op=md.ReduceOp.AVG)
+    y = [torch.tensor([-2, 7]), torch.tensor([-3, 0])]
+    md.reduce_multigpu(y, 1, op=md.ReduceOp.AVG, dst_tensor=1)
+    return [x, y]
+
+
+def test_a_mean_of_whole_numbers_is_rounded_once(on_ranks) -> None:
+    for rank, ((x, same), y) in enumerate(on_ranks(averaged, 2)):
+        assert x.tolist() == same.tolist() == [-1, 1, 0]  # 2^62 four times is 0: it wraps
+        assert [one.tolist() for one in y] == [[-2, 7], [-2, 3] if rank else [-3, 0]]
+
+
 def premultiplied() -> list[Any]:
     x = tensors()
     md.all_reduce_multigpu(x, op=md.ReduceOp.premul_sum(md.get_rank() + 1.0))
@@ -280,7 +294,7 @@ def refused() -> list[str]:
         lambda: md.all_reduce_multigpu(x),  # type: ignore[arg-type]
         lambda: md.all_reduce_multigpu([x, y]),
         lambda: md.all_reduce_multigpu([x, x.int()]),
-        lambda: md.all_reduce_multigpu([x.int()], op=md.ReduceOp.AVG),
+        lambda: md.all_reduce_multigpu([x.bool()], op=md.ReduceOp.AVG),
         lambda: md.reduce_multigpu([x, x], 0, dst_tensor=2),
         lambda: md.broadcast_multigpu([x], 0, src_tensor="a"),  # type: ignore[arg-type]
         lambda: md.broadcast_multigpu([x], 5),
@@ -305,7 +319,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
             "all_reduce_multigpu: an entry of tensor_list and tensor_list[0] have different "
             "numbers of elements",
             "all_reduce_multigpu has arguments of different dtypes",
-            "all_reduce_multigpu cannot reduce int32 with AVG",
+            "all_reduce_multigpu cannot reduce bool with AVG",
             "reduce_multigpu: there is no tensor number 2 in tensor_list",
             "broadcast_multigpu: src_tensor must be a whole number",
             "broadcast_multigpu: src=5 is not a member of the world",

@@ -396,9 +396,9 @@ REFUSED = [
     (lambda: md.all_reduce(X, op="sum"), TypeError, "is not a reduction"),
     (lambda: md.all_reduce(X, op=md.ReduceOp.BAND), ValueError, "cannot reduce float32 with BAND"),
     (
-        lambda: md.all_reduce(torch.ones(2, dtype=torch.int64), op=md.ReduceOp.AVG),
+        lambda: md.all_reduce(torch.ones(2, dtype=torch.bool), op=md.ReduceOp.AVG),
         ValueError,
-        "cannot reduce int64 with AVG",
+        "cannot reduce bool with AVG",
     ),
     (
         lambda: md.all_reduce(torch.ones(2, dtype=torch.complex64), op=md.ReduceOp.MAX),

@@ -133,6 +133,14 @@ def test_layouts_that_are_not_those_of_the_buffers_are_refused() -> None:
 
 def oracle(parts: list[torch.Tensor], op: str, dtype: torch.dtype) -> torch.Tensor:
     """Reduce in float64 / complex128 / int64 / bool; the values keep that exact."""
+
+    def mean(a: list[np.ndarray]) -> np.ndarray:
+        total = np.add.reduce(a)
+        if total.dtype.kind == "i":
+            narrow = torch.from_numpy(total).to(dtype).numpy()  # it wraps
+            return (narrow - np.fmod(narrow, len(a))) // len(a)
+        return (total.view(np.float64) / len(a)).view(total.dtype)
+
     if dtype is torch.bool:
         arrays = [part.numpy() for part in parts]
         name = {"SUM": "or", "MAX": "or", "BOR": "or", "BXOR": "xor"}.get(op, "and")
@@ -144,7 +152,7 @@ def oracle(parts: list[torch.Tensor], op: str, dtype: torch.dtype) -> torch.Tens
     arrays = [part.to(wide).numpy() for part in parts]
     total = {
         "SUM": np.add.reduce,
-        "AVG": lambda a: (np.add.reduce(a).view(np.float64) / len(a)).view(a[0].dtype),
+        "AVG": mean,
         "PRODUCT": np.multiply.reduce,
         "MIN": np.minimum.reduce,
         "MAX": np.maximum.reduce,

@@ -306,9 +306,9 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
             "all_to_all_single: output_split_sizes do not fit dim 0 of output",
         ),
         (
-            lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG),
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
             md.DtypeError,
-            "all_reduce cannot reduce int32 with AVG",
+            "all_reduce cannot reduce bool with AVG",
         ),
         (
             lambda: dist.group.WORLD.send([torch.ones(1)], 5, 0),

@@ -50,7 +50,7 @@ def about_ops(verb: str, call: Callable[[Any, torch.dtype], Any]) -> list[Refusa
         (f"{verb} with a word", TypeError, lambda: call("sum", F)),
         (f"{verb} with a class", TypeError, lambda: call(torch.distributed.ReduceOp, F)),
         (f"{verb} of bits of floats", md.DtypeError, lambda: call(md.ReduceOp.BXOR, F)),
-        (f"{verb} AVG of integers", md.DtypeError, lambda: call(md.ReduceOp.AVG, I)),
+        (f"{verb} AVG of bool", md.DtypeError, lambda: call(md.ReduceOp.AVG, torch.bool)),
         (f"{verb} MAX of complex", md.DtypeError, lambda: call(md.ReduceOp.MAX, torch.complex64)),
     ]
 

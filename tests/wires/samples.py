@@ -68,7 +68,7 @@ def legal_ops(dtype: torch.dtype) -> list[str]:
         return ["SUM", "AVG"]
     if dtype.is_floating_point:
         return ["SUM", "AVG", "PRODUCT", "MIN", "MAX"]
-    return [op for op in OPS if op != "AVG"]
+    return [op for op in OPS if op != "AVG" or dtype is not torch.bool]
 
 
 def draw(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -106,7 +106,9 @@ def reduced_in_numpy(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     with np.errstate(over="ignore", invalid="ignore"):
         for tensor in tensors[1:]:
             total = combine(total, to_numpy(tensor))
-        if op == "AVG":
+        if op == "AVG" and total.dtype.kind in "iu":  # toward zero, as np.fmod has it
+            total = (total - np.fmod(total, len(tensors))) // len(tensors)
+        elif op == "AVG":
             total = np.asarray(total / len(tensors)).astype(total.dtype)
     return torch.from_numpy(np.asarray(total)).to(tensors[0].dtype)
 

@@ -51,6 +51,21 @@ def test_the_order_of_unsigned_numbers_has_no_sign(dtype: torch.dtype) -> None:
     assert reduced([low, high], ReduceOp.MIN).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint64, torch.int64], ids=str)
+def test_a_mean_of_whole_numbers_is_their_wrapped_sum_divided_toward_zero(
+    dtype: torch.dtype,
+) -> None:
+    bits = dtype.itemsize * 8
+    ends = torch.iinfo(dtype)
+    numbers = [ends.min, ends.min + 1, ends.max // 3, ends.max - 1, ends.max]
+    for num in (1, 2, 3, 7, 200):  # more than int8 counts
+        parts = [torch.tensor(numbers, dtype=dtype)] * num
+        sums = [(one * num) % (1 << bits) for one in numbers]
+        sums = [one - (1 << bits) if one > ends.max else one for one in sums]
+        expected = [abs(one) // num * (-1 if one < 0 else 1) for one in sums]
+        assert reduced(parts, ReduceOp.AVG).tolist() == expected
+
+
 def test_narrow_floats_are_rounded_once() -> None:
     parts = [torch.tensor([2048.0], dtype=torch.float16)]
     parts += [torch.tensor([1.0], dtype=torch.float16)] * 4

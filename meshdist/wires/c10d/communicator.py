@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ...dtypes import DTYPES
 from ...error_text import first_line
-from ...reduce_ops import ReduceKind, ReduceOp
+from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
 from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..communicator import Communicator
@@ -363,7 +363,7 @@ class C10dCommunicator(Communicator):
     @classmethod
     def _substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
         if cls.arithmetic is None:
-            return Substitute(op, dtype, True)
+            return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
 
     def _view(self, verb: str, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
@@ -374,6 +374,8 @@ class C10dCommunicator(Communicator):
     def _all_reduce_otherwise(
         self, tensor: torch.Tensor, op: ReduceKind, substitute: Substitute | None, terms: Terms
     ) -> Operation:
+        if is_whole_mean(op, tensor.dtype):
+            return fallbacks.all_reduce_dividing(self, tensor, terms)
         if substitute is None:
             return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
         if substitute.is_view:

@@ -3,7 +3,8 @@
 Where the same bits read as another dtype give the same result, nothing is copied: sums of uint32
 are sums of int32, bits of int16 are bits of bytes, the or of bool is its maximum. Where a wider
 dtype holds all values, a copy is reduced and rounded once. What has neither (bits over NCCL, the
-order of uint64) is gathered and reduced in this process.
+order of uint64) is gathered and reduced in this process; for a mean of whole numbers, whose sum
+wraps in their own dtype, the sum is asked for and divided.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cache
 import torch
 
 from ...dtypes import DTYPES, DtypeFacts
-from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp
+from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp, is_whole_mean
 
 __all__ = ["GLOO", "NCCL", "UCC", "Arithmetic", "Substitute", "read_as"]
 
@@ -69,6 +70,8 @@ class Arithmetic:
 
 def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[Substitute]:
     yield Substitute(op, dtype, True)
+    if is_whole_mean(op, dtype):
+        return
     if dtype is torch.bool and ON_BOOL.get(op) in _OF_BYTES:
         yield Substitute(_OF_BYTES[ON_BOOL[op]], dtype, True)
     facts = DTYPES.get(dtype, DtypeFacts(dtype, ""))
@@ -108,7 +111,7 @@ UCC = Arithmetic(
     | {torch.bool: frozenset({_MIN, _MAX, *_BITS})}
 )
 NCCL = Arithmetic(
-    dict.fromkeys(_INTEGERS, _NUMBERS)
+    dict.fromkeys(_INTEGERS, _MEAN)
     | dict.fromkeys(_FLOATS, _MEAN)
     | {torch.bool: frozenset({_MIN, _MAX})}
 )

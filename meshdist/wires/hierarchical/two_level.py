@@ -20,6 +20,7 @@ from .. import fallbacks
 from ..communicator import Communicator
 from ..operations import Terms
 from ..packing import Tensors, packed, parts_like, write, write_all
+from ..reductions import divide
 from .host_places import HostPlaces, cuts
 
 __all__ = [
@@ -102,7 +103,7 @@ class Stages:
     def average(self, total: torch.Tensor, op: ReduceKind) -> None:
         """Make a mean of the sum over all members, where ``op`` is one."""
         if op == ReduceOp.AVG:
-            total.div_(self.size)
+            divide(total, self.size)
 
     def _do(self, level: Communicator, verb: str, arguments: tuple[Any, ...]) -> None:
         terms = self._terms()

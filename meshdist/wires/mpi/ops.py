@@ -21,7 +21,7 @@ import torch
 from ...dtypes import DTYPES, dtype_name
 from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ..core import core
-from ..reductions import check_reducible
+from ..reductions import check_reducible, divide
 from ..scratch import Scratch
 
 __all__ = [
@@ -79,11 +79,13 @@ class Plan:
         with torch.inference_mode():  # it may be a parameter, or an inference tensor
             if self.in_order is not None:
                 result = _flipped(result).view(self.wide or output.dtype)
-            if self.divides:
+            target, is_whole = output.view(-1), DTYPES[output.dtype].is_whole
+            if self.divides and not is_whole:
                 result.div_(size)
-            target = output.view(-1)
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
+            if self.divides and is_whole:  # where the sum has wrapped in their own dtype
+                divide(target, size)
 
     def _to_ordered(self, x: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
         """Whole numbers in the order of the floats; a NaN comes after all that it is to beat."""
@@ -105,13 +107,14 @@ def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> Plan:
     if dtype is torch.bool:
         return Plan(ON_BOOL[op])
     facts = DTYPES[dtype]
+    divides = op == ReduceOp.AVG
+    op = ReduceOp.SUM if divides else op
     stops_at_largest = op == ReduceOp.SUM and dtype.itemsize < 4
     wide = facts.wide if stops_at_largest or not facts.mpi else None
     computed = wide or dtype
     is_ordering = op in (ReduceOp.MIN, ReduceOp.MAX) and computed.is_floating_point
     in_order = _IN_ORDER[computed] if is_ordering else None
-    divides = op == ReduceOp.AVG
-    return Plan(ReduceOp.SUM if divides else op, wide, in_order, divides)
+    return Plan(op, wide, in_order, divides)
 
 
 _sums: dict[torch.dtype, Plan] = {}

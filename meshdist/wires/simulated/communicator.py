@@ -192,7 +192,7 @@ class SimulatedCommunicator(Communicator):
             call = terms.call._replace(sequence=self._started, group=self._group)
         else:
             call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
-        started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs)
+        started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs, op)
         self._meeting.enter(started)
         return started
 

@@ -20,7 +20,7 @@ import torch
 from ...checking.calls import Call, header_of, likeness, message_fingerprint
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
-from ...reduce_ops import ReduceOp
+from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import ROOTED_VERBS
 from ..failures import WireAborted, WireFailure
 from ..operations import Operation
@@ -76,11 +76,15 @@ class Step(Operation):
 
 @dataclass(eq=False)
 class Collective(Step):
-    """One member's part in a collective, carried by the verb ``way`` of a communicator."""
+    """One member's part in a collective, carried by the verb ``way`` of a communicator.
+
+    ``op`` is what that reduces by: the call's own may be done in several steps.
+    """
 
     way: str
     inputs: Tensors
     outputs: Tensors
+    op: ReduceKind | None
 
     @cached_property
     def header(self) -> tuple[Any, ...]:
@@ -209,7 +213,7 @@ class Meeting:
         data = Round(
             [part.inputs for part in parts],
             [part.outputs for part in parts],
-            ReduceOp.SUM if call.op in (None, ReduceOp.PREMUL_SUM) else call.op,
+            parts[0].op or ReduceOp.SUM,
             call.root or 0,
         )
         failure = _attempt(lambda: move(parts[0].way, data))

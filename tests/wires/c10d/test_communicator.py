@@ -154,6 +154,9 @@ def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
     assert asked_for(torch.bool, ReduceOp.BAND) == ["allreduce", bools, ReduceOp.MIN]
     wide = [((4,), "int32")]
     assert asked_for(torch.int16, ReduceOp.SUM) == ["allreduce", wide, ReduceOp.SUM]
+    to_divide = ["allreduce", wide, ReduceOp.SUM]
+    assert asked_for(torch.int32, ReduceOp.AVG) == ["allreduce", wide, ReduceOp.AVG]
+    assert asked_for(torch.int16, ReduceOp.AVG) == to_divide
     # Bits are gathered, and of a block exchanged.
     blocks = ((8,), "int32")
     assert asked_for(torch.int32, ReduceOp.BXOR) == ["_allgather_base", blocks, wide[0]]
@@ -227,6 +230,17 @@ def test_what_a_class_lacks_is_built(pool: Pool) -> None:
     expected = ["_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", "alltoall"]
     expected += ["alltoall_base", "gather", "reduce", "reduce_scatter", "scatter"]
     assert pool.run(program, 2) == [expected] * 2
+
+
+def test_of_an_unknown_class_no_mean_of_whole_numbers_is_asked(pool: Pool) -> None:
+    def program() -> list[int]:
+        gloo = md.group.WORLD.open_channel("cpu").communicator
+        wire = C10dCommunicator("unknown", gloo.rank, gloo.size, gloo._group)
+        x = torch.tensor([-3, 5 + gloo.rank, 2**62])
+        wire.all_reduce(x, ReduceOp.AVG, TERMS).finish(SECONDS)
+        return x.tolist()
+
+    assert pool.run(program, 2) == [[-3, 5, -(2**62)]] * 2
 
 
 def test_a_class_without_any_all_gather_is_a_failure() -> None:

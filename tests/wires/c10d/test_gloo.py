@@ -393,7 +393,8 @@ def test_what_the_class_has_for_cpu_tensors_alone_is_built_for_others() -> None:
         assert support(verb, "cpu", torch.float32, op) == "native"
         assert support(verb, "cuda", torch.float32, op) == "built"
     assert support("all_reduce", "cuda", torch.float32, ReduceOp.SUM) == "native"
-    assert support("all_reduce_list", "cuda", torch.int32, ReduceOp.AVG) == ""
+    assert support("all_reduce_list", "cuda", torch.int32, ReduceOp.AVG) == "built"
+    assert support("all_reduce_list", "cuda", torch.bool, ReduceOp.AVG) == ""
 
 
 def test_the_table_of_another_device_copies_there_and_back(pool: Pool) -> None:

@@ -8,10 +8,11 @@ import torch
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.c10d.substitutes import GLOO, NCCL, UCC, Arithmetic, read_as
 from meshdist.wires.reductions import reduced
-from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
+from tests.wires.samples import DTYPES, INTEGERS, bits, draw, legal_ops, reduced_in_numpy
 from tests.wires.verb_table import expect
 
 ALL = {"gloo": GLOO, "nccl": NCCL, "ucc": UCC}
+ORDER = {("MIN", torch.uint64), ("MAX", torch.uint64)}
 CASES = [(op, dtype) for dtype in DTYPES for op in legal_ops(dtype)]
 
 
@@ -38,11 +39,12 @@ def test_a_substitute_gives_the_result_itself(name: str) -> None:
 @pytest.mark.parametrize(
     ("arithmetic", "gathered"),
     [
-        (GLOO, {("MIN", torch.uint64), ("MAX", torch.uint64)}),
-        (UCC, {("MIN", torch.uint64), ("MAX", torch.uint64)}),
+        (GLOO, ORDER | {("AVG", dtype) for dtype in INTEGERS}),
+        (UCC, ORDER | {("AVG", dtype) for dtype in INTEGERS}),
         (
             NCCL,
-            {("MIN", torch.uint64), ("MAX", torch.uint64), ("BXOR", torch.bool)}
+            {*ORDER, ("BXOR", torch.bool)}
+            | {("AVG", one) for one in (torch.int16, torch.uint16, torch.uint32, torch.uint64)}
             | {
                 (op, dtype)
                 for op, dtype in CASES
@@ -52,7 +54,7 @@ def test_a_substitute_gives_the_result_itself(name: str) -> None:
     ],
     ids=ALL,
 )
-def test_what_is_left_for_gathering(
+def test_what_is_left_for_gathering_or_dividing(
     arithmetic: Arithmetic, gathered: set[tuple[str, torch.dtype]]
 ) -> None:
     found = {

@@ -303,7 +303,7 @@ def test_support_tells_what_it_does_itself() -> None:
     for verb in ("all_reduce", "all_reduce_list", "reduce", "reduce_scatter"):
         assert support(verb, "cpu", torch.float32) == "native"
         assert support(verb, "cpu", torch.float8_e4m3fn) == "built"
-        assert support(verb, "cpu", torch.int32, ReduceOp.AVG) == ""
+        assert support(verb, "cpu", torch.bool, ReduceOp.AVG) == ""
     for dtype in DTYPES:
         for verb in ("broadcast", "all_gather", "all_gather_list", "barrier", "gather", "send"):
             assert support(verb, "cpu", dtype) == "native"

@@ -276,7 +276,7 @@ def left_alone() -> tuple[list[str], int]:
         "complex": lambda: spy.broadcast(x.to(torch.complex64), 0),
         "no sum in the core": lambda: spy.reduce(x.to(torch.float8_e5m2), ReduceOp.SUM, 0),
         "an array": lambda: spy.broadcast(x.numpy(), 0),
-        "a mean of whole numbers": lambda: spy.reduce(x.int(), ReduceOp.AVG, 0),
+        "a mean of truths": lambda: spy.reduce(x.bool(), ReduceOp.AVG, 0),
         "bits of floats": lambda: spy.reduce(x, ReduceOp.BAND, 0),
         "no op": lambda: spy.reduce(x, "sum", 0),
         "two dtypes": lambda: spy.all_gather_single(row, x.double()),

@@ -310,9 +310,9 @@ def test_a_list_of_tensors_may_mix_dtypes_and_be_empty() -> None:
 def test_a_list_of_tensors_is_reduced_by_an_op_that_all_of_them_have() -> None:
     def program() -> None:
         group = open_group()
-        with pytest.raises(DtypeError, match="cannot reduce int8 with AVG"):
+        with pytest.raises(DtypeError, match="cannot reduce bool with AVG"):
             group.all_reduce_list(
-                [torch.ones(1), torch.ones(1, dtype=torch.int8)], ReduceOp.AVG, TERMS
+                [torch.ones(1), torch.ones(1, dtype=torch.bool)], ReduceOp.AVG, TERMS
             )
 
     simulate(program, 2)
@@ -352,7 +352,7 @@ def test_parameters_and_inference_tensors_are_written() -> None:
 @pytest.mark.parametrize(
     ("op", "dtype", "served"),
     [
-        ("AVG", torch.int32, "AVG on floating and complex dtypes"),
+        ("AVG", torch.bool, "AVG on numbers, which bool are not"),
         ("BAND", torch.float32, "BAND on integers and bool"),
         ("MAX", torch.complex64, "MAX on dtypes that are not complex"),
         (
