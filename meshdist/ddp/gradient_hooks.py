@@ -9,6 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..collectives.instruments import leave_untraced
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket
 
@@ -110,6 +111,7 @@ class GradientHooks:
         """A hook that learns what comes."""
         backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
 
+        @leave_untraced
         def gradient_is_watched(parameter: torch.Tensor) -> None:
             if not backward.is_synchronised:
                 return
@@ -129,6 +131,7 @@ class GradientHooks:
         counts = arrivals.counts
         goes_at_once = bucket.at_once[slot]
 
+        @leave_untraced
         def gradient_came(parameter: torch.Tensor) -> None:
             if not backward.is_synchronised:
                 return

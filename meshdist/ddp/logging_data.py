@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..collectives.instruments import leave_untraced
 from ..errors import ArgumentError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
@@ -349,7 +350,10 @@ class _HasLogger(Protocol):
 
 
 def notes_errors(method: F) -> F:
-    """Let the errors that a method raises stand in the logging data of its object."""
+    """Let the errors that a method raises stand in the logging data of its object.
+
+    torch.compile leaves the method as it is: parts of a backward run inside a compiled step, too.
+    """
 
     @functools.wraps(method)
     def noting(self: _HasLogger, *args: Any, **kwargs: Any) -> Any:
@@ -360,4 +364,4 @@ def notes_errors(method: F) -> F:
                 self.logger.note_error(error)
             raise
 
-    return cast(F, noting)
+    return cast(F, leave_untraced(noting))

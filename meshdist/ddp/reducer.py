@@ -26,11 +26,13 @@ in for one when the program checks the gradients; else it is out of step from th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd import Variable
 
+from ..collectives.instruments import leave_untraced
 from .logging_data import notes_errors
 from .outputs import tensors_in
 from .reduction_setup import ReductionSetup
@@ -105,6 +107,7 @@ class Reducer(ReductionSetup):
         alive as long as a backward may come.
         """
 
+        @leave_untraced
         def backward_begins(_: torch.Tensor, owner: object = owner) -> None:
             if self.is_synchronised:
                 self._enter(is_beginning=True)
@@ -148,6 +151,9 @@ class Reducer(ReductionSetup):
 
     def _enter(self, *, is_beginning: bool) -> None:
         """A backward has begun; ``is_beginning`` if no gradient can have come before."""
+        tracing = sys.modules.get("torch._dynamo.compiled_autograd")
+        if tracing is not None and tracing.in_compiled_autograd_region:
+            raise self._reports.traced()
         task = torch._C._current_graph_task_id()
         with self._lock:  # outputs on several devices come here on a thread each
             if task == self.task:

@@ -151,6 +151,16 @@ class Reports:
             "a plain backward() for the parameters",
         )
 
+    def traced(self) -> GradientError:
+        """The backward is traced as a whole, and calls hooks at no time that is known here."""
+        return GradientError(
+            "compiled autograd cannot run the backward of a replica",
+            where=self._where,
+            found="a backward that torch.compile traces as a whole, without the calls at its end",
+            fix="leave torch._dynamo.config.compiled_autograd off; forwards, and steps with their "
+            "backward, may be compiled",
+        )
+
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
         """A gradient is not dense."""
         return GradientError(

@@ -53,11 +53,17 @@ def wrapped(what: str, backend: Any) -> nn.Module:
     return model
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
+def backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+
+
+def gradients(
+    model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] = backward
+) -> list[torch.Tensor]:
     found = []
-    for step in range(NUM_STEPS):
+    for number in range(NUM_STEPS):
         model.zero_grad()
-        model(torch.ones(2, 3) * (1 + step + md.get_rank())).sum().backward()
+        step(model, torch.ones(2, 3) * (1 + number + md.get_rank()))
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     return found
 
@@ -121,12 +127,51 @@ def test_reductions_start_behind_each_compiled_backward_but_the_first(
         torch.testing.assert_close(mine, theirs)
 
 
-def test_a_compiled_wrapper_trains_on_processes(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("what", "wire"),
+    [
+        ("wrapper", "shm"),
+        ("wrapper", "gloo"),
+        ("step with unused parameters", "shm"),
+        pytest.param("step", "shm", marks=pytest.mark.soak),
+        pytest.param("step", "gloo", marks=pytest.mark.soak),
+    ],
+)
+def test_compiled_training_on_processes(pool: Pool, what: str, wire: str) -> None:
     def program() -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            compiled = gradients(wrapped("wrapper", "aot_eager"))
-        plain = gradients(md.DDP(Net()))
-        return all(torch.allclose(*pair) for pair in zip(compiled, plain, strict=True))
+            torch._dynamo.reset()
+            mesh = md.init_device_mesh("cpu", (2,), backend_override={0: wire})
+            assert md.get_backend(mesh.get_group()) == wire
+            plain = gradients(md.DDP(Net(), device_mesh=mesh))
+            if what == "wrapper":
+                model = torch.compile(md.DDP(Net(), device_mesh=mesh), backend="aot_eager")
+                compiled = gradients(model)
+            else:  # torch warns of any graph behind which another begins
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                unused = "unused" in what
+                model = md.DDP(Net(), device_mesh=mesh, find_unused_parameters=unused)
+                step = torch.compile(backward, backend="aot_eager")
+                compiled = gradients(model, step)
+        return all(torch.equal(*pair) for pair in zip(compiled, plain, strict=True))
 
     assert pool.run(program, 2, timeout_s=120) == [True, True]
+
+
+def test_compiled_autograd_is_refused(pool: Pool) -> None:
+    def program() -> str:
+        from torch._dynamo import compiled_autograd
+
+        torch._dynamo.reset()
+        model = md.DDP(nn.Linear(3, 3))
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(md.GradientError) as caught,
+        ):
+            backward(model, torch.ones(2, 3))
+        return str(caught.value)
+
+    for text in pool.run(program, 2, timeout_s=120):
+        assert text.startswith("compiled autograd cannot run the backward of a replica\n")
+        assert "fix:      leave torch._dynamo.config.compiled_autograd off" in text
