@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak soak-faults torch-conformance sanitize bench clean
+.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -45,6 +45,9 @@ soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or
 
 torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group tests on our backends, and on Gloo
 	$(BIN)/python tests/conformance/run.py
+
+trainers: $(VENV)/.installed-test $(VENV)/.installed-trainers ## accelerate, Lightning and transformers on our backends
+	$(BIN)/python -m tests.trainers
 
 sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and AddressSanitizer
 	@mkdir -p build; set -e; for kind in thread address,undefined; do \
@@ -76,6 +79,7 @@ $(VENV)/.installed-demo: EXTRA = examples
 $(VENV)/.installed-test: EXTRA = test
 $(VENV)/.installed-bench: EXTRA = bench
 $(VENV)/.installed-conformance: EXTRA = conformance
+$(VENV)/.installed-trainers: EXTRA = trainers
 $(VENV)/.installed-%: $(VENV)/.made
 	@echo "Installing meshdist[$(EXTRA)] and its dependencies (the first time takes a while: torch)"
 	@$(PIP) install --root-user-action=ignore --constraint constraints.txt \
