@@ -14,7 +14,6 @@ whole model and the whole batch, and fails unless the loss curves agree.
 
 import argparse
 import itertools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -268,12 +267,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def join(args: argparse.Namespace) -> md.DeviceMesh:
     """Join the other ranks, as many as the launcher started, and arrange them in the mesh."""
-    try:
+    if args.backend is not None:
         md.init_process_group(args.backend)
-    except md.RendezvousError:
-        if math.prod(args.mesh.values()) != 1:
-            raise
-        md.init_process_group(args.backend, store=md.HashStore(), rank=0, world_size=1)
     mesh = md.init_device_mesh(
         args.device,
         tuple(args.mesh.values()),

@@ -149,7 +149,14 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "waits",
             "shadowing",
         ),
-        "worlds": ("initialization", "simulation", "spawned", "spawning"),
+        "worlds": (
+            "taking_over",
+            "initialization",
+            "first_touch",
+            "simulation",
+            "spawned",
+            "spawning",
+        ),
         "mesh": (
             "strides",
             "inputs",

@@ -20,9 +20,11 @@ __all__ = [
     "MOST_RANKS",
     "Surroundings",
     "find_local_size",
+    "find_place",
     "first_host",
     "read_local_rank",
     "read_surroundings",
+    "ways_to_start",
 ]
 
 MOST_RANKS = 1 << 20
@@ -138,6 +140,28 @@ def read_surroundings(
         job=_first_of(environment, "PMIX_NAMESPACE", "PMI_KVSNAME", "SLURM_JOB_ID") or None,
         attempt=_attempt(kind, launcher, environment),
     )
+
+
+def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the rank and the size that a launcher has set; None where none has.
+
+    Raises:
+        RendezvousError: one of the two is missing or wrong.
+
+    Example:
+        >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
+        ((1, 4), None)
+    """
+    rank_name, size_name, *_ = _VARIABLES[_launcher(environment, is_mpi_asked=False)]
+    if rank_name not in environment and size_name not in environment:
+        return None
+    reader = _Reader(environment)
+    rank, size = reader.number(rank_name), reader.number(size_name, least=1, most=MOST_RANKS)
+    if reader.is_sound and rank >= size:
+        reader.wrong.append(f"rank {rank} does not exist in a world of {size}")
+    if not reader.is_sound:
+        raise reader.error()
+    return rank, size
 
 
 def _place_of_store(
@@ -290,12 +314,19 @@ class _Reader:
             verb = "is" if len(self.missing) == 1 else "are"
             parts.append(f"{', '.join(self.missing)} {verb} missing")
         parts += self.wrong
+        own = ""
+        if self.missing and {*self.missing} <= {"MASTER_ADDR", "MASTER_PORT"}:
+            own = (
+                "\nor name the place where the ranks meet in the program, before its first verb or "
+                "mesh: init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', "
+                "rank=..., world_size=...)"
+            )
         return RendezvousError(
             "the environment does not say where this process belongs: " + "; ".join(parts),
             where=f"process {os.getpid()}, init_method env://",
             expected=expected,
             found=self._found(),
-            fix="start the program with one of:\n" + "\n".join(_ways_to_start(commands)),
+            fix="start the program with one of:\n" + "\n".join(ways_to_start(commands)) + own,
         )
 
     def _found(self) -> str:
@@ -315,11 +346,12 @@ def _shown(value: str, *, plain: bool = False) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _ways_to_start(commands: Sequence[str]) -> list[str]:
-    """What to type: the launcher that was half recognised, or what works here."""
+def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
+    """What to type: ``commands``, of a launcher that was half recognised, or what works here."""
     name = sys.argv[0] if sys.argv else ""
     name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute
-    script = name if name.endswith(".py") else "script.py"
+    is_script = name.endswith(".py") and not name.endswith("__main__.py")
+    script = name if is_script else "script.py"
     if commands:
         return [f"{command} {script}" for command in commands]
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # no launcher can start these

@@ -17,19 +17,23 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch.distributed as torch_distributed
 from torch.distributed import Store
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import num_forks
 from .bounded_store import BoundedStore
+from .environments import find_place, ways_to_start
 
 __all__ = [
     "World",
     "enter_world",
+    "find_unjoined_place",
     "find_world",
     "get_usable_world",
     "get_world",
     "install_world",
+    "join_by",
     "remove_world",
     "world_here",
 ]
@@ -84,6 +88,9 @@ class World:
     is_closed: bool = field(default=False, init=False)
     is_adopted: bool = field(default=False, init=False)
     """Whether init_process_group was called in this world of simulated ranks."""
+    first_touch: str = field(default="", init=False)
+    """The site of the verb or mesh that made this world; "" where init_process_group did, or has
+    taken it over."""
     closers: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     """Called in reverse order when the world closes."""
     kept: list[object] = field(default_factory=list, init=False, repr=False)
@@ -179,6 +186,10 @@ class World:
 
 
 _of_process: World | None = None
+_forks_at_world: int | None = None
+"""``num_forks()`` as this process got its last world; None, or another number, before its first."""
+_join: Callable[[], None] | None = None
+"""Makes the world of this process at its first touch; given by the room that can."""
 _of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=None)
 
 
@@ -191,19 +202,65 @@ def get_world() -> World:
     """Return the world in force; raises NotInitializedError where there is none."""
     world = _of_context.get() or _of_process
     if world is None or world.is_closed:
-        raise NotInitializedError(
-            "there is no world: the process group has not been initialized",
-            expected="init_process_group(...) or init_device_mesh(...) before this call",
-            fix="start the program with `meshdist run -n 4 script.py`, or call it under "
-            "meshdist.simulate(fn, 4)",
-        )
+        raise _no_world()
     return world
 
 
+def _no_world() -> NotInitializedError:
+    expected, found = "init_process_group(...) before this call", ""
+    if _is_past_first_touch():
+        found = "the world of this process was closed"
+        fix = "call init_process_group() again before the next verb"
+    elif torch_distributed.is_initialized():
+        found = "a world of torch.distributed, which no verb adopts by itself"
+        fix = "call meshdist.init_process_group() on every rank of it, which adopts that world"
+    elif find_place(os.environ) is not None:
+        found = "a process that a launcher started, and that has not joined the others yet"
+        fix = "call init_process_group() before, or a verb, or make a mesh: each of them joins"
+    else:
+        expected = "a launcher, whose processes join at their first verb or mesh; or " + expected
+        command, fix = ways_to_start()[0], "call it under meshdist.simulate(fn, 4)"
+        if command.startswith("meshdist run"):
+            fix = f"start the program with `{command}`, or {fix}"
+    return NotInitializedError(
+        "there is no world: the process group has not been initialized",
+        expected=expected,
+        found=found or "neither a world nor a launcher's variables",
+        fix=fix,
+    )
+
+
+def _is_past_first_touch() -> bool:
+    return _forks_at_world == num_forks()
+
+
+def find_unjoined_place() -> tuple[int, int] | None:
+    """Return the rank and the size that this process will have, where it has not joined yet.
+
+    None where it has, or had, a world, and where no launcher and no world of torch's say it.
+    """
+    if find_world() is not None or _is_past_first_touch():
+        return None
+    if torch_distributed.is_initialized():
+        return torch_distributed.get_rank(), torch_distributed.get_world_size()
+    return find_place(os.environ)
+
+
+def join_by(join: Callable[[], None]) -> None:
+    """Let ``join`` make the world at the first touch of a process that a launcher started."""
+    global _join
+    _join = join
+
+
 def get_usable_world() -> World:
-    """Return the world in force, open and owned by this process; raises otherwise."""
+    """Return the world in force, open and owned by this process; raises otherwise.
+
+    A process that a launcher started joins the others here, at its first touch.
+    """
     world = _of_context.get() or _of_process
     if world is None or world.is_closed or world._num_forks != num_forks():
+        if world is None and _join is not None:
+            _join()
         world = get_world()
         world.check_usable()
     return world
@@ -211,14 +268,14 @@ def get_usable_world() -> World:
 
 def install_world(world: World) -> None:
     """Make ``world`` the process's world; raises WorldError where there is one."""
-    global _of_process
+    global _of_process, _forks_at_world
     if _of_process is not None:
         raise WorldError(
             "the process group is initialized already",
             where=f"rank {_of_process.rank} of {_of_process.size}, from {_of_process.origin}",
             fix="call destroy_process_group() first, or drop the second init_process_group",
         )
-    _of_process = world
+    _of_process, _forks_at_world = world, num_forks()
 
 
 def remove_world(world: World) -> None:

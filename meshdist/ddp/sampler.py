@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.utils import data
 
-from ..bootstrap.world import get_world
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
+from ..worlds.initialization import get_rank, get_world_size
 
 __all__ = ["DistributedSampler"]
 
@@ -92,8 +92,8 @@ def _size_and_place(
             f"num_replicas is of type {type(num_replicas).__name__}",
             expected="a number, a mesh such as mesh['dp'], a ProcessGroup, or None for the world",
         )
-    size = get_world().size if num_replicas is None else num_replicas
-    place = get_world().rank if rank is None else rank
+    size = get_world_size() if num_replicas is None else num_replicas
+    place = get_rank() if rank is None else rank
     if not 0 <= place < size:
         raise ArgumentError(
             f"rank {place} has no share among {size} replicas",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..bootstrap.world import find_world
+from ..bootstrap.world import find_unjoined_place, find_world
 from ..collectives.instruments import leave_untraced
 from ..collectives.typed_in_place import made_equal
 from ..collectives.verbs import all_reduce
@@ -206,7 +206,7 @@ class SyncBatchNorm(_BatchNorm):
     @leave_untraced
     def _find_group(self) -> ProcessGroup | None:
         """The group over which there is something to synchronise."""
-        if self.process_group is None and find_world() is None:
+        if self.process_group is None and find_world() is None and find_unjoined_place() is None:
             return None
         group = resolve_group(self.process_group)
         return group if group.size() > 1 else None

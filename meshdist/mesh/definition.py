@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from ..bootstrap.world import World, find_world, get_usable_world
-from ..errors import ArgumentError, KindError, MeshError
+from ..errors import ArgumentError, KindError, MeshdistError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..wires.names import backends_in
-from ..worlds.initialization import init_process_group
+from ..worlds.first_touch import begin_for_mesh
 from .devices import check_device, check_device_type
 from .layout import Layout
 
@@ -135,11 +135,20 @@ def define_mesh(
     if open_groups:
         check_device(device_type)
     if find_world() is None:
-        init_process_group(timeout=timeout)
+        begin_for_mesh(timeout, is_alone=_is_alone(layout_in))
     world = get_usable_world()
     layout = layout_in(world.size)
     options = options_of_axes(layout, axis_options, backend_override, timeout)
     return MeshDefinition(world, device_type, layout, options)
+
+
+def _is_alone(layout_in: Callable[[int], Layout]) -> bool:
+    """Whether the mesh is of rank 0 alone in any world: a size of -1 counts on there being more."""
+    try:
+        layout = layout_in(2)
+    except MeshdistError:  # raised again once the size of the world is known
+        return False
+    return layout.num_ranks == 1 and layout.largest_rank == 0
 
 
 def options_of_axes(

@@ -21,6 +21,7 @@ from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
     World,
     enter_world,
+    find_unjoined_place,
     find_world,
     get_world,
     install_world,
@@ -40,6 +41,7 @@ from ..wires.names import (
     usable_defaults,
 )
 from ..wires.registry import find_wire, get_wire
+from .taking_over import take_over
 
 __all__ = [
     "destroy_process_group",
@@ -91,13 +93,15 @@ def init_process_group(
         device_id: binds this rank to a device; NCCL then connects at once.
 
     Inside a simulated rank this adopts the simulated world, whatever the arguments name; where
-    torch.distributed has a world already, that one, its store and backends are adopted.
+    torch.distributed has a world already, that one, its store and backends are adopted. Where this
+    process has joined its world at its first verb or mesh, that one is taken over.
 
     Raises:
         ArgumentError, KindError: wrong or contradicting arguments; nothing was sent.
         BackendError: no such wire, or none on this machine; nothing was sent.
         RendezvousError: the ranks did not find each other; the text names the missing ranks.
-        WorldError: the process group is initialized already.
+        WorldError: the process group is initialized already, or was joined at the first touch and
+            the arguments disagree with it.
     """
     check_timeout(timeout)
     backends = parse_backends(backend)
@@ -117,7 +121,21 @@ def init_process_group(
         return
     if found is not None:
         found.check_usable()
-        install_world(found)  # raises: there is one
+        if not found.first_touch:
+            install_world(found)  # raises: there is one
+        take_over(
+            found,
+            None if backend is None else backends,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            init_method=init_method,
+            store=store,
+            group_name=group_name,
+            options=pg_options,
+            device=_checked_device(device_id),
+        )
+        return
     for name in set(backends.values()):
         get_wire(name)
     device = _checked_device(device_id)
@@ -204,14 +222,16 @@ def is_initialized() -> bool:
 def get_rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's number in ``group`` (None: the world); -1 outside the group.
 
-    Answers in a forked child too.
+    Answers in a forked child too. Before this process has joined its world the launcher's variables
+    answer, or torch's world that is there to adopt; nothing is sent.
 
     Raises:
+        NotInitializedError: there is no world, and no launcher.
         GroupClosedError: the group was destroyed.
     """
-    world = get_world()
     if group is None:
-        return world.rank
+        place = find_unjoined_place()
+        return get_world().rank if place is None else place[0]
     if _is_outsider(group):
         return -1
     target = resolve_group(group)
@@ -222,14 +242,15 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
 
-    Answers in a forked child too.
+    Answers in a forked child too. Before this process has joined its world the launcher's variables
+    answer, or torch's world that is there to adopt; nothing is sent.
 
     Raises:
-        NotInitializedError: there is no world.
+        NotInitializedError: there is no world, and no launcher.
     """
-    world = get_world()
     if group is None:
-        return world.size
+        place = find_unjoined_place()
+        return get_world().size if place is None else place[1]
     return -1 if _is_outsider(group) else resolve_group(group).size()
 
 

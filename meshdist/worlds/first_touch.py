@@ -1,0 +1,72 @@
+"""The one rule for beginning: a process that a launcher started joins at its first verb or mesh."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import torch.distributed as torch_distributed
+from torch.utils.data import get_worker_info
+
+from ..bootstrap.environments import find_place
+from ..bootstrap.stores import HashStore
+from ..bootstrap.world import find_unjoined_place, find_world, join_by
+from ..checking.call_sites import call_site, show_site
+from ..errors import WorldError
+from .initialization import init_process_group
+
+__all__ = ["begin_for_mesh"]
+
+_joining = threading.RLock()
+"""Lets one thread join; others that touch the world meanwhile find it made."""
+
+
+def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
+    """Make the world where there is none, for a mesh of all the ranks that were started.
+
+    Args:
+        timeout: as for ``init_process_group``.
+        is_alone: whether the mesh is of rank 0 alone, for which no launcher is needed.
+
+    Raises:
+        What ``init_process_group`` raises.
+    """
+    with _joining:
+        if find_world() is not None:
+            return
+        has_others = torch_distributed.is_initialized() or find_place(os.environ) is not None
+        if is_alone and not has_others:
+            init_process_group(timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        else:
+            init_process_group(timeout=timeout)
+        _note("a mesh")
+
+
+def _join_for_verb() -> None:
+    """Join the ranks that a launcher has started; leave it to the caller to refuse where none has.
+
+    A world of torch's is not adopted here: only the program knows whether all of its ranks will
+    come to this verb.
+    """
+    with _joining:
+        if torch_distributed.is_initialized() or find_unjoined_place() is None:
+            return
+        if get_worker_info() is not None:  # it has its parent's variables
+            raise WorldError(
+                "a worker of a DataLoader cannot join in the place of its rank",
+                where=f"process {os.getpid()}, called at {show_site(call_site())}",
+                expected="verbs in the process that the launcher started",
+                fix="let a worker only read get_rank() and get_world_size()",
+            )
+        init_process_group()
+        _note("a verb")
+
+
+def _note(what: str) -> None:
+    world = find_world()
+    assert world is not None
+    world.first_touch = f"{what} at {show_site(call_site())}"
+
+
+join_by(_join_for_verb)

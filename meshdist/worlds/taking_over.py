@@ -1,0 +1,91 @@
+"""A world that began at its first touch, and an ``init_process_group`` that comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..bootstrap.stores import Store
+from ..bootstrap.world import World
+from ..errors import WorldError
+from ..wires.names import backends_text
+from ..wires.registry import get_wire
+
+__all__ = ["take_over"]
+
+
+def take_over(
+    world: World,
+    backends: Mapping[str, str] | None,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None,
+    init_method: str | None,
+    store: Store | None,
+    group_name: str,
+    options: Any,
+    device: torch.device | None,
+) -> None:
+    """Let the program have ``world`` as if it had made it with these arguments.
+
+    Args:
+        world: this process joined it at its first touch.
+        backends: the wires that the program names, by device type; None where it names none.
+        rank, world_size, timeout, init_method, store, group_name: as for ``init_process_group``.
+        options: the wire's own options.
+        device: what the program binds this rank to.
+
+    Raises:
+        WorldError: an argument disagrees with the world; the text shows both.
+    """
+    default = timeout is not None and _is_default(world, timeout)
+    # What is said, whether it agrees, what it says, and what the world has.
+    table = (
+        ("backend", *_compared_backends(world, backends)),
+        ("rank", rank in (-1, world.rank), rank, world.rank),
+        ("world_size", world_size in (-1, world.size), world_size, world.size),
+        ("timeout", timeout in (None, world.timeout) or default, timeout, _timeout_text(world)),
+        ("init_method", _is_from(world, init_method), repr(init_method), world.origin),
+        ("store", store is None, type(store).__name__, world.origin),
+        ("group_name", not group_name, repr(group_name), "no name"),
+        ("pg_options", options is None or options == world.options, options, world.options),
+        ("device_id", device in (None, world.device), device, world.device or "no device"),
+    )
+    wrong = [(name, given, there) for name, agrees, given, there in table if not agrees]
+    if wrong:
+        raise WorldError(
+            "init_process_group came after the first touch, and says otherwise than the world that "
+            "this process joined then",
+            where=f"rank {world.rank} of {world.size}, joined by {world.first_touch}",
+            expected=", ".join(f"{name}={there}" for name, _, there in wrong),
+            found=", ".join(f"{name}={given}" for name, given, _ in wrong),
+            fix="call init_process_group before the first verb and the first mesh, or leave out "
+            + " and ".join(name for name, _, _ in wrong),
+        )
+    world.first_touch = ""
+
+
+def _compared_backends(world: World, backends: Mapping[str, str] | None) -> tuple[bool, str, str]:
+    there = backends_text(world.backends)
+    if backends is None:
+        return True, "", there
+    named = {kind: get_wire(name).name for kind, name in backends.items()}
+    is_equal = all(world.backends.get(kind) == name for kind, name in named.items())
+    return is_equal, backends_text(named), there
+
+
+def _is_default(world: World, timeout: timedelta) -> bool:
+    defaults = {get_wire(name).default_timeout for name in world.backends.values()}
+    return world.timeout is None and defaults == {timeout}
+
+
+def _timeout_text(world: World) -> str:
+    return "the wire's default" if world.timeout is None else str(world.timeout)
+
+
+def _is_from(world: World, init_method: str | None) -> bool:
+    return init_method is None or (init_method == "env://" and world.origin.startswith("env://"))
