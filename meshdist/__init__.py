@@ -32,9 +32,32 @@ _load, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = ["__version__", *(name for name in _names if name != "breakpoint")]
 
 
+def _where_else(name: str) -> str | None:
+    """The message for a name that torch.distributed has and this package lacks."""
+    text: str | None = import_module(".absent_names", __name__).where_else(name)
+    return text
+
+
+class _AbsentModules:
+    """Stands last among Python's finders: the import of an absent name says where to go."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        package, _, last = name.rpartition(".")
+        text = _where_else(last) if package == __name__ else None
+        if text is not None:
+            # Not ModuleNotFoundError, which `from meshdist import NAME` would put aside.
+            raise ImportError(text, name=name)
+
+
+sys.meta_path.append(_AbsentModules)
+
+
 def __getattr__(name: str) -> object:
     if name not in _names:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        elsewhere = _where_else(name)
+        text = elsewhere or f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     found = _load(name)
     if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
         import_module(".collectives", __name__)
@@ -42,4 +65,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return ["__version__", *_names]

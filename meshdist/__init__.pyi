@@ -1,6 +1,6 @@
 """The public names, and the room of each: what the front door loads, and type checkers read."""
 
-from . import lax as lax
+from . import errors as errors, lax as lax
 from .bootstrap.init_methods import (
     register_rendezvous_handler as register_rendezvous_handler,
     rendezvous as rendezvous,

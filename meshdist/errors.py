@@ -55,6 +55,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class MeshdistError(ExplainedError):
     """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
 

@@ -37,7 +37,7 @@ ROOMS = {room: [name for name in STUB if STUB[name] == room] for room in {*STUB.
 def test_the_front_door_has_the_names_of_the_stub() -> None:
     handed_out = STUB.keys() - set(dir(builtins))
     assert sorted(meshdist.__all__) == sorted(["__version__", *handed_out])
-    assert dir(meshdist) == sorted(meshdist.__all__)
+    assert dir(meshdist) == sorted({"__version__", *STUB})
     assert [name for name in STUB if not hasattr(meshdist, name)] == []
 
 
@@ -47,6 +47,28 @@ def test_completion_offers_the_names_that_begin_so() -> None:
         "meshdist.init_device_mesh",
         "meshdist.init_process_group",
     }
+
+
+@pytest.mark.parametrize(
+    "module", ["meshdist", "meshdist.lax", "meshdist.errors", "meshdist.comm_hooks"]
+)
+def test_completion_offers_public_names_alone_and_all_of_them(module: str) -> None:
+    # In a fresh process, where no other import has put its name beside them.
+    code = (
+        f"import meshdist, rlcompleter\n"
+        f"found = rlcompleter.Completer({{'meshdist': meshdist}}).attr_matches('{module}.')\n"
+        f"names = {{name.rpartition('.')[2].partition('(')[0] for name in found}}\n"
+        f"public = {{*{module}.__all__}} | ({{'breakpoint'}} if {module} is meshdist else set())\n"
+        f"print(sorted(names ^ public - {{'__version__'}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_errors_are_there_in_a_fresh_import() -> None:
+    code = "import meshdist; print(meshdist.errors.ShapeError is meshdist.ShapeError)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("name", meshdist.__all__)

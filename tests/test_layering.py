@@ -25,7 +25,7 @@ PACKAGE = "meshdist"
 # file that lies directly in the package ("" where several do); ``c10d.gloo`` lies in a folder of
 # its room. A folder's __init__ is its top.
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
-    {"": ("error_text", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
+    {"": ("error_text", "absent_names", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
     {
         "runtime": (
             "whole_numbers",

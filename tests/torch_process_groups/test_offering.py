@@ -229,3 +229,36 @@ def test_cuda_tensors_go_by_nccl(pool: Pool) -> None:
         return x.tolist(), y.tolist(), group._get_backend(torch.device("cuda")).name()
 
     assert on_torch(pool, program, 1, "cpu:shm,cuda:nccl") == [([1.0, 1.0], [1.0, 1.0], "nccl")]
+
+
+def test_the_readmes_word_is_all_that_a_script_of_torchs_changes(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    assert [line[0] for line in lines] == ["-", "+"]
+    before, after = (line[1:] for line in lines)
+    script = f"""
+import torch, torch.distributed
+{before}
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+rank = torch.distributed.get_rank()
+model(torch.full((4, 2), float(rank))).sum().backward()
+print(torch.distributed.get_backend(), model.module.weight.grad.tolist())
+torch.distributed.destroy_process_group()
+"""
+    found = {}
+    for name, text in (("gloo", script), ("shm", script.replace(before, after))):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        command = [sys.executable, "-m", "meshdist", "run", "-n", "2", str(path)]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        found[name] = done.stdout
+    assert found["gloo"] == "gloo [[2.0, 2.0]]\n" * 2
+    assert found["shm"] == found["gloo"].replace("gloo", "shm")

@@ -41,3 +41,7 @@ __all__ = [
     "quantization_pertensor_hook",
     "register_ddp_comm_hook",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

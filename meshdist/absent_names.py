@@ -1,0 +1,92 @@
+"""Where to go for what torch.distributed has and meshdist does not, by name.
+
+Imports the standard library alone: an import that fails must not load torch to say why.
+"""
+
+from __future__ import annotations
+
+from .error_text import explain
+
+__all__ = ["where_else"]
+
+_PACKAGE = __name__.rpartition(".")[0]
+_TORCH = "torch.distributed"
+
+_NAMES = {
+    "": "AllToAllOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions "
+    "BroadcastOptions BuiltinCommHookType GatherOptions GroupName Logger ProcessGroupGloo "
+    "ProcessGroupMPI ProcessGroupNCCL ProcessGroupUCC ProcessGroupXCCL RankType ReduceOptions "
+    "ReduceScatterOptions Reducer ScatterOptions default_pg_timeout get_pg_count record_comm "
+    "shrink_group supports_complex",
+    "fsdp": "BackwardPrefetch CPUOffload CPUOffloadPolicy DataParallelMeshDims FSDPModule "
+    "FullOptimStateDictConfig FullStateDictConfig FullyShardedDataParallel "
+    "LocalOptimStateDictConfig LocalStateDictConfig MixedPrecisionPolicy OffloadPolicy "
+    "OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig "
+    "ShardingStrategy StateDictConfig StateDictSettings StateDictType UnshardHandle fully_shard "
+    "register_fsdp_forward_method share_comm_ctx",
+    "optim": "DistributedOptimizer ZeroRedundancyOptimizer as_functional_optim",
+    "pipelining": "Pipe PipelineStage Schedule1F1B ScheduleDualPipeV ScheduleGPipe "
+    "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
+    "ScheduleZBVZeroBubble SplitPoint build_stage pipe_split pipeline",
+    "tensor": "DTensor Partial Placement Replicate Shard distribute_module distribute_tensor rand",
+    "tensor.parallel": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
+    "PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel parallelize_module",
+}
+_MODULES = (
+    "algorithms argparse_util autograd c10d_logger checkpoint collective_utils config constants "
+    "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn optim "
+    "pipelining remote_device rpc run tensor utils"
+)
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_HOMES |= dict.fromkeys(_MODULES.split(), "")
+
+# Ours in place of torch's, where a program need not go to torch.
+_OURS = {
+    "DTensor": "meshdist.ShardedArray; meshdist.to_dtensor and from_dtensor go between the two",
+    "Partial": "{U:axis} in a pattern, or meshdist.PartitionSpec; meshdist.from_placements",
+    "Placement": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
+    "Replicate": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
+    "Shard": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
+    "algorithms": "meshdist.Join, meshdist.comm_hooks, meshdist.PeriodicModelAverager",
+    "device_mesh": "from meshdist import DeviceMesh, init_device_mesh",
+    "distribute_tensor": "meshdist.device_put",
+    "distributed_c10d": "the same names from meshdist; what begins with _ is torch's alone",
+    "nn": "meshdist.lax, whose verbs have gradients, in place of nn.functional",
+    "rand": "meshdist.randn, or meshdist.make_array_from_callback",
+    "run": "the command meshdist run, which takes torchrun's flags",
+    "tensor": "meshdist.ShardedArray",
+}
+# Torch's own that communicate in a world of torch's, which our wires can serve.
+_IN_A_WORLD = [
+    "algorithms",
+    "checkpoint",
+    "device_mesh",
+    "fsdp",
+    "nn",
+    "optim",
+    "pipelining",
+    "tensor",
+]
+
+
+def where_else(name: str) -> str | None:
+    """The message for a name of torch.distributed that meshdist lacks; None for any other name.
+
+    Example:
+        >>> print(where_else("fully_shard"))
+        meshdist has no fully_shard
+          expected: torch's own, in a world of torch's, which meshdist's wires can serve
+          fix:      from torch.distributed.fsdp import fully_shard; the world: \
+torch.distributed.init_process_group('shm')
+    """
+    home = _HOMES.get(name)
+    if home is None:
+        return None
+    expected = "torch's own"
+    fix = f"from {_TORCH}.{home} import {name}" if home else f"from {_TORCH} import {name}"
+    if (home or name).partition(".")[0] in _IN_A_WORLD:
+        expected += ", in a world of torch's, which meshdist's wires can serve"
+        fix += f"; the world: {_TORCH}.init_process_group('shm')"
+    if name in _OURS:
+        expected, fix = f"ours, or {expected}", f"{_OURS[name]}; or torch's: {fix}"
+    return explain(f"{_PACKAGE} has no {name}", expected=expected, fix=fix)

@@ -1,0 +1,122 @@
+"""What torch.distributed has and meshdist lacks: each name says where to go."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import meshdist
+from meshdist.absent_names import where_else
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Torch's homes of what programs import.
+HOMES = ("", ".fsdp", ".optim", ".pipelining", ".tensor", ".tensor.parallel")
+# Modules of Python's that torch.distributed has as attributes, and its logger.
+NOT_TORCHS = {"log", "logging", "sys", "timedelta", "torch", "traceback", "typing"}
+
+
+def names_of_torch() -> list[tuple[str, str]]:
+    """Each public name that meshdist lacks, with torch's module that has it."""
+    found = []
+    for home in HOMES:
+        module = importlib.import_module(f"torch.distributed{home}")
+        names = dir(module) if not home else module.__all__
+        found += [(module.__name__, name) for name in names if not name.startswith("_")]
+    ours = {*meshdist._names, *NOT_TORCHS}
+    return [one for one in found if one[1] not in ours and not hasattr(meshdist, one[1])]
+
+
+def test_every_name_that_torch_has_and_meshdist_lacks_says_where_it_is() -> None:
+    absent = names_of_torch()
+    assert len(absent) > 80
+    unknown = [(module, name) for module, name in absent if where_else(name) is None]
+    assert unknown == []
+    wrong = [
+        (module, name)
+        for module, name in absent
+        if not isinstance(getattr(importlib.import_module(module), name), ModuleType)
+        and f"from {module} import {name}" not in str(where_else(name))
+    ]
+    assert wrong == []
+
+
+def test_the_ours_that_are_named_exist() -> None:
+    from meshdist import absent_names
+
+    for name, text in absent_names._OURS.items():
+        words = text.replace(",", " ").replace(";", " ").split()
+        for word in words:
+            if word.startswith("meshdist.") and word != "meshdist.":
+                assert hasattr(meshdist, word.split(".")[1]), (name, word)
+
+
+@pytest.mark.parametrize(
+    ("statement", "begins", "contains"),
+    [
+        (
+            "from meshdist import fully_shard",
+            "ImportError: meshdist has no fully_shard",
+            "from torch.distributed.fsdp import fully_shard; the world: "
+            "torch.distributed.init_process_group('shm')",
+        ),
+        (
+            "from meshdist.fsdp import fully_shard",
+            "ImportError: meshdist has no fsdp",
+            "from torch.distributed import fsdp",
+        ),
+        (
+            "from meshdist.device_mesh import init_device_mesh",
+            "ImportError: meshdist has no device_mesh",
+            "from meshdist import DeviceMesh, init_device_mesh; or torch's: ",
+        ),
+        (
+            "import meshdist.optim",
+            "ImportError: meshdist has no optim",
+            "from torch.distributed import optim",
+        ),
+        (
+            "import meshdist; meshdist.ZeroRedundancyOptimizer",
+            "AttributeError: meshdist has no ZeroRedundancyOptimizer",
+            "from torch.distributed.optim import ZeroRedundancyOptimizer",
+        ),
+        (
+            "import meshdist; meshdist.nn.functional",
+            "AttributeError: meshdist has no nn",
+            "meshdist.lax, whose verbs have gradients",
+        ),
+        (
+            "from meshdist import ProcessGroupGloo",
+            "ImportError: meshdist has no ProcessGroupGloo",
+            "expected: torch's own\n",
+        ),
+    ],
+)
+def test_an_import_says_where_to_go_and_loads_no_torch(
+    statement: str, begins: str, contains: str
+) -> None:
+    code = (
+        "import sys\n"
+        f"try: exec({statement!r})\n"
+        "except (ImportError, AttributeError) as error:\n"
+        "    print(f'{type(error).__name__}: {error}', 'torch' in sys.modules, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+    assert done.stdout.startswith(begins)
+    assert contains in done.stdout
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_other_names_are_missing_as_ever() -> None:
+    assert where_else("all_reduction") is None
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'meshdist\.all_reduction'$"):
+        importlib.import_module("meshdist.all_reduction")
+    with pytest.raises(ImportError, match="cannot import name 'all_reduction' from 'meshdist'"):
+        exec("from meshdist import all_reduction")
+    assert not hasattr(meshdist, "fully_shard")  # programs ask so what is there
