@@ -20,6 +20,7 @@ __all__ = [
     "Factor",
     "ReduceKind",
     "ReduceOp",
+    "Reduction",
     "find_factor_refusal",
     "find_refusal",
     "is_whole_mean",
@@ -30,6 +31,9 @@ __all__ = [
 
 ReduceKind: TypeAlias = TorchReduceOp.RedOpType
 """A plain reduction: ``ReduceOp.SUM`` and its like."""
+
+Reduction: TypeAlias = "ReduceKind | TorchReduceOp"
+"""What a verb takes as ``op``: a plain reduction, or one of ``ReduceOp.premul_sum``."""
 
 Factor: TypeAlias = "float | complex | torch.Tensor"
 """What PREMUL_SUM multiplies by: a number, or a 0-dim tensor on its device."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays import apart
-from ..reduce_ops import ReduceOp
+from ..groups.process_group import GroupLike, ProcessGroup
+from ..reduce_ops import ReduceOp, Reduction
 from ..wires.communicator import Communicator
 from ..wires.operations import Operation, Terms
 from ..wires.work import Work
@@ -31,7 +32,7 @@ __all__ = [
 
 @verb(fast=["tensor_list", "tensor"])
 def all_gather(
-    tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False
+    tensor_list: list[Any], tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """Every member's list holds all members' tensors, in group order.
 
@@ -75,7 +76,7 @@ def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
@@ -105,6 +106,7 @@ def gather(
         >>> md.simulate(program, 2)
         [[[1.0, 1.0], [2.0, 2.0]], []]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_root(group, dst, group_dst, "gather", "dst")
     call = Collective("gather", group, root)
     block = call.read(tensor, "tensor")
@@ -122,7 +124,7 @@ def scatter(
     tensor: Any,
     scatter_list: list[Any] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
@@ -151,6 +153,7 @@ def scatter(
         >>> md.simulate(program, 2)
         [[1.0, 1.0], [5.0, 5.0]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_root(group, src, group_src, "scatter", "src")
     call = Collective("scatter", group, root)
     buffer = call.write(tensor, "tensor")
@@ -163,8 +166,8 @@ def scatter(
 def reduce_scatter(
     output: Any,
     input_list: list[Any],
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
     """Each member's output is the reduction of all members' inputs for it.
@@ -206,7 +209,7 @@ def reduce_scatter(
 def all_to_all(
     output_tensor_list: list[Any],
     input_tensor_list: list[Any],
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
     """Each member's j-th output is what member j holds for it.
@@ -233,6 +236,7 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     return bodies.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
@@ -242,7 +246,7 @@ def all_to_all_single(
     input: Any,
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
     """Each member's output holds, along dim 0, what every member's input has for it.
@@ -271,5 +275,6 @@ def all_to_all_single(
         >>> md.simulate(program, 2)
         [[0, 10], [1, 11, 12]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     sizes = output_split_sizes, input_split_sizes
     return bodies.all_to_all_single(output, input, *sizes, group, async_op)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from ..bootstrap.world import World
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
@@ -18,7 +17,7 @@ from ..checking.calls import Call, GroupFacts
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
 from ..groups.other_members import last_call_text
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..groups.registry import get_registry
 from ..groups.shadowing import find_shadowing
 from ..groups.signal_thread import ask
@@ -34,7 +33,7 @@ _NAME = "monitored_barrier"
 
 @verb()
 def monitored_barrier(
-    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Return when every member has called it; raise on every member where one does not come.
 

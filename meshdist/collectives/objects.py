@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import BackendError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from .checks import find_peer, get_peer, get_root
 from .instruments import verb
 from .object_rounds import Rounds
@@ -48,7 +48,7 @@ _MARK = int.from_bytes(b"objects\0", "little")
 
 
 @verb()
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
     """Every member's list holds all members' objects, in group order.
 
     Args:
@@ -88,7 +88,7 @@ def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     group_dst: int | None = None,
 ) -> None:
     """The destination's list holds all members' objects, in group order.
@@ -136,7 +136,7 @@ def gather_object(
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
@@ -179,7 +179,7 @@ def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     group_src: int | None = None,
 ) -> None:
     """The first entry of every member's output list is its own of the source's objects.
@@ -227,7 +227,7 @@ def scatter_object_list(
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
@@ -280,7 +280,7 @@ def send_object_list(
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,

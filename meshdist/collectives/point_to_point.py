@@ -14,7 +14,7 @@ from typing import Any
 from ..arrays import as_tensor, find_hand_back, shape_text
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError, LengthError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..wires.communicator import LARGEST_TAG
 from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
@@ -44,7 +44,7 @@ ANSWER_TAG = LARGEST_TAG + 1
 def send(
     tensor: Any,
     dst: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
@@ -72,6 +72,7 @@ def send(
         >>> md.simulate(program, 2)[1]
         (0, [0, 0])
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     peer = get_peer(group, dst, group_dst, "send", "dst")
     check_not_me(group, peer, "send", "isend")
     message = Message("send", group, peer, tensor, tag, is_send=True)
@@ -83,7 +84,7 @@ def send(
 def recv(
     tensor: Any,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
@@ -99,19 +100,20 @@ def recv(
         ArgumentError: the sender is this rank (use irecv), or two senders are named.
         NotInGroupError: the sender is no member.
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     peer = find_peer(group, src, group_src, "recv", "src")
     check_not_me(group, peer, "recv", "irecv")
     message = Message("recv", group, peer, tensor, tag, is_send=False)
     message.start(waits=True)
     message.finish()
-    return group.ranks[message.operation.source()]  # type: ignore[no-any-return]
+    return group.ranks[message.operation.source()]
 
 
 @verb()
 def isend(
     tensor: Any,
     dst: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
@@ -135,7 +137,7 @@ def isend(
 def irecv(
     tensor: Any,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:

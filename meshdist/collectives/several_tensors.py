@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, KindError
-from ..reduce_ops import ReduceKind, ReduceOp, is_whole_mean, multiply
+from ..groups.process_group import GroupLike
+from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean, multiply
 from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
 from ..wires.operations import Chain, Operation, Terms
@@ -39,7 +40,10 @@ __all__ = [
 
 @verb()
 def all_reduce_coalesced(
-    tensors: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    tensors: list[Any],
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Each of every member's tensors becomes the reduction of all members' in its place.
 
@@ -80,7 +84,7 @@ def all_reduce_coalesced(
 def all_gather_coalesced(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
     """Every member's j-th list holds copies of member j's tensors.
@@ -123,7 +127,7 @@ def all_gather_coalesced(
 def broadcast_multigpu(
     tensor_list: list[Any],
     src: int,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     src_tensor: int = 0,
 ) -> Work | None:
@@ -165,7 +169,10 @@ def broadcast_multigpu(
 
 @verb()
 def all_reduce_multigpu(
-    tensor_list: list[Any], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    tensor_list: list[Any],
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Every tensor of every member becomes the reduction of all tensors of all members.
 
@@ -207,8 +214,8 @@ def all_reduce_multigpu(
 def reduce_multigpu(
     tensor_list: list[Any],
     dst: int,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
     async_op: bool = False,
     dst_tensor: int = 0,
 ) -> Work | None:
@@ -255,7 +262,7 @@ def reduce_multigpu(
 def all_gather_multigpu(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
     """Each of a member's output lists holds all tensors of all members, member by member.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..checking.nesting import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
-from ..groups.process_group import resolve_group
+from ..groups.process_group import GroupLike, resolve_group
 from ..wires.failures import WireFailure, WireRefused
 from ..wires.operations import Terms
 
@@ -19,7 +18,7 @@ __all__ = ["shared_empty"]
 
 @never_nested
 def shared_empty(
-    shape: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
+    shape: int | Sequence[int], dtype: torch.dtype | None = None, group: GroupLike = None
 ) -> torch.Tensor:
     """Return a tensor of this rank's own, uninitialised, in memory that the whole group maps.
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from ..reduce_ops import ReduceOp
+from ..groups.process_group import GroupLike, ProcessGroup
+from ..reduce_ops import ReduceOp, Reduction
 from ..runtime.timeouts import check_timeout
 from ..wires.work import Work, joined
 from . import bodies
@@ -40,7 +41,7 @@ __all__ = [
 
 @verb(fast=["tensor"])
 def all_reduce(
-    tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    tensor: Any, op: Reduction = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """Every member's tensor becomes the reduction of all; the same bits on every member.
 
@@ -67,6 +68,7 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     return bodies.all_reduce(tensor, op, group, async_op)
 
 
@@ -74,7 +76,7 @@ def all_reduce(
 def broadcast(
     tensor: Any,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
@@ -102,6 +104,7 @@ def broadcast(
         >>> md.simulate(program, 3)
         [[1, 1], [1, 1], [1, 1]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_peer(group, src, group_src, "broadcast", "src")
     call = Collective("broadcast", group, root, is_elementwise=True)
     buffer = call.write(tensor, "tensor")
@@ -119,8 +122,8 @@ def broadcast(
 def reduce(
     tensor: Any,
     dst: int | None = None,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
@@ -148,6 +151,7 @@ def reduce(
         >>> md.simulate(program, 3)
         [[6, 6], [2, 2], [3, 3]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_peer(group, dst, group_dst, "reduce", "dst")
     call = Collective("reduce", group, root, is_elementwise=True)
     buffer = (call.write if call.is_root else call.read)(tensor, "tensor")
@@ -164,7 +168,7 @@ def reduce(
 
 @verb(fast=["output_tensor", "input_tensor"])
 def all_gather_into_tensor(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+    output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """Every member's output holds all members' inputs, in group order, along dim 0.
 
@@ -188,20 +192,26 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     return bodies.all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
 
 
 @verb(fast=["output_tensor", "input_tensor"])
 def all_gather_single(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+    output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``all_gather_into_tensor``, under its newer name."""
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     return bodies.all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
 
 
 @verb(fast=["output", "input", "op"])
 def reduce_scatter_tensor(
-    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: Any,
+    input: Any,
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Each member's output is its own block of the reduction of all inputs.
 
@@ -224,20 +234,26 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     return bodies.reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
 
 
 @verb(fast=["output", "input", "op"])
 def reduce_scatter_single(
-    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: Any,
+    input: Any,
+    op: Reduction = ReduceOp.SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> Work | None:
     """The same as ``reduce_scatter_tensor``, under its newer name."""
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     return bodies.reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
 
 
 @verb(fast=[], when=lambda group: not group.is_on_stream)
 def barrier(
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     device_ids: list[int] | None = None,
     timeout: timedelta | None = None,
@@ -256,6 +272,7 @@ def barrier(
         KindError, ArgumentError: a wrong timeout; device_ids that name no CUDA device.
         CollectiveTimeoutError: a member did not come; the text names it.
     """
+    assert isinstance(group, ProcessGroup)  # the mark has found it
     check_timeout(timeout)
     device = None if device_ids is None else first_cuda_device(device_ids, "barrier")
     is_on_cuda = device is not None and "cuda" in group.backends

@@ -16,7 +16,7 @@ from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError, MeshError
 from ..groups.group_calls import new_subgroups
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
@@ -108,7 +108,7 @@ class PeriodicModelAverager(ModelAverager):
         self,
         period: int,
         warmup_steps: int = 0,
-        process_group: ProcessGroup | DeviceMesh | None = None,
+        process_group: GroupLike = None,
     ) -> None:
         _check_period(period)
         _warn_of_one(period)
@@ -162,7 +162,7 @@ class HierarchicalModelAverager(ModelAverager):
         self,
         period_group_size_dict: Mapping[int, int] | Mapping[str, int] | None = None,
         warmup_steps: int = 0,
-        process_group: ProcessGroup | DeviceMesh | None = None,
+        process_group: GroupLike = None,
     ) -> None:
         if not period_group_size_dict:
             raise ArgumentError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, MeshError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
 from .buffers import Buffers
@@ -127,7 +127,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: ProcessGroup | None = None,
+        process_group: GroupLike = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,

@@ -12,7 +12,7 @@ from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
-from ..groups.process_group import resolve_group
+from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
 from ..wires.work import Work
 from .buckets import assign_buckets, bucket_caps, items_of, views_into
@@ -78,7 +78,9 @@ class GradientBuckets:
     """
 
     @unseen
-    def __init__(self, tree: Any, group: Any = None, *, bucket_cap_mb: float | None = None) -> None:
+    def __init__(
+        self, tree: Any, group: GroupLike = None, *, bucket_cap_mb: float | None = None
+    ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         self._group = resolve_group(group)
         accessors, leaves, structure = flattened(tree)

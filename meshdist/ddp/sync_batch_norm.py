@@ -22,7 +22,7 @@ from ..collectives.instruments import leave_untraced
 from ..collectives.typed_in_place import made_equal
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .flags import reader_for
 
@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: ProcessGroup | DeviceMesh | None = None,
+        process_group: GroupLike = None,
         device: Any = None,
         dtype: Any = None,
         *,
@@ -131,7 +131,9 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: GroupLike = None
+    ) -> nn.Module:
         """Replace each batch norm inside ``module`` by one over ``process_group``.
 
         Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ..collectives.neutral_answers import answer
 from ..errors import ArgumentError, JoinError, KindError
-from ..groups.process_group import resolve_group
+from ..groups.process_group import GroupLike, resolve_group
 from ..groups.shadowing import Shadowing, find_shadowing
 
 __all__ = ["Uneven", "uneven"]
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Uneven(Generic[T]):
     """A loop over data of which ranks may have unequally many; made by ``uneven``."""
 
-    def __init__(self, data: Iterable[T], group: Any = None) -> None:
+    def __init__(self, data: Iterable[T], group: GroupLike = None) -> None:
         if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
             raise KindError(
                 f"uneven() was given an object of type {type(data).__name__}",
@@ -95,7 +95,7 @@ class Uneven(Generic[T]):
             self._shadowing.end(error)
 
 
-def uneven(data: Iterable[T], group: Any = None) -> Uneven[T]:
+def uneven(data: Iterable[T], group: GroupLike = None) -> Uneven[T]:
     """Loop over data of which ranks may have unequally many; all leave the loop together.
 
     A rank whose data have ended answers the collectives of the others, as in ``Join``, until none

@@ -44,7 +44,7 @@ def new_group(
     group_desc: str | None = None,
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
-) -> ProcessGroup | int:
+) -> ProcessGroup | Any:
     """Open a group of its own for ``ranks``; collective over its members alone.
 
     Args:
@@ -101,7 +101,7 @@ def new_subgroups(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
     """Cut a group, in its order, into subgroups of ``group_size``.
 
     Args:
@@ -149,7 +149,7 @@ def new_subgroups_by_enumeration(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
     """Make the listed subgroups, which must not overlap and may leave ranks out.
 
     Args:
@@ -267,7 +267,7 @@ def _open_subgroups(
     group_desc: str | None,
     *,
     sort_ranks: bool,
-) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
     """Return the group of each list, and the one that holds this rank."""
     groups = [
         new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..wires.native import FastPath
 
 __all__ = [
+    "GroupLike",
     "GroupMember",
     "ProcessGroup",
     "group",
@@ -392,6 +393,17 @@ def world_group(world: World | None = None) -> ProcessGroup:
             agreement=Agreement("world", {rank: {} for rank in range(world.size)}),
         )
     return found
+
+
+class _HasGroup(Protocol):
+    """A mesh: its axis, or its axes flattened row-major."""
+
+    def open_group(self) -> ProcessGroup:
+        """The group of this rank along them."""
+
+
+GroupLike: TypeAlias = "ProcessGroup | _HasGroup | None"
+"""What a verb takes as ``group``: a group, a mesh such as ``mesh["tp"]``, or None for the world."""
 
 
 def resolve_group(group: object) -> ProcessGroup:

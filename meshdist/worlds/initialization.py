@@ -29,7 +29,7 @@ from ..bootstrap.world import (
 )
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
-from ..groups.process_group import GroupMember, ProcessGroup, resolve_group, world_group
+from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
 from ..groups.registry import get_registry
 from ..runtime import buffer_pool
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
@@ -168,7 +168,7 @@ def init_process_group(
         raise
 
 
-def destroy_process_group(group: ProcessGroup | None = None) -> None:
+def destroy_process_group(group: GroupLike = None) -> None:
     """Afterwards ``group``, or with None the whole world, is closed on this rank.
 
     Does not wait for the other ranks. A new world may be made afterwards, at the same address too.
@@ -219,7 +219,7 @@ def is_initialized() -> bool:
     return world is not None and not world.is_closed
 
 
-def get_rank(group: ProcessGroup | None = None) -> int:
+def get_rank(group: GroupLike = None) -> int:
     """Return this rank's number in ``group`` (None: the world); -1 outside the group.
 
     Answers in a forked child too. Before this process has joined its world the launcher's variables
@@ -239,7 +239,7 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     return target.rank()
 
 
-def get_world_size(group: ProcessGroup | None = None) -> int:
+def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
 
     Answers in a forked child too. Before this process has joined its world the launcher's variables
@@ -254,7 +254,7 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
     return -1 if _is_outsider(group) else resolve_group(group).size()
 
 
-def get_backend(group: ProcessGroup | None = None) -> Backend:
+def get_backend(group: GroupLike = None) -> Backend:
     """Return the name of the wire of ``group`` (None: the world).
 
     Where several wires serve it, by device type: the one that AxisOptions named for the mesh's; the
@@ -278,7 +278,7 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     return Backend(backends_text(backends))
 
 
-def get_backend_config(group: ProcessGroup | None = None) -> str:
+def get_backend_config(group: GroupLike = None) -> str:
     """Return the wire for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
     target = world_group() if group is None else resolve_group(group)
     return backends_text(target.backends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional
@@ -11,8 +11,10 @@ from .leaves import itself, on_leaves
 
 __all__ = ["pcast", "pvary"]
 
+T = TypeVar("T")
 
-def pvary(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any:
+
+def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
     """Every rank holds ``x`` as its own, from here on free to differ along ``axis_name``.
 
     Invariant -> varying. It stands where a value that is equal along the axis meets values that are
@@ -49,7 +51,7 @@ def pvary(x: Any, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> Any
     return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=itself)
 
 
-def pcast(x: Any, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None) -> Any:
+def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None) -> T:
     """Every rank holds ``x`` as a value of another kind along ``axis_name``.
 
     Invariant -> varying, invariant -> reduced, varying -> unreduced, reduced -> varying; there are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -17,7 +17,10 @@ from .axes import AxisName, get_axes
 
 __all__ = ["itself", "on_leaves"]
 
-OnTensor: TypeAlias = Callable[..., torch.Tensor]
+T = TypeVar("T")
+
+OnTensor: TypeAlias = Callable[..., Any]
+"""A verb on a tensor and a group; gives a tensor."""
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 
@@ -25,14 +28,14 @@ _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a floa
 def on_leaves(
     verb: str,
     on_tensor: OnTensor,
-    x: Any,
+    x: T,
     axis_name: AxisName,
     mesh: DeviceMesh | None,
     *,
     on_number: Callable[[Any, int], Any] | None = None,
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
-) -> Any:
+) -> T:
     """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
 
     Args:
@@ -43,15 +46,19 @@ def on_leaves(
         check: raises where a tensor is not fit, beyond being one; ``on_tensor`` does so, too.
         to: the kind of result that the call asks for, where the verb leaves that open.
     """
+    result: T  # of the form of `x`, which no checker can see
     axes = get_axes(verb, axis_name, mesh)
     typed = find_typed_verb(verb, axes, to)
     if typed is not None:
         with NotSeen():
-            return _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+            return result
     if isinstance(x, torch.Tensor):  # by far the most frequent, and needs no tree
         plain = as_tensor(x, argument="x", verb=verb, writable=False)
-        return on_tensor(plain, resolve_group(axes))
-    return _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
+        result = on_tensor(plain, resolve_group(axes))
+    else:
+        result = _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
+    return result
 
 
 def itself(number: Any, size: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ...arrays import as_tensor, like
 from ...groups.process_group import resolve_group
@@ -25,9 +25,11 @@ __all__ = [
     "ragged_all_to_all",
 ]
 
+T = TypeVar("T")
+
 
 def all_gather(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     *,
     axis_index_groups: None = None,
@@ -35,7 +37,7 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     mesh: DeviceMesh | None = None,
-) -> Any:
+) -> T:
     """Every rank holds the ``x`` of all ranks along ``axis_name``, in their order.
 
     Varying -> varying; with ``to``: varying -> invariant, varying -> reduced.
@@ -85,7 +87,7 @@ def all_gather(
 
 
 def all_to_all(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     split_axis: int,
     concat_axis: int,
@@ -93,7 +95,7 @@ def all_to_all(
     axis_index_groups: None = None,
     tiled: bool = False,
     mesh: DeviceMesh | None = None,
-) -> Any:
+) -> T:
     """Rank j along ``axis_name`` holds block j of every rank's ``x``, joined in the ranks' order.
 
     Varying -> varying.
@@ -145,7 +147,7 @@ def all_to_all(
 
 def ragged_all_to_all(
     operand: Any,
-    output: Any,
+    output: T,
     input_offsets: Any,
     send_sizes: Any,
     output_offsets: Any,
@@ -154,7 +156,7 @@ def ragged_all_to_all(
     axis_name: AxisName,
     axis_index_groups: None = None,
     mesh: DeviceMesh | None = None,
-) -> Any:
+) -> T:
     """Every rank holds ``output``, with the slices of rows in it that the others have sent.
 
     Varying -> varying.
@@ -201,12 +203,14 @@ def ragged_all_to_all(
     axes = get_axes("ragged_all_to_all", axis_name, mesh)
     numbers = (input_offsets, send_sizes, output_offsets, recv_sizes)
     typed = find_typed_verb("ragged_all_to_all", axes)
+    result: T
     if typed is None:
-        return _ragged(operand, output, numbers, axes)
+        result = _ragged(operand, output, numbers, axes)
+        return result
     given, text = typed.joined(operand, output, *numbers)
     with NotSeen():
-        result = _ragged(given[0], given[1], given[2:], axes)
-    return typed.marked(result, text)
+        result = typed.marked(_ragged(given[0], given[1], given[2:], axes), text)
+    return result
 
 
 def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh) -> Any:
@@ -221,8 +225,8 @@ def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh)
 
 
 def ppermute(
-    x: Any, axis_name: AxisName, perm: Sequence[Any], *, mesh: DeviceMesh | None = None
-) -> Any:
+    x: T, axis_name: AxisName, perm: Sequence[Any], *, mesh: DeviceMesh | None = None
+) -> T:
     """For each pair of ``perm``, the destination along ``axis_name`` holds the source's ``x``.
 
     Varying -> varying.
@@ -266,8 +270,8 @@ def ppermute(
 
 
 def pshuffle(
-    x: Any, axis_name: AxisName, perm: Sequence[int], *, mesh: DeviceMesh | None = None
-) -> Any:
+    x: T, axis_name: AxisName, perm: Sequence[int], *, mesh: DeviceMesh | None = None
+) -> T:
     """Rank i along ``axis_name`` holds the ``x`` of rank ``perm[i]``.
 
     Varying -> varying.
@@ -308,13 +312,13 @@ def pshuffle(
 
 
 def pswapaxes(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     axis: int,
     *,
     axis_index_groups: None = None,
     mesh: DeviceMesh | None = None,
-) -> Any:
+) -> T:
     """Dim ``axis`` of ``x`` and the mesh axis change places.
 
     Varying -> varying. It is ``all_to_all(x, axis_name, axis, axis)``.
@@ -356,7 +360,7 @@ def pswapaxes(
     )
 
 
-def pbroadcast(x: Any, axis_name: AxisName, source: int, *, mesh: DeviceMesh | None = None) -> Any:
+def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | None = None) -> T:
     """Every rank holds the ``x`` of the rank at place ``source`` along ``axis_name``.
 
     Varying -> invariant.

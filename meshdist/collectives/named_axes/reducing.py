@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from ...mesh.device_mesh import DeviceMesh
 from ...reduce_ops import ReduceOp
@@ -13,10 +13,12 @@ from .leaves import itself, on_leaves
 
 __all__ = ["pmax", "pmean", "pmin", "psum", "psum_scatter"]
 
+T = TypeVar("T")
+
 
 def psum(
-    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
-) -> Any:
+    x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> T:
     """Every rank holds the sum of ``x`` over the ranks along ``axis_name``.
 
     Varying -> invariant; unreduced -> invariant.
@@ -63,9 +65,17 @@ def psum(
     return on_leaves("psum", functional.psum, x, axis_name, mesh, on_number=_times)
 
 
+@overload
 def pmean(
-    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
-) -> Any:
+    x: int, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> float: ...
+@overload
+def pmean(
+    x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> T: ...
+def pmean(
+    x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> T:
     """Every rank holds the mean of ``x`` over the ranks along ``axis_name``.
 
     Varying -> invariant.
@@ -99,8 +109,8 @@ def pmean(
 
 
 def pmax(
-    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
-) -> Any:
+    x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> T:
     """Every rank holds the largest of ``x`` over the ranks along ``axis_name``, by element.
 
     Varying -> invariant.
@@ -147,8 +157,8 @@ def pmax(
 
 
 def pmin(
-    x: Any, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
-) -> Any:
+    x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
+) -> T:
     """Every rank holds the smallest of ``x`` over the ranks along ``axis_name``, by element.
 
     Varying -> invariant.
@@ -192,14 +202,14 @@ def pmin(
 
 
 def psum_scatter(
-    x: Any,
+    x: T,
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: None = None,
     tiled: bool = False,
     mesh: DeviceMesh | None = None,
-) -> Any:
+) -> T:
     """Each rank holds its own block of the sum of ``x`` over the ranks along ``axis_name``.
 
     Varying -> varying; unreduced -> varying.
