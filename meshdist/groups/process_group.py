@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupLike",
     "GroupMember",
+    "MeshLike",
     "ProcessGroup",
     "group",
     "resolve_group",
@@ -395,14 +396,14 @@ def world_group(world: World | None = None) -> ProcessGroup:
     return found
 
 
-class _HasGroup(Protocol):
+class MeshLike(Protocol):
     """A mesh: its axis, or its axes flattened row-major."""
 
     def open_group(self) -> ProcessGroup:
         """The group of this rank along them."""
 
 
-GroupLike: TypeAlias = "ProcessGroup | _HasGroup | None"
+GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
 """What a verb takes as ``group``: a group, a mesh such as ``mesh["tp"]``, or None for the world."""
 
 
