@@ -28,7 +28,7 @@ NOT_EXECUTED: dict[str, int] = {"docs/cuda.md": 1, "docs/ddp.md": 2, "docs/train
 
 PYTHON = ("python",)
 SHELL = ("console", "sh", "bash")
-SHOWN = ("text", "toml", "json")
+SHOWN = ("text", "toml", "json", "diff")
 
 FENCE = re.compile(r"(`{3,})(.*)")
 MARK = re.compile(r"<!-- not executed: \S.* -->")

@@ -37,6 +37,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "bounded_calls",
             "buffer_pool",
             "seed_notes",
+            "untraced",
         ),
         "launching": (
             "guard",
@@ -44,6 +45,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "child_processes",
             "root_cause",
             "output",
+            "terminals",
+            "streams",
+            "reports",
             "launcher",
         ),
         "bootstrap": (
@@ -331,7 +335,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},
-    {"cli": ("torchrun_flags", "arguments", "run", "bench", "checkup", "doctor", "main")},
+    {"cli": ("torchrun_flags", "habits", "arguments", "run", "bench", "checkup", "doctor", "main")},
     {"launch": ("launch",), "__main__": ("__main__",)},
 )
 # On these floors a folder may also import from the folders listed above it there.

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..error_text import explain
 from ..launching.launcher import LaunchError, run_processes
@@ -89,10 +89,17 @@ def launch(
     program: str,
     arguments: argparse.Namespace,
     *,
-    prefix: bool = False,
     hands_local_rank: bool = False,
+    **output: Any,
 ) -> int:
-    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started."""
+    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started.
+
+    Args:
+        program: what errors call it.
+        arguments: those of ``add_launch_arguments``.
+        hands_local_rank: whether the script is handed ``--local-rank``.
+        output: of ``Output``'s arguments those that torchrun has no flags for.
+    """
     try:
         start, rest = command_of(program, arguments)
 
@@ -100,6 +107,6 @@ def launch(
             handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
             return [*start, *handed, *rest]
 
-        return run_processes(command, **launch_settings(arguments, prefix=prefix))
+        return run_processes(command, **launch_settings(arguments, **output))
     except LaunchError as error:
         return report_usage_error(program, str(error))

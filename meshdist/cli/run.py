@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from .arguments import (
     launch,
     report_usage_error,
 )
+from .habits import add_habits
 from .torchrun_flags import number_of_processes
 
 __all__ = ["SUMMARY", "main"]
@@ -29,6 +31,7 @@ _EPILOG = """\
 examples:
   meshdist run -n 4 train.py --steps 100
   meshdist run -n 4 --prefix -m package.train
+  meshdist run -n 4 --ranks 0 --log-dir logs train.py
   meshdist run -n 8 --nnodes 2 --node-rank 0 --master-addr host0 train.py    (on host0)
   meshdist run -n 8 --nnodes 2 --node-rank 1 --master-addr host0 train.py    (on the other)
   meshdist run --launcher mpi -n 4 train.py                      (ranks of MPI, by mpiexec)
@@ -48,6 +51,16 @@ def main(argv: Sequence[str]) -> int:
         "--prefix", action="store_true", help="begin every line of output with [rank N]"
     )
     parser.add_argument(
+        "--ranks", metavar="RANKS", help="show the output of these ranks alone, as in 0,3"
+    )
+    parser.add_argument(
+        "--terminal",
+        metavar="RANK",
+        help="the rank for which a terminal stays a terminal, so that progress bars live; none: "
+        "for no rank (default: the first whose output is shown)",
+    )
+    add_habits(parser)
+    parser.add_argument(
         "--launcher",
         choices=("meshdist", "mpi"),
         default="meshdist",
@@ -61,18 +74,45 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.launcher == "mpi":
-            given = {
-                name for name, value in vars(arguments).items() if value != parser.get_default(name)
-            }
+            defaults = vars(parser.parse_args([]))
+            given = {name for name, value in vars(arguments).items() if value != defaults[name]}
             return _become_mpiexec(arguments, given)
         if arguments.mpi_args is not None:
             raise LaunchError(
                 "--mpi-args are for mpiexec, which this command does not start",
                 fix="add --launcher mpi, or leave --mpi-args out",
             )
+        ranks = _ranks(arguments)
+        terminal = _terminal(arguments, ranks)
     except LaunchError as error:
         return report_usage_error(_PROGRAM, str(error))
-    return launch(_PROGRAM, arguments, prefix=arguments.prefix)
+    return launch(_PROGRAM, arguments, prefix=arguments.prefix, ranks=ranks, terminal=terminal)
+
+
+def _ranks(arguments: argparse.Namespace) -> frozenset[int] | None:
+    if arguments.ranks is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", arguments.ranks, re.ASCII):
+        raise LaunchError(
+            f"{arguments.ranks!r} names no ranks",
+            where="--ranks",
+            expected="numbers with commas between, as in 0,3",
+        )
+    return frozenset(map(int, arguments.ranks.split(",")))
+
+
+def _terminal(arguments: argparse.Namespace, ranks: frozenset[int] | None) -> int | None:
+    if arguments.terminal is None:
+        return None if ranks is None else min(ranks)
+    if arguments.terminal == "none":
+        return -1
+    if not re.fullmatch(r"\d+", arguments.terminal, re.ASCII):
+        raise LaunchError(
+            f"{arguments.terminal!r} is no rank",
+            where="--terminal",
+            expected="the number of a rank, or none",
+        )
+    return int(arguments.terminal)
 
 
 _OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "run_path", "command", "launcher"}

@@ -141,8 +141,8 @@ def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
         )
 
 
-def launch_settings(arguments: argparse.Namespace, *, prefix: bool = False) -> dict[str, Any]:
-    """What ``run_processes`` is called with, beside the command.
+def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
+    """What ``run_processes`` is called with, beside the command; ``output`` is more of Output's.
 
     Raises:
         LaunchError: a flag has no meaning, or needs what this launcher is not.
@@ -158,7 +158,7 @@ def launch_settings(arguments: argparse.Namespace, *, prefix: bool = False) -> d
         "master_addr": address,
         "master_port": port,
         "role": arguments.role,
-        "output": _output(arguments, prefix),
+        "output": _output(arguments, output),
         "signals": None if names is None else [_signal(name) for name in names.split(",")],
         "stopping_s": arguments.shutdown_timeout,
     }
@@ -246,7 +246,7 @@ def _place_of_the_store(
     return host.strip("[]"), arguments.master_port if port is None else int(port)
 
 
-def _output(arguments: argparse.Namespace, prefix: bool) -> Output:
+def _output(arguments: argparse.Namespace, more: dict[str, Any]) -> Output:
     redirects, tee, ranks = arguments.redirects, arguments.tee, arguments.local_ranks_filter
     if arguments.log_dir and redirects is None and tee is None:
         tee = "3"
@@ -257,7 +257,7 @@ def _output(arguments: argparse.Namespace, prefix: bool) -> Output:
             expected="numbers with commas between, as in 0,2",
         )
     return Output(
-        prefix=prefix,
+        **more,
         shown=frozenset(map(int, ranks.split(","))) if ranks else None,
         redirects=_streams("--redirects", redirects or "0"),
         tee=_streams("--tee", tee or "0"),

@@ -13,19 +13,15 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.autograd.profiler as profiler
-from torch._C._dynamo.eval_frame import (
-    _FrameAction as FrameAction,
-    _FrameExecStrategy as FrameExecStrategy,
-    set_code_exec_strategy,
-)
 
 from ..checking.nesting import run_unnested
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
+from ..runtime.untraced import leave_untraced
 from ..verb_table import OBJECT_VERBS
 from ..wires.work import Work
 
-__all__ = ["Watcher", "leave_untraced", "verb", "watchers"]
+__all__ = ["Watcher", "verb", "watchers"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FindPeer = Callable[[ProcessGroup, "int | None", "int | None", str, str], "int | None"]
@@ -39,10 +35,6 @@ watchers: list[Watcher] = []
 """What runs the calls of public verbs in place of themselves: one while a typed context is open in
 this process, else none."""
 
-_WHY_NOT_TRACED = (
-    "a verb of meshdist waits for other ranks, and no graph can hold that; without fullgraph=True "
-    "one graph ends before it and another begins behind it"
-)
 _WATCH = """\
     if watchers:
         return watchers[0](function, unwatched, ({arguments},), {{}})
@@ -159,20 +151,6 @@ def _with_fast_path(
         made.__defaults__ = function.__defaults__
         namespace.setdefault("unwatched", made)
     return cast(Callable[..., Any], made)
-
-
-def leave_untraced(function: _F) -> _F:
-    """Let torch.compile run ``function``, and all that it calls, as they are.
-
-    This has the effect of torch.compiler.disable, without importing the whole compiler and without
-    a wrapper.
-    """
-    never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, never)  # once it runs
-    marked = cast(Any, function)
-    marked._torchdynamo_disable = True  # where a graph comes to its call
-    marked._torchdynamo_disable_msg = _WHY_NOT_TRACED
-    return function
 
 
 # What async verbs hand out is part of them.

@@ -17,9 +17,9 @@ import torch.autograd.profiler as profiler
 from ..checking.nesting import run_unnested
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from ..runtime.untraced import leave_untraced
 from ..wires.work import Work
 from . import bodies
-from .instruments import leave_untraced
 
 __all__ = [
     "all_gather_into_tensor",

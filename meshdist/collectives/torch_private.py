@@ -11,7 +11,8 @@ from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction
 
-from .instruments import leave_untraced, watchers
+from ..runtime.untraced import leave_untraced
+from .instruments import watchers
 
 __all__ = [
     "BackwardHookFunction",

@@ -17,10 +17,10 @@ from torch.nn import Parameter
 from ..errors import KindError, MeshdistError, MeshError, NotInGroupError
 from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh
+from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, INVARIANT, Join
 from .contexts import ContextMode, asleep, collect, find_mode, innermost_mode, mark
 from .custom_functions import calls_seen
-from .instruments import leave_untraced
 from .list_operations import run_on_items
 from .number_reads import warn_of_number
 from .operation_rules import OPERATIONS, Kind, Operation, argument, draws, written_tensors

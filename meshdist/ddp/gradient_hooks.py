@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..collectives.instruments import leave_untraced
+from ..runtime.untraced import leave_untraced
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..collectives.instruments import leave_untraced
 from ..errors import ArgumentError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
+from ..runtime.untraced import leave_untraced
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket
 from .options import ReductionOptions

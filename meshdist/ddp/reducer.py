@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.autograd import Variable
 
-from ..collectives.instruments import leave_untraced
+from ..runtime.untraced import leave_untraced
 from .logging_data import notes_errors
 from .outputs import tensors_in
 from .reduction_setup import ReductionSetup

@@ -18,12 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.instruments import leave_untraced
 from ..collectives.typed_in_place import made_equal
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from ..runtime.untraced import leave_untraced
 from .flags import reader_for
 
 __all__ = ["SyncBatchNorm"]

@@ -15,7 +15,6 @@ import torch
 
 from ..collectives.axis_types import ATTRIBUTE, kinds_in, shown, type_text, with_kinds
 from ..collectives.contexts import find_mode, innermost_mode
-from ..collectives.instruments import leave_untraced
 from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
 from ..collectives.typed_gradients import REDUCED_BY_OWNER
 from ..collectives.typed_in_place import kinds_over
@@ -24,6 +23,7 @@ from ..error_text import ranks_text
 from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
+from ..runtime.untraced import leave_untraced
 
 __all__ = ["OWNER", "TypedOwner", "note_equal"]
 

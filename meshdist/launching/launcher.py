@@ -11,20 +11,20 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
 from .child_processes import GRACE_S, Ending, Launch
-from .output import LINE_S, Output, Sink, Stream, show
+from .output import Output, Sink
 from .rank_environment import LaunchError, rank_environment, reserve_port
+from .reports import Report, are_equal, grouped, summary_of, with_end
 from .root_cause import Failure, find_cause
+from .streams import LOOK_S, Console, Stream, show
+from .terminals import open_terminal
 
 __all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
 
@@ -160,8 +160,8 @@ def run_processes(
     When a rank fails, the others are stopped within five seconds; in the first two they may end by
     themselves. The end of stderr of the rank that failed first, which may be one whose process took
     longer to end, is shown once more, last. Whatever the ranks have started ends with them.
-    Standard output of the ranks goes where the caller's goes, standard input too; stderr is shown
-    as it comes.
+    The ranks have the caller's standard input. What they write is shown as it comes, in whole
+    lines. A traceback waits up to three seconds; equal ones of ranks that failed are shown once.
 
     Args:
         command: program and arguments; or a function that gives them for a local rank.
@@ -235,6 +235,7 @@ class _Job:
     _stopping_s: float | None
     _errors: dict[int, Stream] = field(default_factory=dict)
     _streams: list[Stream] = field(default_factory=list)
+    _console: Console = field(default_factory=Console)
     _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(
@@ -251,14 +252,15 @@ class _Job:
             )
             for kind in ("stdout", "stderr")
         }
+        ends = {kind: self._open(sink) for kind, sink in sinks.items()}
         try:
-            child = self._launch.start(
+            self._launch.start(
                 rank,
                 command,
                 environment,
                 listener=listener,
-                stdout=None if sinks["stdout"].is_inherited else subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=ends["stdout"][1],
+                stderr=ends["stderr"][1],
             )
         except OSError as error:
             raise LaunchError(
@@ -267,16 +269,25 @@ class _Job:
                 expected="a program that can be executed",
                 fix="check its path and its permissions",
             ) from None
-        if child.stdout is not None:
-            self._read(child.stdout, sinks["stdout"])
-        if child.stderr is not None:
-            self._errors[rank] = self._read(child.stderr, sinks["stderr"])
+        finally:
+            for _, writer in ends.values():
+                os.close(writer)
+        self._errors[rank] = ends["stderr"][0]
 
-    def _read(self, pipe: Any, sink: Sink) -> Stream:
-        stream = Stream(pipe, sink)
+    def _open(self, sink: Sink) -> tuple[Stream, int]:
+        """A stream that shows what comes to it, and the end that a rank writes to."""
+        reader, writer = -1, -1
+        if sink.is_terminal and sink.screen is not None:
+            with contextlib.suppress(OSError):
+                reader, writer = open_terminal(sink.screen)
+        if reader < 0:
+            reader, writer = os.pipe()
+            sink = replace(sink, is_terminal=False)
+        pipe = open(reader, "rb", buffering=0)  # noqa: SIM115 - closed with the job
+        stream = Stream(pipe, sink, self._console, holds_reports=sink.kind == "stderr")
         self._streams.append(stream)
         self._launch.attend(pipe, stream.read)
-        return stream
+        return stream, writer
 
     def finish(self) -> int:
         """Wait until the ranks have ended, stop all after the first failure; return the code."""
@@ -292,49 +303,68 @@ class _Job:
             launch.stop(((signal.SIGTERM, self._patience_s(_STOPPING_S)),))
             self._drain()
             return self._report(ended, stopped)
+        if received is not None:
+            self._say_what_ends(received)
         is_quick = received == signal.SIGINT and self._stopping_s is None
         by_signal = ((received or signal.SIGTERM, self._patience_s(GRACE_S)),)
         launch.stop(_ON_INTERRUPT if is_quick else by_signal)
         self._drain()
+        self._show([one for one in self._take_reports() if not one.is_of_interrupt])
+        self._flush()
         return 0 if received is None else 128 + received
 
     def _patience_s(self, default_s: float) -> float:
         return default_s if self._stopping_s is None else self._stopping_s
 
+    def _say_what_ends(self, received: int) -> None:
+        how = "interrupted" if received == signal.SIGINT else signal.Signals(received).name
+        text = f"meshdist: {how}; ending {len(self._launch.running)} rank(s) of this host"
+        if received == signal.SIGINT:
+            text += " (Ctrl-C again kills them at once)"
+        show(sys.stderr, f"{text}\n".encode())
+
     def _step(self, timeout_s: float | None = None) -> None:
         """Wait until something happens."""
         if any(stream.is_holding() for stream in self._streams):
-            timeout_s = LINE_S if timeout_s is None else min(timeout_s, LINE_S)
+            timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
         self._launch.step(timeout_s)
         for stream in self._streams:
-            stream.show_late_part()
+            stream.show_late(shows_reports=self._launch.failed is None)
 
     def _drain(self) -> None:
         # A process that left the family may hold a pipe open: do not wait for it.
         grace = Grace(_DRAIN_S)
         while not grace.is_over and not all(stream.has_ended for stream in self._streams):
             self._launch.step(grace.left_s)
+
+    def _flush(self) -> None:
         for stream in self._streams:
             stream.flush()
 
+    def _take_reports(self) -> list[Report]:
+        """The tracebacks that have not been shown, by rank."""
+        taken = ((rank, self._errors[rank].take_report()) for rank in sorted(self._errors))
+        return [Report(rank, text) for rank, text in taken if text]
+
+    def _show(self, reports: Sequence[Report]) -> None:
+        for group in grouped(reports):
+            title = f"meshdist: {ranks_text(one.rank for one in group)} reported:\n"
+            show(sys.stderr, title.encode() + with_end(group[0].text))
+
     def _report(self, endings: Sequence[Ending], stopped: int) -> int:
-        """Show once more what the rank that failed first wrote; return its exit code."""
+        """Show what the ranks report, last the one that failed first; return its exit code."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
-        before = sorted(e.rank for e in takewhile(lambda e: e.code == 0, endings))
-        after = sorted(other.ending.rank for other in failures if other is not cause)
-        ending, tail = cause.ending, cause.text
-        summary = f"meshdist: rank {ending.rank} (pid {ending.pid}) {ending}"
-        if after:
-            summary += f"; {ranks_text(after)} failed after it"
-        if before:
-            summary += f"; {ranks_text(before)} had ended before, with exit code 0"
-        if stopped:
-            summary += f"; stopped {stopped} other rank(s) of this host"
+        ending = cause.ending
+        reports = self._take_reports()
+        self._flush()
+        first = next((one for one in reports if one.rank == ending.rank), None)
+        equal = [one.rank for one in reports if first is not None and are_equal(first, one)]
+        self._show([one for one in reports if one.rank not in equal])
+        summary = summary_of(cause, failures, endings, equal, stopped)
+        tail = cause.text if first is None else first.text
         summary += ". The end of its stderr:" if tail.strip() else ". It wrote nothing to stderr."
-        show(sys.stderr, f"{summary}\n".encode() + tail)
-        if tail and not tail.endswith(b"\n"):
-            show(sys.stderr, b"\n")
+        show(sys.stderr, f"{summary}\n".encode() + with_end(tail))
         return ending.exit_code
 
     def _failure(self, ending: Ending) -> Failure:

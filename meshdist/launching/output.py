@@ -1,28 +1,19 @@
-"""What the ranks write: to the console, into files, and the end of it kept for a report."""
+"""Where the output of the ranks goes: to the console, into files, or both."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import re
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, TextIO
 
 from .rank_environment import LaunchError
-from .root_cause import TRACEBACK
 
-__all__ = ["LINE_S", "Output", "Sink", "Stream", "show"]
+__all__ = ["Output", "Sink"]
 
-LINE_S = 0.05
-"""How long a line may wait for its end; too short for a person to notice at a prompt."""
-
-_KEPT_BYTES = 32 * 1024
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n|\Z))")
 _BITS = {"stdout": 1, "stderr": 2}
 
 
@@ -34,16 +25,15 @@ class Sink:
         screen: the console; None where the stream is not shown.
         file: the file that keeps it; None where none does.
         prefix: what every line on the console begins with.
+        kind: "stdout" or "stderr".
+        is_terminal: whether the rank writes to a terminal of its own, which the console shows.
     """
 
     screen: TextIO | None
     file: BinaryIO | None
-    prefix: bytes
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether the rank may write to the launcher's own stream itself."""
-        return self.screen is not None and self.file is None and not self.prefix
+    prefix: bytes = b""
+    kind: str = "stdout"
+    is_terminal: bool = False
 
     def close(self) -> None:
         """Close the file."""
@@ -60,7 +50,10 @@ class Output:
 
     Args:
         prefix: whether every line on the console begins with the rank that wrote it.
-        shown: the local ranks whose output is shown on the console; None for all.
+        ranks: the ranks whose output is shown on the console; None for all.
+        shown: the same by local rank; both must have a rank that is shown.
+        terminal: the rank for which a terminal stays a terminal, so that progress bars live; None
+            for the first of this host, -1 for none. Without prefixes only.
         redirects: the streams that go into files alone.
         tee: the streams that go into files and to the console.
         log_dir: where a new folder for the files of this launch is made; None for the system's
@@ -69,7 +62,9 @@ class Output:
     """
 
     prefix: bool = False
+    ranks: Collection[int] | None = None
     shown: Collection[int] | None = None
+    terminal: int | None = None
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
     log_dir: str | None = None
@@ -85,12 +80,19 @@ class Output:
             bool(_of_rank(choice, local_rank) & _BITS[kind])
             for choice in (self.redirects, self.tee)
         )
-        is_shown = (tee or not redirects) and (self.shown is None or local_rank in self.shown)
+        is_shown = (
+            (tee or not redirects)
+            and (self.ranks is None or rank in self.ranks)
+            and (self.shown is None or local_rank in self.shown)
+        )
+        is_chosen = local_rank == 0 if self.terminal is None else rank == self.terminal
         screen = sys.stdout if kind == "stdout" else sys.stderr
         return Sink(
             screen if is_shown else None,
             self._open(local_rank, f"{kind}.log") if tee or redirects else None,
             f"[rank {rank}] ".encode() if self.prefix else b"",
+            kind,
+            is_terminal=is_shown and not self.prefix and is_chosen and screen.isatty(),
         )
 
     @functools.cached_property
@@ -118,95 +120,3 @@ class Output:
 
 def _of_rank(choice: int | Mapping[int, int], local_rank: int) -> int:
     return choice if isinstance(choice, int) else choice.get(local_rank, 0)
-
-
-class Stream:
-    """Takes what one rank writes into a pipe where it is to go, and keeps the end of it.
-
-    Ranks write pieces of lines at the same time: whole lines are shown, so that they stay readable.
-
-    Attributes:
-        pipe: what the rank writes into; close it at the end.
-        has_ended: whether the rank, and all that inherited the pipe, have closed it.
-        reported_at: when the last traceback began to come; None where none has come.
-    """
-
-    def __init__(self, pipe: BinaryIO, sink: Sink) -> None:
-        self._kept = b""
-        self.pipe = pipe
-        self._screen = sink.screen
-        self._file = sink.file
-        self._prefix = sink.prefix
-        self._partial = b""
-        self._latest = 0.0
-        self.has_ended = False
-        self.reported_at: float | None = None
-        os.set_blocking(pipe.fileno(), False)
-
-    def read(self) -> bool:
-        """Show, and write down, what there is to read; return False at the end."""
-        try:
-            data = os.read(self.pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            self.has_ended = True
-            return False
-        self._write_down(data)
-        self._kept = (self._kept + data)[-_KEPT_BYTES - 1 :]  # one more shows that some are lost
-        data = self._partial + data
-        lines = _LINE.findall(data)
-        self._partial = data[sum(map(len, lines)) :]
-        self._latest = time.monotonic()
-        if any(TRACEBACK in line for line in lines):
-            self.reported_at = self._latest
-        if lines:
-            show(self._screen, b"".join(self._prefix + line for line in lines))
-        return True
-
-    def is_holding(self) -> bool:
-        """Return whether a line without an end waits to be shown."""
-        return bool(self._partial) and not self._prefix
-
-    def show_late_part(self) -> None:
-        """Show a line without an end, as in a prompt, if its end is long in coming."""
-        if self.is_holding() and time.monotonic() - self._latest >= LINE_S:
-            show(self._screen, self._partial)
-            self._partial = b""
-
-    def flush(self) -> None:
-        """Show what is held at the end of the output."""
-        if self._partial:
-            show(self._screen, self._prefix + self._partial + (b"\n" if self._prefix else b""))
-            self._partial = b""
-
-    def _write_down(self, data: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            while data:
-                data = data[self._file.write(data) or 0 :]
-        except OSError as error:  # the job goes on without it
-            text = f"meshdist: no more is written to {self._file.name}: {error.strerror}\n"
-            show(sys.stderr, text.encode())
-            self._file = None
-
-    def tail(self) -> bytes:
-        """Return the last lines, whole ones."""
-        is_whole = len(self._kept) <= _KEPT_BYTES
-        return self._kept if is_whole else self._kept.partition(b"\n")[2]
-
-
-def show(screen: TextIO | None, data: bytes) -> None:
-    """Write ``data`` to ``screen``, if it is there to be written to."""
-    if screen is None:
-        return
-    # A reader that has gone away must not end the job.
-    with contextlib.suppress(OSError, ValueError):
-        binary = getattr(screen, "buffer", None)
-        if binary is None:
-            screen.write(data.decode(errors="replace"))
-        else:
-            screen.flush()
-            binary.write(data)
-        screen.flush()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .child_processes import Ending
 
-__all__ = ["TRACEBACK", "Failure", "find_cause", "is_consequence"]
+__all__ = ["TRACEBACK", "Failure", "find_cause", "is_consequence", "quotes_another"]
 
 TRACEBACK = b"Traceback (most recent call last):"
 """How Python's report of an exception begins."""
@@ -63,7 +63,12 @@ def is_consequence(failure: Failure) -> bool:
     code = failure.ending.code
     if code < 0 and code != -_SIGABRT:  # C++ ends with SIGABRT where an exception is not caught
         return False
-    return _OF_ANOTHER.search(_last_report(failure.text)) is not None
+    return quotes_another(failure.text)
+
+
+def quotes_another(text: bytes) -> bool:
+    """Whether the last report in ``text`` says that another rank failed before."""
+    return _OF_ANOTHER.search(_last_report(text)) is not None
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:

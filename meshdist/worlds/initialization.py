@@ -33,6 +33,7 @@ from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_
 from ..groups.registry import get_registry
 from ..runtime import buffer_pool
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
+from ..runtime.untraced import leave_untraced
 from ..wires.names import (
     Backend,
     backends_text,
@@ -219,6 +220,7 @@ def is_initialized() -> bool:
     return world is not None and not world.is_closed
 
 
+@leave_untraced
 def get_rank(group: GroupLike = None) -> int:
     """Return this rank's number in ``group`` (None: the world); -1 outside the group.
 
@@ -239,6 +241,7 @@ def get_rank(group: GroupLike = None) -> int:
     return target.rank()
 
 
+@leave_untraced
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
 

@@ -90,7 +90,7 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
             "argument --shutdown-timeout/--shutdown_timeout: 'soon' is no number of seconds",
         ),
         (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
-        (("--nproc", "2", "x.py"), "unrecognized arguments: --nproc"),
+        (("--nproc-per", "2", "x.py"), "unrecognized arguments: --nproc-per"),
     ],
 )
 def test_arguments_that_do_not_exist(

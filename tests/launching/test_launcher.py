@@ -71,8 +71,10 @@ def test_the_cause_is_shown_though_its_process_ends_after_the_others(
         "sys.exit(7)\n"
     )
     assert run_processes([*PYTHON, code], 4) == 1
-    before, _, last = capfd.readouterr().err.partition("meshdist: ")
-    assert "I was first" in before and "Connection closed by peer" in before
+    before, _, last = capfd.readouterr().err.rpartition("meshdist: ")
+    title, *report = before.splitlines()
+    assert title == "meshdist: rank 0 reported:"
+    assert report[-1] == "RuntimeError: Connection closed by peer"
     header, *tail = last.splitlines()
     assert header.startswith("rank 1 (pid ")
     assert header.endswith(
@@ -92,7 +94,8 @@ def test_ranks_may_end_by_themselves_before_they_are_stopped(
         "raise RuntimeError('my own report')\n"
     )
     assert run_processes([*PYTHON, code], 2) == 1
-    before, _, last = capfd.readouterr().err.partition("meshdist: ")
+    before, _, last = capfd.readouterr().err.rpartition("meshdist: ")
+    assert before.splitlines()[0] == "meshdist: rank 1 reported:"
     assert before.splitlines()[-1] == "RuntimeError: my own report"
     assert last.splitlines()[0].startswith("rank 0 ")
     assert "; rank 1 failed after it. The end" in last
@@ -249,3 +252,60 @@ def test_the_launcher_says_where_the_store_can_be_reached(
         nnodes=2, master_addr="127.0.0.1", master_port=1234
     )
     assert said(nnodes=2, node_rank=1, master_addr="host0") == ""
+
+
+EQUAL = """
+import os, time
+rank = int(os.environ["RANK"])
+def fail():
+    raise RuntimeError(f"rank {rank}: ranks 0-3 disagree" if rank else "rank 0: no data")
+time.sleep(0.2)
+fail()
+"""
+
+
+def test_equal_reports_appear_once(capfd: pytest.CaptureFixture[str]) -> None:
+    code = EQUAL.replace("time.sleep(0.2)", "time.sleep(0.2 if rank else 0.6)")
+    assert run_processes([*PYTHON, code], 4) == 1
+    text = capfd.readouterr().err
+    assert text.count("Traceback") == 2
+    assert text.splitlines()[0] == "meshdist: rank 0 reported:"
+    header = text[text.index("meshdist: rank", 12) :].splitlines()[0]
+    assert "reported the same; rank 0 failed after it. The end of its stderr:" in header
+    assert text.count("disagree") == 1
+
+
+def test_a_traceback_that_is_caught_is_shown_in_one_piece(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import sys, time, traceback\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError:\n"
+        "    for line in traceback.format_exc().splitlines():\n"
+        "        print(line, file=sys.stderr, flush=True); time.sleep(0.02)\n"
+        "time.sleep(3.3)\n"
+    )
+    assert run_processes([*PYTHON, code], 3) == 0
+    reports = capfd.readouterr().err.split("Traceback (most recent call last):\n")
+    assert reports[0] == ""
+    assert len(set(reports[1:])) == 1
+    assert len(reports) == 4
+
+
+PRINTS_IN_PIECES = """
+import os, sys
+for i in range(150):
+    print("rank", os.environ["RANK"], "line", i)
+"""
+
+
+@pytest.mark.parametrize("kind", ["stdout", "stderr"])
+def test_lines_that_python_writes_in_pieces_are_whole(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = PRINTS_IN_PIECES.replace("i)", f"i, file=sys.{kind})")
+    assert run_processes([sys.executable, "-S", "-u", "-c", code], 4) == 0
+    out, err = capfd.readouterr()
+    lines = (out + err).splitlines()
+    assert sorted(lines) == sorted(f"rank {r} line {i}" for r in range(4) for i in range(150))

@@ -10,22 +10,17 @@ from pathlib import Path
 import pytest
 
 from meshdist.launching.launcher import run_processes
-from meshdist.launching.output import Output, Sink, Stream
+from meshdist.launching.output import Output, Sink
 from meshdist.launching.rank_environment import LaunchError
+from meshdist.launching.streams import Console, Stream
 
 PYTHON = [sys.executable, "-S", "-c"]
 
 
 @pytest.mark.parametrize("kind", ["stdout", "stderr"])
-def test_without_files_ranks_write_to_the_console(kind: str) -> None:
+def test_without_files_output_goes_to_the_console(kind: str) -> None:
     with contextlib.closing(Output().sink(kind, rank=5, local_rank=1)) as sink:
-        assert sink == Sink(getattr(sys, kind), None, b"")
-        assert sink.is_inherited
-
-
-@pytest.mark.parametrize("output", [Output(prefix=True), Output(shown={0})])
-def test_what_is_changed_on_its_way_is_not_inherited(output: Output) -> None:
-    assert not output.sink("stdout", rank=5, local_rank=1).is_inherited
+        assert sink == Sink(getattr(sys, kind), None, b"", kind)
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
@@ -49,7 +44,8 @@ def test_of_a_rank_whose_output_is_in_files_the_failure_is_shown_all_the_same(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("ValueError: unwell") == 1
-    assert err.splitlines()[1].endswith("failed with exit code 1. The end of its stderr:")
+    header = next(line for line in err.splitlines() if line.startswith("meshdist: rank 0"))
+    assert header.endswith("failed with exit code 1. The end of its stderr:")
     (log,) = tmp_path.rglob("stderr.log")
     assert log.read_text().endswith("ValueError: unwell\n")
 
@@ -62,7 +58,7 @@ def test_a_full_disk_does_not_end_the_job(capsys: pytest.CaptureFixture[str]) ->
         open(writer, "wb", buffering=0) as rank,
         open("/dev/full", "wb", buffering=0) as file,
     ):
-        stream = Stream(pipe, Sink(sys.stdout, file, b""))
+        stream = Stream(pipe, Sink(sys.stdout, file), Console())
         for line in (b"one\n", b"two\n"):
             rank.write(line)
             assert stream.read()

@@ -1,0 +1,116 @@
+"""What ranks that failed have reported, equal tracebacks together, and the line above the last.
+
+Two are equal if they differ in nothing but the place of each rank: its own number where the other
+has its own, process ids and addresses in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from ..error_text import ranks_text
+from .child_processes import Ending
+from .root_cause import Failure, quotes_another
+
+__all__ = ["Report", "are_equal", "grouped", "summary_of", "with_end"]
+
+_PLACE = re.compile(rb"(\brank \d+\b|\bpid \d+\b|\b0x[0-9a-f]+\b)")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank wrote to stderr from its last traceback on."""
+
+    rank: int
+    text: bytes
+
+    @property
+    def is_of_interrupt(self) -> bool:
+        """Whether it says no more than that its rank, or another, was interrupted by Ctrl-C.
+
+        Example:
+            >>> Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt").is_of_interrupt
+            True
+        """
+        is_own = self.text.rstrip().splitlines()[-1:] == [b"KeyboardInterrupt"]
+        return is_own or quotes_another(self.text)
+
+
+def are_equal(one: Report, other: Report) -> bool:
+    """Whether two ranks report the same.
+
+    Example:
+        >>> are_equal(Report(0, b"rank 0: 2 ranks"), Report(1, b"rank 1: 2 ranks"))
+        True
+        >>> are_equal(Report(0, b"lost rank 2"), Report(1, b"lost rank 3"))
+        False
+    """
+    mine, others = _PLACE.split(one.text), _PLACE.split(other.text)
+    own = (b"rank %d" % one.rank, b"rank %d" % other.rank)
+    return len(mine) == len(others) and all(
+        x == y or (is_place % 2 and ((x, y) == own or not x.startswith(b"rank ")))
+        for is_place, (x, y) in enumerate(zip(mine, others, strict=True))
+    )
+
+
+def grouped(reports: Sequence[Report]) -> list[list[Report]]:
+    """Reports by equal ones, in the order given.
+
+    Example:
+        >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]
+        [2, 1]
+    """
+    groups: list[list[Report]] = []
+    for report in reports:
+        for group in groups:
+            if are_equal(group[0], report):
+                group.append(report)
+                break
+        else:
+            groups.append([report])
+    return groups
+
+
+def summary_of(
+    cause: Failure,
+    failures: Sequence[Failure],
+    endings: Sequence[Ending],
+    equal: Collection[int],
+    stopped: int,
+) -> str:
+    """How a job has failed, in one line.
+
+    Args:
+        cause: the rank that failed first.
+        failures: of all ranks that failed by themselves.
+        endings: of all ranks that ended by themselves, first one first.
+        equal: the ranks that reported the same as the cause.
+        stopped: how many others were stopped.
+    """
+    ending = cause.ending
+    same = sorted(set(equal) - {ending.rank})
+    others = {failure.ending.rank for failure in failures} - {ending.rank, *same}
+    before = sorted(one.rank for one in takewhile(lambda one: one.code == 0, endings))
+    text = f"meshdist: rank {ending.rank} (pid {ending.pid}) {ending}"
+    if same:
+        text += f"; {ranks_text(same)} reported the same"
+    if others:
+        text += f"; {ranks_text(sorted(others))} failed after it"
+    if before:
+        text += f"; {ranks_text(before)} had ended before, with exit code 0"
+    if stopped:
+        text += f"; stopped {stopped} other rank(s) of this host"
+    return text
+
+
+def with_end(text: bytes) -> bytes:
+    """The text, its last line with its end.
+
+    Example:
+        >>> with_end(b"one"), with_end(b"")
+        (b'one\\n', b'')
+    """
+    return text + b"\n" if text and not text.endswith(b"\n") else text

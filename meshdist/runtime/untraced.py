@@ -1,0 +1,35 @@
+"""What torch.compile runs as it is, between two graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch._C._dynamo.eval_frame import (
+    _FrameAction as FrameAction,
+    _FrameExecStrategy as FrameExecStrategy,
+    set_code_exec_strategy,
+)
+
+__all__ = ["leave_untraced"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_WHY_NOT_TRACED = (
+    "a verb of meshdist waits for other ranks, and no graph can hold that; without fullgraph=True "
+    "one graph ends before it and another begins behind it"
+)
+
+
+def leave_untraced(function: _F) -> _F:
+    """Let torch.compile run ``function``, and all that it calls, as they are.
+
+    This has the effect of torch.compiler.disable, without importing the whole compiler and without
+    a wrapper.
+    """
+    never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, never)  # once it runs
+    marked = cast(Any, function)
+    marked._torchdynamo_disable = True  # where a graph comes to its call
+    marked._torchdynamo_disable_msg = _WHY_NOT_TRACED
+    return function
