@@ -142,6 +142,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "registry",
             "failures",
             "other_members",
+            "late_members",
             "channel",
             "verb_methods",
             "process_group",

@@ -27,6 +27,7 @@ from ..wires.work import Work, bound
 from .agreement import Agreement
 from .channel import Channel
 from .failures import opening_error
+from .late_members import LateMembers
 from .other_members import MembersOfWorld, silent_ranks
 from .registry import get_registry
 from .verb_methods import Asked, VerbMethods, verbs
@@ -324,6 +325,8 @@ class ProcessGroup(VerbMethods):
         facts = GroupFacts(
             self.name, self.ranks, self._group_rank, opened.label, wire.name, timeout
         )
+        if registry.look is None:
+            registry.look = LateMembers(self.world).look
         others = MembersOfWorld(self.world, facts, opened)
         channel = Channel(facts, wire, opened, device_type, others)
         self._channels[device_type] = channel

@@ -105,6 +105,8 @@ class Registry:
         self.endings = Endings(world)
         self.shadowing: Any = None
         """What ranks without data answer the others' calls by, while this rank may become one."""
+        self.look: Callable[[], None] | None = None
+        """What the signal thread calls every now and then."""
         self._agreements = Agreements(
             world, lambda ranks: self.shadowing.find_joined(ranks) if self.shadowing else []
         )
@@ -120,7 +122,8 @@ class Registry:
         if world.has_processes and world.handle is not None:
             self.endings.announce()
             self.header_tables.publish()
-            self._signals = SignalThread(world, world.handle, self.answer, self._abort_as_told)
+            abort, look = self._abort_as_told, self._look
+            self._signals = SignalThread(world, world.handle, self.answer, abort, look)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager
@@ -290,6 +293,10 @@ class Registry:
         if about and asked is not None:  # a message may be on its way and not noted yet
             text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
         return {"calls": calls, "about": text}
+
+    def _look(self) -> None:
+        if self.look is not None:
+            self.look()
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""

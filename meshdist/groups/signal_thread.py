@@ -57,6 +57,7 @@ class SignalThread:
         handle: what makes the requests to its store.
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
+        look: called at each look at the store; must not wait.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class SignalThread:
         handle: BoundedStore,
         answer: Callable[[dict[str, Any]], Answer],
         abort: Callable[[dict[str, Any]], None],
+        look: Callable[[], None],
     ) -> None:
         self._world = world
+        self._look = look
         self._store = store = world.store
         self._rank = rank = world.rank
         self._answer = answer
@@ -100,6 +103,7 @@ class SignalThread:
         ends = [self._stopping, *self._handle.ends]
         while not (ended := find_readable(ends, _PERIOD_S)):
             self._act_on_all()
+            self._look()
         if ended == {self._stopping}:  # another rank may be waiting for this one's receipt
             self._act_on_all()
         else:

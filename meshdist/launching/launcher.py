@@ -186,6 +186,7 @@ def run_processes(
         LaunchError: the job cannot be started as asked; nothing is left running.
     """
     _check(command, nprocs, nnodes, node_rank, master_addr, master_port)
+    output.check_ranks(nprocs * nnodes)
     address = master_addr or "127.0.0.1"
     # Port 0 asks for a free one, as it does everywhere.
     port = master_port or None

@@ -70,6 +70,17 @@ class Output:
     log_dir: str | None = None
     job: str = "none"
 
+    def check_ranks(self, world_size: int) -> None:
+        """Raise LaunchError where a rank is named that a job of this size does not have."""
+        terminal = () if self.terminal is None else (self.terminal,)
+        for flag, ranks in (("--ranks", self.ranks or ()), ("--terminal", terminal)):
+            if max(ranks, default=0) >= world_size:
+                raise LaunchError(
+                    f"there is no rank {max(ranks)} among {world_size}",
+                    where=flag,
+                    expected=f"0 to {world_size - 1}",
+                )
+
     def sink(self, kind: str, *, rank: int, local_rank: int) -> Sink:
         """Open where the stream ``kind``, "stdout" or "stderr", of one rank goes.
 

@@ -299,7 +299,7 @@ def test_a_signal_to_the_launcher_ends_all(
         job.send_signal(number)
         _, errors = job.communicate(timeout=20)
         how = "interrupted" if number == signal.SIGINT else number.name
-        (line,) = errors.splitlines()
+        (line,) = [line for line in errors.splitlines() if line.startswith("meshdist:")]
         assert line.startswith(f"meshdist: {how}; ending 2 rank(s) of this host")
         assert job.returncode == code
         assert alive(pids) == []
@@ -512,3 +512,42 @@ def test_without_an_mpiexec(
         "  expected: that of Open MPI or of MPICH",
         '  fix:      pip install "meshdist[mpi]", which brings Open MPI',
     ]
+
+
+@linux
+def test_ctrl_c_shows_one_line(script: Script) -> None:
+    with start("-n", 3, script("say(rank); time.sleep(60)")) as job:
+        assert job.stdout is not None
+        for _ in range(3):
+            job.stdout.readline()
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=20)
+    assert errors == (
+        "meshdist: interrupted; ending 3 rank(s) of this host (Ctrl-C again kills them at once)\n"
+    )
+    assert job.returncode == 130
+
+
+def test_the_output_of_chosen_ranks_is_shown(script: Script) -> None:
+    path = script("say(rank); print('bad', rank, file=sys.stderr)")
+    done = run("-n", 4, "--ranks", "0,3", path)
+    assert sorted(done.stdout.splitlines()) == ["[0]", "[3]"]
+    assert sorted(done.stderr.splitlines()) == ["bad 0", "bad 3"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "summary"),
+    [
+        ("--ranks=0-3", "'0-3' names no ranks"),
+        ("--terminal=first", "'first' is no rank"),
+        ("--ranks=0,4", "there is no rank 4 among 4"),
+        ("--terminal=4", "there is no rank 4 among 4"),
+    ],
+)
+def test_wrong_ranks(
+    flag: str, summary: str, script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command.main(["-n", "4", flag, script("")]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == f"meshdist run: {summary}"
+    assert rest[0].endswith(flag.split("=")[0])

@@ -29,9 +29,10 @@ from tests.load import is_within
 LONG = timedelta(seconds=30)
 
 
-def thread_of(store, rank, answer, abort) -> SignalThread:
+def thread_of(store, rank, answer, abort, look=lambda: None) -> SignalThread:
     """A signal thread of ``rank``."""
-    return SignalThread(World(rank, 2, store, {}), BoundedStore(store, LONG), answer, abort)
+    world, handle = World(rank, 2, store, {}), BoundedStore(store, LONG)
+    return SignalThread(world, handle, answer, abort, look)
 
 
 def call_of(rank: int) -> dict[str, object]:
@@ -216,7 +217,9 @@ def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> Non
             opened.append(os.dup(0))
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         handle = BoundedStore(server, LONG)
-        thread = SignalThread(World(0, 2, server, {}), handle, list, lambda message: None)
+        thread = SignalThread(
+            World(0, 2, server, {}), handle, list, lambda message: None, lambda: None
+        )
         assert handle.is_served
         thread.stop()
         handle.close()

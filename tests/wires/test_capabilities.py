@@ -170,7 +170,8 @@ def test_every_verb_of_the_front_door_is_in_the_table() -> None:
         if inspect.isfunction(thing := getattr(md, name)) and hasattr(thing, "_torchdynamo_disable")
     }
     assert len(marked) > 20
-    assert marked - {"shared_empty"} == set(VERBS)  # it makes a tensor and moves nothing
+    moves_nothing = {"shared_empty", "get_rank", "get_world_size"}
+    assert marked - moves_nothing == set(VERBS)
 
 
 def test_what_the_table_is_made_of() -> None:

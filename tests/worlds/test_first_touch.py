@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.bootstrap import world as bootstrap_world
 from tests.pool import Pool, places
 
 OPENING = """
@@ -183,7 +184,10 @@ def test_a_mesh_that_counts_on_others_needs_a_launcher(shape: tuple[int, ...]) -
     assert not md.is_initialized()
 
 
-def test_with_neither_world_nor_launcher_all_raise_as_torch_does() -> None:
+def test_with_neither_world_nor_launcher_all_raise_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap_world, "_forks_at_world", None)  # as before the first world
     for call in (md.get_rank, md.get_world_size, md.barrier, md.new_group):
         with pytest.raises(ValueError, match="has not been initialized") as caught:
             call()

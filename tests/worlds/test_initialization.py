@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.bootstrap import world as bootstrap_world
 from meshdist.bootstrap.world import get_world
 from tests.pool import Failure, Pool, places
 
@@ -130,7 +131,8 @@ def test_the_wire_that_an_axis_names_is_that_of_the_meshs_device_type(pool: Pool
     assert pool.call(program, 1) == [[("gloo", "cpu:gloo,cuda:gloo"), named, named]]
 
 
-def test_without_a_world() -> None:
+def test_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap_world, "_forks_at_world", None)  # as before the first world
     assert not md.is_initialized()
     for ask in (md.get_rank, md.get_world_size, md.get_backend, md.get_backend_config):
         with pytest.raises(ValueError, match="there is no world") as caught:

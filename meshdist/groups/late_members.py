@@ -1,0 +1,111 @@
+"""A line on stderr where a rank has waited in a verb for long: which members have not come to it.
+
+A wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait in one
+call, one writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+
+import torch.distributed
+
+from ..bootstrap.world import World
+from ..checking.calls import Call
+from ..errors import ArgumentError, StoreError
+from ..runtime.deadlines import Deadline
+from .other_members import MembersOfWorld
+from .registry import OpenCommunicator, get_registry
+
+__all__ = ["VARIABLE", "LateMembers"]
+
+VARIABLE = "MESHDIST_WAIT_NOTICE_S"
+"""The variable that says after how many seconds; 0 for never."""
+
+_DEFAULT_S = 30.0
+_VERBS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (os.path.dirname(__file__), torch.distributed.__file__)
+)
+_log = logging.getLogger("meshdist.waits")
+
+
+class LateMembers:
+    """Looks whether this rank has waited in one call for long, and says once for whom.
+
+    Args:
+        world: whose rank it is.
+
+    Raises:
+        ArgumentError: the variable is no number of seconds.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._limit_s = _read_limit()
+        self._moment = 0
+        self._is_told = False
+        self._deadline = Deadline(self._limit_s)
+
+    def look(self) -> None:
+        """To be called every now and then, on a thread that must not wait."""
+        opened = max(get_registry(self._world).all_opened(), key=_moment, default=None)
+        if opened is None or not self._limit_s:
+            return
+        if _moment(opened) != self._moment:
+            self._moment, self._is_told = _moment(opened), False
+            self._deadline = Deadline(self._limit_s)
+        elif not self._is_told and self._deadline.is_over and _is_in_a_verb():
+            self._is_told = True
+            call = opened.recorder.find_note()
+            if call is not None:
+                told = threading.Thread(
+                    target=self._tell, args=(opened, call), name="meshdist-waits", daemon=True
+                )
+                told.start()
+
+    def _tell(self, opened: OpenCommunicator, call: Call) -> None:
+        members = MembersOfWorld(self._world, call.group, opened)
+        lines = [line for line in members.report(call).splitlines() if ": arrived; " not in line]
+        if call.message is not None and call.message[1] is not None:
+            peer = f"rank {call.group.ranks[call.message[1]]}: "
+            lines = [line for line in lines if line.startswith(peer)]
+        if not lines or _moment(opened) != self._moment:
+            return
+        store, mine = self._world.store, str(self._world.rank)
+        with suppress(StoreError):
+            key = f"{opened.label}/waits/{call.sequence}"
+            if call.message is None and store.compare_set(key, "", mine) != mine.encode():
+                return
+            text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
+            _log.warning("%s", "\n  ".join([f"meshdist: {text}", *lines]))
+
+
+def _moment(opened: OpenCommunicator) -> int:
+    return opened.recorder.moment
+
+
+def _is_in_a_verb() -> bool:
+    """Whether the main thread is in code of this package, or of torch.distributed."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_VERBS)
+
+
+def _read_limit() -> float:
+    text = os.environ.get(VARIABLE, "")
+    try:
+        limit_s = float(text) if text else _DEFAULT_S
+    except ValueError:
+        limit_s = -1.0
+    if not 0 <= limit_s < threading.TIMEOUT_MAX:
+        raise ArgumentError(
+            f"{VARIABLE} is {text!r}",
+            expected="after how many seconds a wait is told of, as in 30; 0: never",
+        )
+    return limit_s
