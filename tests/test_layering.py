@@ -67,6 +67,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "header_table",
             "debug_levels",
             "call_sites",
+            "tracebacks",
             "nesting",
             "calls",
             "recorder",

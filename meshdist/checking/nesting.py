@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 from ..bootstrap.world import find_world
 from ..errors import NestedVerbError
 from .call_sites import call_site, show_site
+from .tracebacks import one_frame
 
 __all__ = [
     "check_unnested",
@@ -79,6 +80,7 @@ def never_nested(function: Callable[P, R]) -> Callable[P, R]:
     """Let every call of ``function`` go by ``run_unnested``, as the verb of its name."""
     verb = function.__name__
 
+    @one_frame
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return run_unnested(verb, function, *args, **kwargs)

@@ -15,6 +15,7 @@ import torch
 import torch.autograd.profiler as profiler
 
 from ..checking.nesting import run_unnested
+from ..checking.tracebacks import end_here
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.untraced import leave_untraced
@@ -36,21 +37,26 @@ watchers: list[Watcher] = []
 this process, else none."""
 
 _WATCH = """\
-    if watchers:
-        return watchers[0](function, unwatched, ({arguments},), {{}})
+        if watchers:
+            return watchers[0](function, unwatched, ({arguments},), {{}})
 """
 _FAST_CALL = """
 def {name}({parameters}):
-    target = group if type(group) is ProcessGroup else resolve_group(group)
-{watch}    if profiler._is_profiler_enabled:
-        with profiler.record_function(title(function, ({arguments},), {{}})):
-            return run_unnested({name!r}, function, {arguments})
-    path = target.fast_path
-    if path is not None{conditions}:
-        found = path.{name}({given})
-        if found is not False:
-            return found
-    return run_unnested({name!r}, function, {arguments})
+    try:
+        target = group if type(group) is ProcessGroup else resolve_group(group)
+{watch}        if profiler._is_profiler_enabled:
+            with profiler.record_function(title(function, ({arguments},), {{}})):
+                return run_unnested({name!r}, function, {arguments})
+        path = target.fast_path
+        if path is not None{conditions}:
+            found = path.{name}({given})
+            if found is not False:
+                return found
+        return run_unnested({name!r}, function, {arguments})
+    except MeshdistError as error:
+        __tracebackhide__ = True
+        end_here(error)
+        raise
 """
 
 
@@ -89,19 +95,23 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     name = function.__name__
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if watchers:
-            return watchers[0](function, unwatched, args, kwargs)
-        # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
-        if profiler._is_profiler_enabled:
+        try:
+            if watchers:
+                return watchers[0](function, unwatched, args, kwargs)
             return unwatched(*args, **kwargs)
-        return run_unnested(name, function, *args, **kwargs)
+        except MeshdistError as error:
+            __tracebackhide__ = True
+            end_here(error)
+            raise
 
     def unwatched(*args: Any, **kwargs: Any) -> Any:
+        # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
             with profiler.record_function(_title(function, args, kwargs)):
                 return run_unnested(name, function, *args, **kwargs)
         return run_unnested(name, function, *args, **kwargs)
 
+    call.__code__ = call.__code__.replace(co_name=name)
     return call
 
 
@@ -122,7 +132,9 @@ def _with_fast_path(
     conditions = [f"{one} is default_{one}" for one in parameters if one not in passed]
     namespace: dict[str, Any] = {
         **{f"default_{one.name}": one.default for one in parameters.values()},
+        "MeshdistError": MeshdistError,
         "ProcessGroup": ProcessGroup,
+        "end_here": end_here,
         "run_unnested": run_unnested,
         "find_peer": peer,
         "function": function,

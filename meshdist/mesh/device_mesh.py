@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -12,8 +12,9 @@ import torch
 
 from ..bootstrap.world import World, get_usable_world
 from ..checking.nesting import run_unnested
+from ..checking.tracebacks import end_here, one_frame
 from ..error_text import explain, ranks_text
-from ..errors import AxisError, MeshError, NotInGroupError
+from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..groups.registry import get_registry
 from .definition import (
@@ -70,6 +71,7 @@ class DeviceMesh:
         ((1, 0), (2, 3))
     """
 
+    @one_frame
     def __init__(
         self,
         device_type: str,
@@ -278,10 +280,18 @@ class DeviceMesh:
         """
         try:
             return self._derived[axes]
-        except KeyError:
+        except (KeyError, TypeError):
             pass
-        except TypeError as error:  # a list of names has no hash
-            raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}") from error
+        try:
+            return self._slice(axes)
+        except MeshdistError as error:
+            __tracebackhide__ = True
+            end_here(error)
+            raise
+
+    def _slice(self, axes: Axis | tuple[Axis, ...]) -> DeviceMesh:
+        if not isinstance(axes, Hashable):
+            raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}")
         layout = self.layout
         if layout.names is None:
             raise MeshError(

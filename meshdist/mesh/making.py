@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checking.tracebacks import one_frame
 from .definition import AxisOptions, define_mesh
 from .device_mesh import DeviceMesh
 from .layout import Layout
@@ -15,6 +16,7 @@ from .layout import Layout
 __all__ = ["init_device_mesh", "make_mesh"]
 
 
+@one_frame
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ..arrays import Array, as_tensor, like
+from ..checking.tracebacks import one_frame
 from ..errors import ArgumentError, KindError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
@@ -28,6 +29,7 @@ _NOTE = "reshardings"
 _MOST_KEPT = 4096
 
 
+@one_frame
 def reshard(
     x: Array | ShardedArray,
     pattern: str | NamedSharding | PartitionSpec,
@@ -127,6 +129,7 @@ def _request_between(
     return sharding_request(source, target, local_shape, shape)
 
 
+@one_frame
 def shard(
     whole: Array,
     pattern: str | NamedSharding,
@@ -173,6 +176,7 @@ def shard(
     return like(_get("shard", pattern, mesh, tensor.shape, more, request)(tensor), whole)
 
 
+@one_frame
 def unshard(
     local: Array | ShardedArray,
     pattern: str | NamedSharding | None = None,

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..checking.nesting import is_nested, run_unnested
+from ..checking.tracebacks import end_here
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.timeouts import check_timeout
@@ -84,16 +85,21 @@ class Work:
             BackendError: the wire failed, for example because a member died.
             NestedVerbError: not done, and a signal's handler calls it inside another verb.
         """
-        if timeout:
-            check_timeout(timeout)
-        if not self._done:
-            run_unnested(f"wait() of {self._verb}", self._end_in_time, timeout)
-        if self._future is not None:
-            self._complete()
-        if self._error is not None:
-            raise self._error
-        self._order_streams()
-        return True
+        try:
+            if timeout:
+                check_timeout(timeout)
+            if not self._done:
+                run_unnested(f"wait() of {self._verb}", self._end_in_time, timeout)
+            if self._future is not None:
+                self._complete()
+            if self._error is not None:
+                raise self._error
+            self._order_streams()
+            return True
+        except MeshdistError as error:
+            __tracebackhide__ = True
+            end_here(error)
+            raise
 
     def is_completed(self) -> bool:
         """Whether the verb is done, without waiting.

@@ -27,6 +27,7 @@ from ..bootstrap.world import (
     install_world,
     remove_world,
 )
+from ..checking.tracebacks import one_frame
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
@@ -65,6 +66,7 @@ __all__ = [
 ]
 
 
+@one_frame
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,

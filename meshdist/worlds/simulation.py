@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..bootstrap.world import World, find_world, world_here
+from ..checking.tracebacks import enter_program
 from ..errors import ArgumentError, KindError
 from ..wires.simulated.communicator import DEVICE_TYPES
 from ..wires.simulated.scheduler import Scheduler
@@ -98,7 +99,12 @@ def simulate(
             _close(world)
             return result
 
-    return scheduler.run(program_of_rank)
+    try:
+        return scheduler.run(program_of_rank)
+    except BaseException as error:
+        __tracebackhide__ = True
+        enter_program(error)
+        raise
 
 
 def _close(world: World) -> None:

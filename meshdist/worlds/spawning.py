@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import cloudpickle
 
+from ..checking.tracebacks import one_frame
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,
@@ -58,6 +59,7 @@ _FOLLOWERS_S = 0.3
 """How long after a failure to look for another that came before it."""
 
 
+@one_frame
 def spawn(
     fn: Callable[..., T],
     args: Sequence[Any] = (),

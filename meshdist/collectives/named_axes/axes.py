@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from ...checking.tracebacks import one_frame
 from ...errors import ArgumentError, KindError, MeshError
 from ...mesh.current_mesh import find_current_mesh
 from ...mesh.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ AxisName: TypeAlias = str | tuple[str, ...] | DeviceMesh
 """An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
 
 
+@one_frame
 def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
     """This rank's place along ``axis_name``, from 0.
 
@@ -43,6 +45,7 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
     return index
 
 
+@one_frame
 def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
     """The number of ranks along ``axis_name``; over a tuple of axes, the product.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from ...checking.tracebacks import one_frame
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional
 from .axes import AxisName
@@ -14,6 +15,7 @@ __all__ = ["pcast", "pvary"]
 T = TypeVar("T")
 
 
+@one_frame
 def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
     """Every rank holds ``x`` as its own, from here on free to differ along ``axis_name``.
 
@@ -51,6 +53,7 @@ def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
     return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=itself)
 
 
+@one_frame
 def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None) -> T:
     """Every rank holds ``x`` as a value of another kind along ``axis_name``.
 

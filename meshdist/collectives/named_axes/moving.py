@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ...arrays import as_tensor, like
+from ...checking.tracebacks import one_frame
 from ...groups.process_group import resolve_group
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional, ragged, rearranging
@@ -28,6 +29,7 @@ __all__ = [
 T = TypeVar("T")
 
 
+@one_frame
 def all_gather(
     x: T,
     axis_name: AxisName,
@@ -86,6 +88,7 @@ def all_gather(
     )
 
 
+@one_frame
 def all_to_all(
     x: T,
     axis_name: AxisName,
@@ -145,6 +148,7 @@ def all_to_all(
     )
 
 
+@one_frame
 def ragged_all_to_all(
     operand: Any,
     output: T,
@@ -224,6 +228,7 @@ def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh)
     return like(result, output)
 
 
+@one_frame
 def ppermute(
     x: T, axis_name: AxisName, perm: Sequence[Any], *, mesh: DeviceMesh | None = None
 ) -> T:
@@ -269,6 +274,7 @@ def ppermute(
     )
 
 
+@one_frame
 def pshuffle(
     x: T, axis_name: AxisName, perm: Sequence[int], *, mesh: DeviceMesh | None = None
 ) -> T:
@@ -311,6 +317,7 @@ def pshuffle(
     )
 
 
+@one_frame
 def pswapaxes(
     x: T,
     axis_name: AxisName,
@@ -360,6 +367,7 @@ def pswapaxes(
     )
 
 
+@one_frame
 def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | None = None) -> T:
     """Every rank holds the ``x`` of the rank at place ``source`` along ``axis_name``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, overload
 
+from ...checking.tracebacks import one_frame
 from ...mesh.device_mesh import DeviceMesh
 from ...reduce_ops import ReduceOp
 from .. import functional
@@ -16,6 +17,7 @@ __all__ = ["pmax", "pmean", "pmin", "psum", "psum_scatter"]
 T = TypeVar("T")
 
 
+@one_frame
 def psum(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
@@ -73,6 +75,7 @@ def pmean(
 def pmean(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T: ...
+@one_frame
 def pmean(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
@@ -108,6 +111,7 @@ def pmean(
     return on_leaves("pmean", functional.pmean, x, axis_name, mesh, on_number=_as_quotient)
 
 
+@one_frame
 def pmax(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
@@ -156,6 +160,7 @@ def pmax(
     )
 
 
+@one_frame
 def pmin(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
@@ -201,6 +206,7 @@ def pmin(
     )
 
 
+@one_frame
 def psum_scatter(
     x: T,
     axis_name: AxisName,
