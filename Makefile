@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench clean
+.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench wheels clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -60,6 +60,9 @@ sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and A
 
 bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
 	@set -e; for script in $(filter-out %/before_after.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+wheels: $(VENV)/.made ## an sdist, a wheel for each Python that is here, a pure one; each is tested; see dist/wheels.md
+	$(BIN)/python packaging/wheels.py
 
 clean: ## remove the virtual environment, build output and caches
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

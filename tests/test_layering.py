@@ -337,7 +337,19 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},
-    {"cli": ("torchrun_flags", "habits", "arguments", "run", "bench", "checkup", "doctor", "main")},
+    {
+        "cli": (
+            "torchrun_flags",
+            "habits",
+            "arguments",
+            "installing",
+            "run",
+            "bench",
+            "checkup",
+            "doctor",
+            "main",
+        )
+    },
     {"launch": ("launch",), "__main__": ("__main__",)},
 )
 # On these floors a folder may also import from the folders listed above it there.

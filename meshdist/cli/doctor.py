@@ -21,6 +21,7 @@ from .checkup import (
     find_wires,
     network_variables,
 )
+from .installing import find_install, python, torch_wheel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,7 @@ _EPILOG = """\
 Two ranks are started on this host over each wire that serves CPU tensors; they all-reduce and
 compare. The exit code is 0 when all is well, and 1 when a check failed.
 """
-_PLAIN_WIDTH = 100
+_WIDTH = 80
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,6 +85,7 @@ def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
     report["wires"] = wires = find_wires()
     report["mpi"] = find_mpi()
     report["variables"] = network_variables(os.environ)
+    report["install"] = find_install()
     report["shared_headers"] = find_shared_words_problem() or "yes"
     report["checks"] = [
         check_wire(wire["name"], timeout_s)
@@ -96,7 +98,7 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal else _PLAIN_WIDTH, highlight=False)
+    console = Console(width=None if is_terminal else _WIDTH, highlight=False)
     versions = report["versions"]
     _section(console, "versions", [(name, versions[name] or "-") for name in versions])
     machine = report["machine"]
@@ -107,7 +109,8 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     ]
     if "problem" in report:
         _section(console, "machine", shown)
-        _section(console, "problem", [("torch", report["problem"]), ("fix", "pip install torch")])
+        fix = f"{python()} -m pip install {torch_wheel()}"
+        _section(console, "problem", [("torch", report["problem"]), ("fix", fix)])
         return
     shown += [("gpu", gpu) for gpu in report["gpus"]] or [("gpu", "none that torch sees")]
     state = report["shared_headers"]
@@ -115,6 +118,7 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     _section(console, "machine", [*shown, ("shared headers", headers)])
     _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
     _section(console, "MPI", _mpi_rows(report["mpi"]))
+    _section(console, "install", [(row["name"], _install_text(row)) for row in report["install"]])
     variables = report["variables"].items()
     _section(console, "variables", variables or [("-", "none of those that steer communication")])
     if report["checks"]:
@@ -130,7 +134,7 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
     console.print(Text(title, style="bold"))
     grid = Table.grid(padding=(0, 2))
     for name, text in rows:
-        grid.add_row(Text(f"  {name}"), Text(text))
+        grid.add_row(Text(f"  {name}"), Text(text, overflow="fold"))
     console.print(grid)
     console.print()
 
@@ -139,6 +143,10 @@ def _wire_text(wire: dict[str, Any]) -> str:
     if wire["available"]:
         return "for " + (", ".join(wire["devices"]) or "devices that are not here")
     return f"not here: {wire['reason']}\nfix: {wire['fix']}"
+
+
+def _install_text(row: dict[str, str]) -> str:
+    return row["state"] + (f"\nfix: {row['fix']}" if row["fix"] else "")
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:
@@ -180,6 +188,7 @@ def _check_text(check: dict[str, Any]) -> str:
 
 
 def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
+    from rich.padding import Padding
     from rich.text import Text
 
     from ..wires.capabilities import available_wires, overview_grid, table_grid
@@ -187,10 +196,14 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
     console.print(Text("capabilities", style="bold"))
     wires, here = available_wires(), find_device_types()
     if not is_whole:
-        _print_grid(console, overview_grid(wires, here), is_terminal)
-        console.print(
-            "built: from others of the wire's verbs. --table tells by dtype and reduction."
-        )
+        (_, *names), *rows = overview_grid(wires, here)
+        for verbs, *cells in rows:
+            console.print(Padding(Text(verbs), (0, 0, 0, 2)))
+            for state in dict.fromkeys(cells):
+                having = [name for name, cell in zip(names, cells, strict=True) if cell == state]
+                console.print(Padding(Text(f"{state}: {'; '.join(having)}"), (0, 0, 0, 6)))
+        console.print()
+        console.print("built: from others of the wire's verbs. --table tells by dtype, reduction.")
         return
     head, *rows = table_grid(wires, here)
     parts: list[list[tuple[str, ...]]] = []
@@ -201,7 +214,7 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
     for (wire, devices, verbs), *part in parts:
         console.print(Text(f"\n{wire} on {devices}: {verbs}"))
         _print_grid(console, part, is_terminal)
-    console.print("\nnative: by the wire itself. built: from its other verbs, or in another dtype.")
+    console.print("\nnative: by the wire itself. built: from its other verbs, or another dtype.")
 
 
 def _print_grid(console: Console, grid: Sequence[Sequence[str]], is_terminal: bool) -> None:
@@ -209,7 +222,9 @@ def _print_grid(console: Console, grid: Sequence[Sequence[str]], is_terminal: bo
     from rich.table import Table
 
     head, *rows = grid
-    table = Table(*head, box=box.ROUNDED if is_terminal else None, show_lines=is_terminal)
+    table = Table(box=box.ROUNDED if is_terminal else None, show_lines=is_terminal)
+    for name in head:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,22 @@ def _help() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with argv (default: the process's arguments); return the exit code."""
+    """Run the command with argv (default: the process's arguments); return the exit code.
+
+    Where what reads its output has gone (``meshdist doctor | head``), it ends as by SIGPIPE.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:  # also where argparse has printed its help
+            sys.stdout.flush()
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # what is still held goes there at the end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + 13
+
+
+def _run(argv: Sequence[str] | None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help", "help"):
         print(_help())

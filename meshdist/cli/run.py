@@ -19,6 +19,7 @@ from .arguments import (
     report_usage_error,
 )
 from .habits import add_habits
+from .installing import has_core
 from .torchrun_flags import number_of_processes
 
 __all__ = ["SUMMARY", "main"]
@@ -86,6 +87,13 @@ def main(argv: Sequence[str]) -> int:
         terminal = _terminal(arguments, ranks)
     except LaunchError as error:
         return report_usage_error(_PROGRAM, str(error))
+    if sys.platform.startswith("linux") and not arguments.no_python and not has_core():
+        print(
+            "meshdist: the native core is not installed: CPU tensors go over Gloo, not shared "
+            "memory (meshdist doctor tells how to mend it)",
+            file=sys.stderr,
+            flush=True,
+        )
     return launch(_PROGRAM, arguments, prefix=arguments.prefix, ranks=ranks, terminal=terminal)
 
 

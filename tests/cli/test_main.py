@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from meshdist.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("word", ["-h", "--help", "help"])
@@ -47,3 +52,19 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
         f"  expected: one of: {', '.join(COMMANDS)}",
         "  fix:      meshdist --help lists them",
     ]
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help", "doctor --no-check --json"])
+def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-m", "meshdist", *words.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert job.stdout is not None
+    assert job.stderr is not None
+    job.stdout.close()
+    with job.stderr:
+        assert job.stderr.read() == b""
+    assert job.wait(60) == 141
