@@ -29,6 +29,7 @@ from .collectives.list_verbs import (
     scatter as scatter,
 )
 from .collectives.monitored import monitored_barrier as monitored_barrier
+from .collectives.named_axes.asserting import assert_equal as assert_equal
 from .collectives.objects import (
     all_gather_object as all_gather_object,
     broadcast_object_list as broadcast_object_list,
@@ -117,6 +118,7 @@ from .errors import (
     RendezvousError as RendezvousError,
     ShapeError as ShapeError,
     StoreError as StoreError,
+    UnequalError as UnequalError,
     VaryingNumberWarning as VaryingNumberWarning,
     WorldError as WorldError,
 )

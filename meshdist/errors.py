@@ -50,6 +50,7 @@ __all__ = [
     "RendezvousError",
     "ShapeError",
     "StoreError",
+    "UnequalError",
     "VaryingNumberWarning",
     "WorldError",
 ]
@@ -171,6 +172,10 @@ class DeadlockError(BackendError):
 
 class GradientError(MeshdistError, RuntimeError):
     """A gradient was asked of a verb that has none."""
+
+
+class UnequalError(MeshdistError, AssertionError):
+    """Values that should be equal along an axis are not; every rank along it raises."""
 
 
 class AxisTypeError(MeshdistError, TypeError):

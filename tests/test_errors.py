@@ -36,6 +36,7 @@ CAUGHT_BY = {
     "RendezvousError": (dist.DistNetworkError, ValueError),
     "ShapeError": (ValueError, RuntimeError),
     "StoreError": (dist.DistStoreError,),
+    "UnequalError": (AssertionError,),
     "WorldError": (ValueError, RuntimeError),
 }
 TORCHS = (

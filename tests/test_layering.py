@@ -202,6 +202,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "torch_private",
             "verb_kinds",
             "blocks",
+            "equal_values",
             "linear_function",
             "functional",
             "rearranging",
@@ -232,6 +233,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "named_axes.reducing",
             "named_axes.casts",
             "named_axes.moving",
+            "named_axes.asserting",
         )
     },
     {

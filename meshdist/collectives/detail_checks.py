@@ -12,7 +12,7 @@ from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import kinds_in
-from .functional import check_invariant
+from .equal_values import check_invariant
 from .type_errors import tensor_text, type_of, where
 
 __all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]

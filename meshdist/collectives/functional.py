@@ -33,23 +33,22 @@ from torch.autograd import Function
 
 from ..arrays import describe
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..error_text import ranks_text
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.buffer_pool import new_like
 from .blocks import cut, get_dim, joined
 from .checks import check_reducible
+from .equal_values import check_invariant
 from .linear_function import LinearFunction
-from .torch_private import are_transforms_active, call_function
+from .torch_private import call_function
 from .verb_kinds import CASTS, GATHERED, KINDS
-from .verbs import all_gather_into_tensor, all_reduce, broadcast, reduce_scatter_tensor
+from .verbs import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 
 __all__ = [
     "all_gather",
     "blocks_to_scatter",
     "check_gradient",
-    "check_invariant",
     "pcast",
     "pmax",
     "pmean",
@@ -329,60 +328,3 @@ def check_gradient(grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
             fix=f"where a result of {verb} meets values that vary along the axis, as a shard of "
             "weights does, mark it first: y = lax.pvary(y, axis)",
         )
-
-
-@torch.no_grad()
-def check_invariant(
-    x: torch.Tensor, group: ProcessGroup, what: str, *, where: str, expected: str, fix: str
-) -> None:
-    """Raise the same GradientError on every member unless all hold the same ``x``.
-
-    Half of a floating dtype's digits must agree: equal computations may still add in another order.
-    Inside a transform of torch.func there are no plain numbers, and nothing is compared.
-
-    Args:
-        x: equal in shape and dtype on all members, without gradient.
-        group: whose members compare.
-        what: what ``x`` is, for the message; ``where``, ``expected`` and ``fix`` are its fields.
-    """
-    if are_transforms_active():
-        return
-    mine = x.clone(memory_format=torch.contiguous_format)
-    first = mine.clone()
-    broadcast(first, group=group, group_src=0)
-    distance = torch.tensor([_relative_distance(mine, first)], dtype=torch.float64)
-    distance = distance.to(x.device)
-    distances = distance.new_empty(group.size())
-    all_gather_into_tensor(distances, distance, group=group)
-    limit = torch.finfo(x.dtype).eps ** 0.5 if _is_inexact(x) else 0.0
-    far = {
-        rank: value
-        for rank, value in zip(group.ranks, distances.tolist(), strict=True)
-        if value > limit
-    }
-    if far:
-        raise GradientError(
-            f"{what} over {group.name} is not the same on every rank",
-            where=where,
-            expected=expected,
-            found=f"{ranks_text(tuple(far))} differ{'s' if len(far) == 1 else ''} from rank "
-            f"{group.ranks[0]}, by up to {max(far.values()):.2g} of its largest value",
-            fix=fix,
-        )
-
-
-def _relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
-    """The largest |mine - first| over the largest |first|; NaN and infinity equal themselves."""
-    differs = (mine != first) & ~(mine.isnan() & first.isnan())
-    if not bool(differs.any()):
-        return 0.0
-    if not _is_inexact(mine):  # whose differences might not fit into the dtype
-        mine, first = mine.double(), first.double()
-    gap = float((mine - first)[differs].abs().nan_to_num(nan=torch.inf).max())
-    finite = first[first.isfinite()].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    return gap / scale if scale else torch.inf
-
-
-def _is_inexact(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

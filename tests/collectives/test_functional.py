@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist.collectives.functional import (
     all_gather,
-    check_invariant,
     pcast,
     pmax,
     pmean,
@@ -838,26 +837,3 @@ def test_transforms_are_not_checked() -> None:
         return torch.func.grad(lambda x: psum(x, group) * rank)(torch.ones(())).item()
 
     assert line(body, size=2) == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float64])
-def test_any_value_can_be_compared(dtype: torch.dtype) -> None:
-    def body(rank: int, group: Any) -> Any:
-        group = group.open_group()
-        words = {"where": "here", "expected": "equal ones", "fix": "make them equal"}
-        check_invariant(torch.tensor([1, 0], dtype=dtype), group, "a mask", **words)
-        with pytest.raises(GradientError) as caught:
-            check_invariant(torch.tensor([1, rank], dtype=dtype), group, "a mask", **words)
-        return str(caught.value)
-
-    assert (
-        line(body, size=2)
-        == [
-            "a mask over axis 'tp' of DeviceMesh(tp=2) is not the same on every rank\n"
-            "  where:    here\n"
-            "  expected: equal ones\n"
-            "  found:    rank 1 differs from rank 0, by up to 1 of its largest value\n"
-            "  fix:      make them equal"
-        ]
-        * 2
-    )

@@ -70,14 +70,19 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
     return get_axes("axis_size", axis_name, mesh).size()
 
 
-def get_axes(verb: str, axis_name: AxisName, mesh: DeviceMesh | None) -> DeviceMesh:
+def get_axes(
+    verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
+) -> DeviceMesh:
     """Return the mesh of just the axes that a call means, in their order.
+
+    Args:
+        verb, axis_name, mesh: of the call; ``argument`` is what the verb calls ``axis_name``.
 
     Raises:
         AxisError, MeshError, KindError, ArgumentError: there are none such.
     """
     if isinstance(axis_name, DeviceMesh):
-        return _alone(verb, axis_name, mesh)
+        return _alone(verb, axis_name, mesh, argument)
     mesh = mesh or find_current_mesh()
     if mesh is None:
         raise MeshError(
@@ -88,7 +93,7 @@ def get_axes(verb: str, axis_name: AxisName, mesh: DeviceMesh | None) -> DeviceM
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise KindError(
-            f"{verb} cannot take {axis_name!r} as axis_name",
+            f"{verb} cannot take {axis_name!r} as {argument}",
             expected="the name of an axis, a tuple of names, or a 1-D mesh",
             found=type(axis_name).__name__,
         )
@@ -96,19 +101,19 @@ def get_axes(verb: str, axis_name: AxisName, mesh: DeviceMesh | None) -> DeviceM
     return mesh[names]
 
 
-def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None) -> DeviceMesh:
+def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
     if mesh is not None:
         raise ArgumentError(
-            f"{verb} has a mesh as axis_name, and another as mesh",
-            found=f"axis_name={axis!r}, mesh={mesh!r}",
+            f"{verb} has a mesh as {argument}, and another as mesh",
+            found=f"{argument}={axis!r}, mesh={mesh!r}",
             fix="leave mesh out, or give the name of an axis of it",
         )
     if axis.ndim != 1:
         raise MeshError(
             f"{verb} over a mesh of {axis.ndim} axes",
             expected="one axis, such as mesh['tp']",
-            found=f"axis_name={axis!r}",
-            fix="name the axes: axis_name=('dp', 'tp'), mesh=mesh; or flatten the mesh",
+            found=f"{argument}={axis!r}",
+            fix=f"name the axes: {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
         )
     return axis
 

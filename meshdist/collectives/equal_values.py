@@ -1,0 +1,117 @@
+"""Whether tensors are equal on all members of a group: the comparison of all checks of values.
+
+Half of a floating dtype's digits must agree, measured by the tensor's largest value: equal
+computations may still add in another order. Other dtypes must agree wholly. NaN equals NaN, and
+infinity equals infinity of its sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..dtypes import DTYPES
+from ..error_text import ranks_text
+from ..errors import GradientError
+from ..groups.process_group import ProcessGroup
+from .torch_private import are_transforms_active
+from .verbs import all_gather_into_tensor, broadcast
+
+__all__ = ["check_invariant", "difference_text", "find_differing", "relative_distance", "tolerance"]
+
+
+def check_invariant(
+    x: torch.Tensor, group: ProcessGroup, what: str, *, where: str, expected: str, fix: str
+) -> None:
+    """Raise the same GradientError on every member unless all hold the same ``x``.
+
+    Inside a transform of torch.func there are no plain numbers, and nothing is compared.
+
+    Args:
+        x: equal in shape and dtype on all members, without gradient.
+        group: whose members compare.
+        what: what ``x`` is, for the message; ``where``, ``expected`` and ``fix`` are its fields.
+    """
+    if are_transforms_active():
+        return
+    (far,) = find_differing([x], group)
+    if far:
+        raise GradientError(
+            f"{what} over {group.name} is not the same on every rank",
+            where=where,
+            expected=expected,
+            found=difference_text(far, group.ranks[0]),
+            fix=fix,
+        )
+
+
+@torch.no_grad()
+def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[dict[int, float]]:
+    """For each tensor, the ranks whose values are not those of the group's first member.
+
+    Every member gets the same answer: by rank, the distance from the first member's.
+
+    Args:
+        tensors: without gradient; as many on all members, of equal shapes and dtypes.
+        group: whose members compare.
+    """
+    if not tensors:
+        return []
+    distances = []
+    for x in tensors:
+        mine = x.clone(memory_format=torch.contiguous_format)
+        first = mine.clone()
+        broadcast(first, group=group, group_src=0)
+        distances.append(relative_distance(mine, first))
+    own = torch.tensor(distances, dtype=torch.float64).to(tensors[0].device)
+    of_all = own.new_empty((group.size(), len(tensors)))
+    all_gather_into_tensor(of_all, own.view(1, -1), group=group)
+    return [
+        {
+            rank: distance
+            for rank, distance in zip(group.ranks, column, strict=True)
+            if distance > tolerance(x)
+        }
+        for x, column in zip(tensors, of_all.t().tolist(), strict=True)
+    ]
+
+
+def difference_text(far: Mapping[int, float], first: int) -> str:
+    """Which ranks differ from rank ``first``, and by how much, for messages."""
+    verb = "differs" if len(far) == 1 else "differ"
+    return (
+        f"{ranks_text(tuple(far))} {verb} from rank {first}, by up to {max(far.values()):.2g} of "
+        "its largest value"
+    )
+
+
+def tolerance(x: torch.Tensor) -> float:
+    """The distance up to which tensors of this dtype are equal."""
+    return torch.finfo(x.dtype).eps ** 0.5 if _is_inexact(x) else 0.0
+
+
+def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
+    """The largest |mine - first| over the largest |first|; NaN and infinity equal themselves."""
+    mine, first = _computable(mine), _computable(first)
+    differs = (mine != first) & ~(mine.isnan() & first.isnan())
+    if not bool(differs.any()):
+        return 0.0
+    if not _is_inexact(mine):  # whose differences might not fit into the dtype
+        mine, first = mine.double(), first.double()
+    gap = float((mine - first)[differs].abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    finite = first[first.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return gap / scale if scale else torch.inf
+
+
+def _computable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in a dtype that can be subtracted; those that torch only moves, as bytes."""
+    facts = DTYPES.get(x.dtype)
+    if facts is None:
+        return x.contiguous().view(torch.uint8)
+    return x.to(facts.wide) if facts.wide is not None and _is_inexact(x) else x
+
+
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.dtype in DTYPES and (x.is_floating_point() or x.is_complex())
