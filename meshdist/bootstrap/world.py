@@ -83,6 +83,9 @@ class World:
     server: int | None = None
     chooses_wires: bool = False
     """Whether no wire was named, so that another one may serve where the best cannot."""
+    shared_notes: dict[Hashable, Any] | None = None
+    """What simulated ranks, which share it, note of the leaves whose gradients they compare; None
+    where they compare none."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)

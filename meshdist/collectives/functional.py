@@ -40,6 +40,7 @@ from ..runtime.buffer_pool import new_like
 from .blocks import cut, get_dim, joined
 from .checks import check_reducible
 from .equal_values import check_invariant
+from .leaf_gradients import note_leaves
 from .linear_function import LinearFunction
 from .torch_private import call_function
 from .verb_kinds import CASTS, GATHERED, KINDS
@@ -185,7 +186,7 @@ class _Psum(LinearFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (group,) = ctx.rest
-        check_gradient(grad, group, "psum")
+        check_gradient(ctx, grad, group, "psum")
         # Only a backward that will be differentiated again needs the verb; else the gradient
         # itself passes on, without a copy.
         return call_function(_Pvary, grad, group) if torch.is_grad_enabled() else grad, None
@@ -230,7 +231,7 @@ class _Extreme(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        check_gradient(grad, ctx.group, ctx.verb)
+        check_gradient(ctx, grad, ctx.group, ctx.verb)
         if torch.is_grad_enabled():
             grad = call_function(_Pvary, grad, ctx.group)
         return grad * _share(ctx.saved_tensors, ctx.group), None, None, None
@@ -297,7 +298,7 @@ class _AllGatherInvariant(LinearFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (group,) = ctx.rest
-        check_gradient(grad, group, "all_gather")
+        check_gradient(ctx, grad, group, "all_gather")
         return call_function(_OwnSlice, grad, group), None
 
 
@@ -316,8 +317,12 @@ class _OwnSlice(LinearFunction):
         return call_function(_AllGatherInvariant, grad, *ctx.rest), None
 
 
-def check_gradient(grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """At debug level DETAIL, raise unless the gradient of an invariant result is invariant."""
+def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+    """At debug level DETAIL, raise unless the gradient of an invariant result is invariant.
+
+    In a world that compares the gradients of leaves, the node's are noted, too.
+    """
+    note_leaves(node, group)
     if get_debug_level() == DebugLevel.DETAIL:
         check_invariant(
             grad.detach(),

@@ -226,7 +226,7 @@ class _Pbroadcast(LinearFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         group, source = ctx.rest
-        check_gradient(grad, group, "pbroadcast")
+        check_gradient(ctx, grad, group, "pbroadcast")
         return call_function(_KeptAt, grad, group, source), None, None
 
 

@@ -65,6 +65,7 @@ class ProcessGroup(VerbMethods):
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
         desc: torch's ``group_desc``.
+        axis_names: of the mesh axes along which it runs; () where they have none, or there are none.
         device: the device bound to it, on which its wire connects as it is opened; None takes the
             world's.
         agreement: what its members agreed when it was made; without one they agree when its
@@ -83,6 +84,7 @@ class ProcessGroup(VerbMethods):
         options: Any = None,
         is_private: bool = False,
         desc: str = "",
+        axis_names: tuple[str, ...] = (),
         device: torch.device | None = None,
         agreement: Agreement | None = None,
     ) -> None:
@@ -98,6 +100,7 @@ class ProcessGroup(VerbMethods):
         self.device = device or world.device
         self.is_private = is_private
         self.group_desc = desc or name
+        self.axis_names = axis_names
         self.own_timeout = timeout
         self._group_rank = ranks.index(world.rank)
         self._num_forks = num_forks()

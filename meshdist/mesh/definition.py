@@ -107,6 +107,7 @@ class MeshDefinition:
             timeout=options.timeout,
             options=options.options if options.options is not None else world.options,
             is_private=options.private,
+            axis_names=tuple(layout.names[a] for a in axes) if layout.names else (),
         )
 
 

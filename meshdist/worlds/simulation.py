@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ def simulate(
     ranks: int | tuple[int, ...],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    compare_gradients: bool = False,
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on every rank of a world that lies in this process.
 
@@ -40,6 +42,8 @@ def simulate(
         ranks: how many ranks, or the shape of the mesh they fill.
         args: positional arguments; each rank gets a deep copy, tensors included.
         kwargs: keyword arguments, copied likewise.
+        compare_gradients: whether to look for forgotten casts: behind each backward, leaves below
+            the verbs of ``lax`` that are equal along the verb's axis must have equal gradients.
 
     Returns:  what ``fn`` returned, by rank.
 
@@ -49,6 +53,8 @@ def simulate(
 
     Raises:
         ArgumentError, KindError: bad arguments, before any rank starts.
+        GradientError: with ``compare_gradients``, on the rank that ends its backward last: the
+            leaves, by name, whose gradients differ.
         The first exception of a rank itself, with the rank in its attribute ``rank``; the other
         ranks are ended before.
 
@@ -75,6 +81,7 @@ def simulate(
     copies = [_copy_arguments(args, kwargs or {}, rank, size) for rank in range(size)]
     scheduler: Scheduler[T] = Scheduler(size)
     store = SimulatedStore()
+    shared_notes: dict[Hashable, Any] | None = {} if compare_gradients else None
 
     def program_of_rank(rank: int) -> T:
         world = World(
@@ -85,6 +92,7 @@ def simulate(
             local_rank=rank,
             local_size=size,
             origin="simulated",
+            shared_notes=shared_notes,
         )
         own_args, own_kwargs = copies[rank]
         copies[rank] = ((), {})  # the rank alone holds its arguments now

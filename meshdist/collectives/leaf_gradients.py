@@ -1,0 +1,216 @@
+"""Whether leaves that are equal along an axis get equal gradients: the comparison of ``simulate``.
+
+Where an equal value meets one that varies a cast is due (``lax.pvary``), whose backward sums. One
+that was forgotten leaves each rank with its own part of a leaf's gradient. So in a world that
+compares gradients the backward of every verb whose result is invariant notes the leaves below it.
+When the backward has ended, the rank adds their values and gradients to the notes of all ranks, and
+the last member of the verb's group to come compares. Nothing is sent, and no rank waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from ..arrays import describe
+from ..checking.call_sites import call_site, program_frame, show_site
+from ..errors import GradientError
+from ..groups.process_group import ProcessGroup
+from .axis_types import ATTRIBUTE, INVARIANT, kinds_in
+from .equal_values import difference_text, relative_distance, tolerance
+from .leaf_names import names_of
+from .torch_private import are_transforms_active
+
+__all__ = ["note_leaves"]
+
+_KEPT_BACKWARDS = 8
+"""Of how many backwards a rank's notes are kept for members that have not come to the first."""
+_SHOWN_LEAVES = 8
+
+
+@dataclass(frozen=True)
+class _Note:
+    """A leaf on one rank: its value before its backward, and its gradient behind; None is zeros."""
+
+    value: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+class _Leaf:
+    """A leaf of a backward that runs; it learns its gradient."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._value = tensor.detach().clone()
+        self._before = self._state()
+        self._arrived: torch.Tensor | None = None
+        self._hook = tensor.register_hook(self._arrives)
+
+    def _arrives(self, gradient: torch.Tensor) -> None:
+        self._arrived = gradient.detach()
+
+    def _state(self) -> tuple[int, int]:
+        grad = self.tensor.grad
+        return id(grad), -1 if grad is None else grad._version
+
+    def note(self) -> _Note:
+        """What is compared: ``.grad`` where the backward wrote it, since wrappers may have summed
+        it, else what arrived, as for ``torch.autograd.grad``.
+        """
+        self._hook.remove()
+        grad = self.tensor.grad
+        if grad is None or self._state() == self._before:
+            grad = self._arrived
+        return _Note(self._value, None if grad is None else grad.detach().to_dense().clone())
+
+
+@dataclass
+class _Below:
+    """What lies below the verbs over one group that a backward has come to."""
+
+    group: ProcessGroup
+    nodes: set[Any] = field(default_factory=set)
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, verb: Any) -> Iterator[torch.Tensor]:
+        """Yield the leaves below the node of a verb that were not below others."""
+        open_nodes = [verb]
+        while open_nodes:
+            for node, _ in open_nodes.pop().next_functions:
+                if node is None or node in self.nodes:
+                    continue
+                self.nodes.add(node)
+                open_nodes.append(node)
+                leaf = getattr(node, "variable", None)
+                if leaf is not None and not self._is_own(leaf):
+                    self.leaves[id(leaf)] = leaf
+                    yield leaf
+
+    def _is_own(self, leaf: torch.Tensor) -> bool:
+        """Whether the program says that the leaf's gradient may differ along the group's axes."""
+        kinds = kinds_in(leaf.__dict__.get(ATTRIBUTE, INVARIANT))
+        return any(axis in kinds for axis in self.group.axis_names)
+
+
+@dataclass
+class _Backward:
+    """One backward of one rank, while it runs."""
+
+    below: dict[tuple[int, ...], _Below] = field(default_factory=dict)
+    leaves: dict[int, _Leaf] = field(default_factory=dict)
+
+
+def note_leaves(verb: Any, group: ProcessGroup) -> None:
+    """Note the leaves below a verb with an invariant result, if the world compares gradients.
+
+    Args:
+        verb: its node in the graph, whose backward runs.
+        group: the verb's.
+    """
+    notes = group.world.shared_notes
+    if notes is None or group.size() == 1 or are_transforms_active():
+        return
+    key = ("backward", group.world.rank, torch._C._current_graph_task_id())
+    backward = notes.get(key)
+    if backward is None:
+        backward = notes[key] = _Backward()
+
+        def ends() -> None:
+            _compare(notes.pop(key), notes)
+
+        # What wrappers do at the end of a backward is queued before its second round begins.
+        engine = Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(ends))
+    below = backward.below.setdefault(group.ranks, _Below(group))
+    for leaf in below.add(verb):
+        if id(leaf) not in backward.leaves:
+            backward.leaves[id(leaf)] = _Leaf(leaf)
+
+
+def _compare(backward: _Backward, notes: dict[Any, Any]) -> None:
+    """Add a backward that has ended to the notes; compare where all members have.
+
+    Raises:
+        GradientError: leaves that are equal have gradients that are not.
+    """
+    names = names_of(
+        (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
+    )
+    own = {key: leaf.note() for key, leaf in backward.leaves.items()}
+    for ranks, below in backward.below.items():
+        world = below.group.world
+        count = world.next_number(("backward over", ranks))
+        notes.pop(("leaves", ranks, count - _KEPT_BACKWARDS), None)
+        of_members = notes.setdefault(("leaves", ranks, count), {})
+        of_members[world.rank] = {
+            names.get(key, f"leaf {place} of the graph"): own[key]
+            for place, key in enumerate(below.leaves)
+        }
+        if len(of_members) == len(ranks):
+            del notes["leaves", ranks, count]
+            _compare_members({rank: of_members[rank] for rank in ranks}, below.group)
+
+
+def _compare_members(of_members: Mapping[int, Mapping[str, _Note]], group: ProcessGroup) -> None:
+    lines, wrong = [], ""
+    for name in dict.fromkeys(name for leaves in of_members.values() for name in leaves):
+        held = {rank: leaves[name] for rank, leaves in of_members.items() if name in leaves}
+        for ranks in _ranks_with_equal_values(held):
+            far = _far({rank: held[rank] for rank in ranks})
+            if far:
+                wrong = wrong or name
+                text = describe(held[ranks[0]].value)
+                lines.append(f"{name}, {text}: {difference_text(far, ranks[0])}")
+    if not lines:
+        return
+    axes = group.axis_names
+    axis = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis"
+    shown = lines[:_SHOWN_LEAVES]
+    if len(lines) > _SHOWN_LEAVES:
+        shown.append(f"and {len(lines) - _SHOWN_LEAVES} more")
+    raise GradientError(
+        f"leaves that are equal over {group.name} have gradients that are not",
+        where=f"behind the backward at {show_site(call_site())}",
+        expected="equal gradients, as leaves that are equal along an axis are invariant there",
+        found="\n".join(shown),
+        fix=f"cast where it meets values that vary: lax.pvary({wrong}, {axis})\n"
+        "or, where equal numbers are chance, as zeros of a shard: "
+        f"md.annotate({wrong}, varying={axis})\n"
+        f"or, where gradients are summed later: md.annotate({wrong}, reduced={axis})",
+    )
+
+
+def _ranks_with_equal_values(held: Mapping[int, _Note]) -> list[list[int]]:
+    """The ranks of each value that several hold."""
+    found: list[list[int]] = []
+    for rank, note in held.items():
+        for ranks in found:
+            first = held[ranks[0]].value
+            if (first.shape, first.dtype) == (
+                note.value.shape,
+                note.value.dtype,
+            ) and relative_distance(note.value, first) <= tolerance(first):
+                ranks.append(rank)
+                break
+        else:
+            found.append([rank])
+    return [ranks for ranks in found if len(ranks) > 1]
+
+
+def _far(held: Mapping[int, _Note]) -> dict[int, float]:
+    """The ranks whose gradient is not the first one's, with the distance."""
+    gradients = [
+        torch.zeros_like(note.value) if note.gradient is None else note.gradient
+        for note in held.values()
+    ]
+    limit = tolerance(gradients[0])
+    distances = {
+        rank: relative_distance(gradient, gradients[0])
+        for rank, gradient in zip(held, gradients, strict=True)
+    }
+    return {rank: distance for rank, distance in distances.items() if distance > limit}
