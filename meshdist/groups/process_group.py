@@ -65,7 +65,7 @@ class ProcessGroup(VerbMethods):
         options: the wire's own options, or None.
         is_private: whether it opens communicators of its own instead of sharing equal ones.
         desc: torch's ``group_desc``.
-        axis_names: of the mesh axes along which it runs; () where they have none, or there are none.
+        axis_names: of the mesh axes along which it runs; () where there are none with names.
         device: the device bound to it, on which its wire connects as it is opened; None takes the
             world's.
         agreement: what its members agreed when it was made; without one they agree when its
