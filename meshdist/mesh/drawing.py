@@ -9,8 +9,7 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
-from .layout import Layout
-from .view import Hosts, Marks, View, corner, tables_abreast
+from .view import Grid, Hosts, Marks, View, corner, tables_abreast
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +24,7 @@ _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def draw(
-    layout: Layout,
+    layout: Grid,
     *,
     highlight_rank: int | None = None,
     hosts: Hosts | None = None,
@@ -50,6 +49,7 @@ def draw(
         MeshError: ``hosts`` lacks a rank of the mesh.
 
     Example:
+        >>> from meshdist.mesh.layout import Layout
         >>> print(draw(Layout.from_shape((2, 4), ("dp", "tp")), ascii_only=True, highlight_rank=6))
         +---------+---+---+-----+---+
         | dp \\ tp | 0 | 1 |   2 | 3 |
@@ -75,7 +75,7 @@ class _Drawing:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Grid,
         marks: Marks,
         legend: str,
         width: int,

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
+from .drawing import draw
 from .inputs import (
     checked_modes,
     checked_names,
@@ -39,6 +40,7 @@ from .strides import (
     split,
     strided_modes,
 )
+from .svg import draw_svg
 
 __all__ = ["Axis", "AxisName", "Layout", "Mode"]
 
@@ -276,6 +278,13 @@ class Layout:
         if self.rank_map is not None or self.num_ranks <= _REPR_RANKS:
             return f"Layout.from_ranks({self.ranks().tolist()!r}{names})"
         return f"Layout({self.modes!r}{names}, offset={self.offset})"
+
+    def __str__(self) -> str:
+        return draw(self)
+
+    def _repr_svg_(self) -> str:
+        """The drawing that a notebook shows."""
+        return draw_svg(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain = None if self.rank_map is None else tuple(self.rank_map)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from .layout import Layout
-from .view import Hosts, Marks, View, corner, indices_shown, tables_abreast
+from .view import Grid, Hosts, Marks, View, corner, indices_shown, tables_abreast
 
 __all__ = ["draw_svg"]
 
@@ -17,7 +16,7 @@ _COLORS = ("#cfe8fc", "#fde2c8", "#d5f0d3", "#f3d6ee", "#fff3bf", "#e2e2f5")
 
 
 def draw_svg(
-    layout: Layout,
+    layout: Grid,
     *,
     highlight_rank: int | None = None,
     hosts: Hosts | None = None,
@@ -49,7 +48,7 @@ class _Svg:
     line_height = 20
     character_width = 8
 
-    def __init__(self, layout: Layout, marks: Marks, title: str, width: int) -> None:
+    def __init__(self, layout: Grid, marks: Marks, title: str, width: int) -> None:
         self.marks = marks
         self.title = title
         digits = max(len(str(layout.largest_rank)), len(str(layout.sizes[-1] - 1)), 3)

@@ -9,15 +9,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import MeshError, NotInGroupError
-from .layout import Layout
 
-__all__ = ["Hosts", "Marks", "View", "corner", "indices_shown", "tables_abreast"]
+__all__ = ["Grid", "Hosts", "Marks", "View", "corner", "indices_shown", "tables_abreast"]
 
 Hosts = Mapping[int, object] | Sequence[object]
+
+
+class Grid(Protocol):
+    """What is drawn: a ``Layout``, which prints as its own drawing."""
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of the axes."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank on it."""
+
+    def axis_text(self) -> str:
+        """``dp=2, tp=4``."""
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """Where a rank stands."""
+
+    def coordinate_text(self, rank: int) -> str:
+        """The same in words."""
+
+    def rank_at(self, coordinate: tuple[int, ...]) -> int:
+        """Who stands there."""
+
+    def ranks(self) -> np.ndarray[Any, Any]:
+        """All of them, in the shape of the grid."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +65,7 @@ class Marks:
     host_names: tuple[str, ...]  # in order of first appearance
 
     @staticmethod
-    def of(layout: Layout, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
+    def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
         """Check what a caller wants to be marked.
 
         Raises:
@@ -68,13 +103,13 @@ class Marks:
 class View:
     """The coordinates to show of a mesh; None stands for those left out."""
 
-    layout: Layout
+    layout: Grid
     blocks: tuple[tuple[int, ...] | None, ...]  # coordinates of all axes but the last two
     rows: tuple[int | None, ...]
     columns: tuple[int | None, ...]
 
     @staticmethod
-    def of(layout: Layout, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
+    def of(layout: Grid, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
         """Choose what to show of a mesh; the highlighted rank is always there."""
         at = marks.highlight_at
         outer = layout.sizes[:-2]
@@ -104,7 +139,7 @@ class View:
         return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
 
 
-def corner(layout: Layout) -> str:
+def corner(layout: Grid) -> str:
     """The text above the rows' labels and before the columns' labels: names or numbers of axes."""
     names = layout.names or tuple(f"axis {index}" for index in range(layout.ndim))
     return " \\ ".join(names[-2:])
@@ -129,7 +164,7 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
     return tuple(shown)
 
 
-def tables_abreast(layout: Layout, room: int) -> int:
+def tables_abreast(layout: Grid, room: int) -> int:
     """Return how many tables to put on a line: whole turns of the axis that changes fastest."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)

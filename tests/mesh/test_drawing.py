@@ -275,13 +275,19 @@ def test_a_long_list_of_hosts_is_shortened():
     assert last == "hosts: a = host00, b = host01, c = host02, d = host03, …, an = host39"
 
 
+def test_a_layout_prints_as_its_drawing_and_shows_a_picture_in_notebooks():
+    layout = Layout.from_shape((2, 3), ("dp", "tp"))
+    assert str(layout) == draw(layout)
+    assert layout._repr_svg_().startswith("<svg")
+    assert repr(layout) == "Layout.from_shape((2, 3), names=('dp', 'tp'))"
+
+
 # ------------------------------------------------------------------ the page
 
 
 def test_the_page_shows_what_its_code_prints(capsys):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "mesh.md").read_text(encoding="utf-8")
-    part = page.split("<!-- layouts: end -->")[0]
-    exec("\n".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)), {})
-    shown = "".join(re.findall(r"```text\n(.*?)```", part, re.DOTALL))
+    page = (Path(__file__).resolve().parents[2] / "docs" / "layout.md").read_text(encoding="utf-8")
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
+    shown = "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL))
     assert capsys.readouterr().out == shown
     assert len(shown) > 1000
