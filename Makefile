@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench wheels clean
+.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench docs wheels clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -61,6 +61,10 @@ sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and A
 bench: $(VENV)/.installed-bench ## run every benchmark; each writes its report beside it
 	@set -e; for script in $(filter-out %/before_after.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
+docs: $(VENV)/.installed-docs ## the documentation as a site in build/site; a warning, or a link that leads nowhere, is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html, or: $(BIN)/python -m http.server --directory build/site"
+
 wheels: $(VENV)/.made ## an sdist, a wheel for each Python that is here, a pure one; each is tested; see dist/wheels.md
 	$(BIN)/python packaging/wheels.py
 
@@ -82,6 +86,7 @@ $(VENV)/.installed-demo: EXTRA = examples
 $(VENV)/.installed-test: EXTRA = test
 $(VENV)/.installed-bench: EXTRA = bench
 $(VENV)/.installed-conformance: EXTRA = conformance
+$(VENV)/.installed-docs: EXTRA = docs
 $(VENV)/.installed-trainers: EXTRA = trainers
 $(VENV)/.installed-%: $(VENV)/.made
 	@echo "Installing meshdist[$(EXTRA)] and its dependencies (the first time takes a while: torch)"
