@@ -164,8 +164,8 @@ def errors_page() -> str:
         [
             "# Errors by their first line",
             "",
-            "What stands for a name, a number or a value of the program is `…`. Every report has up "
-            "to four more fields; [how to read one](debugging.md#how-to-read-a-report).",
+            "What stands for a name, a number or a value of the program is `…`. Every report has "
+            "up to four more fields; [how to read one](debugging.md#how-to-read-a-report).",
             "",
             "| first line | error | fix |",
             "|---|---|---|",
@@ -183,7 +183,8 @@ def _first_line(call: ast.Call) -> str:
     kind = getattr(meshdist.errors, _name(call), None)
     if not (inspect.isclass(kind) and issubclass(kind, meshdist.errors.MeshdistError)):
         return ""
-    return _text(call.args[0]) if call.args else ""
+    line = _text(call.args[0]) if call.args else ""
+    return line if len(line.replace("…", "").split()) > 2 else ""
 
 
 def _fix(call: ast.Call) -> str:
