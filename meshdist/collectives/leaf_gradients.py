@@ -51,8 +51,8 @@ class _Leaf:
         self._arrived: torch.Tensor | None = None
         self._hook = tensor.register_hook(self._arrives)
 
-    def _arrives(self, gradient: torch.Tensor) -> None:
-        self._arrived = gradient.detach()
+    def _arrives(self, gradient: torch.Tensor | None) -> None:
+        self._arrived = gradient
 
     def _state(self) -> tuple[int, int]:
         grad = self.tensor.grad

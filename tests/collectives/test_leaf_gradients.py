@@ -1,0 +1,291 @@
+"""``simulate(..., compare_gradients=True)``: forgotten casts are named, right programs pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.errors import GradientError
+
+
+def mesh_of(**sizes: int) -> md.DeviceMesh:
+    return md.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def refused(program: Callable[..., Any], ranks: int, *args: Any) -> GradientError:
+    """The error of a program that runs through where nothing is compared."""
+    md.simulate(program, ranks, args)
+    with pytest.raises(GradientError) as caught:
+        md.simulate(program, ranks, args, compare_gradients=True)
+    return caught.value
+
+
+def passes(program: Callable[..., Any], ranks: int, *args: Any) -> None:
+    """The results are those of a run where nothing is compared."""
+    compared = md.simulate(program, ranks, args, compare_gradients=True)
+    torch.testing.assert_close(compared, md.simulate(program, ranks, args), rtol=0, atol=0)
+
+
+def leaves_of(error: GradientError) -> list[str]:
+    return [line.partition(",")[0] for line in str(error.found).splitlines()]
+
+
+class Split(nn.Module):
+    """A norm, and two layers split over tp; ``is_cast`` says whether the cast is there."""
+
+    def __init__(self, tp: md.DeviceMesh, is_cast: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.tp, self.is_cast = tp, is_cast
+        part = tp.get_local_rank()
+        self.up.weight = nn.Parameter(self.up.weight.detach().chunk(2, 0)[part].clone())
+        self.up.bias = nn.Parameter(self.up.bias.detach().chunk(2, 0)[part].clone())
+        self.down.weight = nn.Parameter(self.down.weight.detach().chunk(2, 1)[part].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        if self.is_cast:
+            h = md.lax.pvary(h, self.tp)
+        h = torch.relu(self.up(h)) @ self.down.weight.t()
+        return md.lax.psum(h, self.tp) + self.down.bias
+
+
+def split_layers(is_cast: bool, way: str = "backward") -> Any:
+    mesh = mesh_of(dp=2, tp=2)
+    model = Split(mesh["tp"], is_cast)
+    batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+    if way == "checkpoint":
+        loss = checkpoint(model, batch, use_reentrant=False).square().mean()
+    elif way == "ddp":
+        loss = md.DDP(model, device_mesh=mesh["dp"])(batch).square().mean()
+    else:
+        loss = model(batch).square().mean()
+    parameters = list(model.parameters())
+    if way in ("grad", "create_graph"):
+        return torch.autograd.grad(loss, parameters, create_graph=way == "create_graph")
+    loss.backward()
+    return [parameter.grad for parameter in parameters]
+
+
+WAYS = ["backward", "grad", "create_graph", "checkpoint", "ddp"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_norm_before_split_layers_lacks_its_cast(way: str) -> None:
+    names = leaves_of(refused(split_layers, 4, False, way))
+    assert names == ["model.norm.weight", "model.norm.bias"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_the_cast_the_program_passes(way: str) -> None:
+    passes(split_layers, 4, True, way)
+
+
+def by_hand(is_cast: bool) -> Any:
+    mesh = mesh_of(dp=3)
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    mine = torch.tensor([1.0, 1.0 + md.get_rank()])
+    with mesh:
+        there = md.lax.pvary(weight, "dp") if is_cast else weight
+        md.lax.pmean((there * mine).sum(), "dp").backward()
+    return weight.grad
+
+
+def test_the_whole_text() -> None:
+    error = refused(by_hand, 3, False)
+    lines = str(error).splitlines()
+    assert lines[0] == (
+        "leaves that are equal over axis 'dp' of DeviceMesh(dp=3) have gradients that are not"
+    )
+    assert lines[1].startswith("  where:    behind the backward at ")
+    assert "test_leaf_gradients.py:" in lines[1]
+    assert lines[2:] == [
+        "  expected: equal gradients, as leaves that are equal along an axis are invariant there",
+        "  found:    weight, shape (2,), float32: ranks 1-2 differ from rank 0, by up to 2 of its "
+        "largest value",
+        "  fix:      cast where it meets values that vary: lax.pvary(weight, 'dp')",
+        "            or, where equal numbers are chance, as zeros of a shard: "
+        "md.annotate(weight, varying='dp')",
+        "            or, where gradients are summed later: md.annotate(weight, reduced='dp')",
+    ]
+    passes(by_hand, 3, True)
+
+
+@pytest.mark.parametrize("verb", ["psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast"])
+def test_every_verb_with_an_invariant_result(verb: str) -> None:
+    def program(is_cast: bool) -> Any:
+        mesh = mesh_of(tp=2)
+        weight = torch.tensor([3.0], requires_grad=True)
+        there = md.lax.pvary(weight, "tp", mesh=mesh) if is_cast else weight
+        mine = there * (1.0 + md.get_rank())
+        if verb == "all_gather":
+            result = md.lax.all_gather(mine, "tp", to="invarying", mesh=mesh)
+        elif verb == "pbroadcast":
+            result = md.lax.pbroadcast(mine, "tp", 0, mesh=mesh)
+        else:
+            result = getattr(md.lax, verb)(mine, "tp", mesh=mesh)
+        result.sum().backward()
+        return weight.grad
+
+    assert leaves_of(refused(program, 2, False)) == ["weight"]
+    passes(program, 2, True)
+
+
+def test_axes_together_compare_the_ranks_with_equal_values() -> None:
+    def program(is_cast: bool) -> Any:
+        mesh = mesh_of(dp=2, tp=2)
+        shard = torch.tensor([1.0 + mesh.get_local_rank("tp")], requires_grad=True)
+        with mesh:
+            there = md.lax.pvary(shard, "dp") if is_cast else shard
+            md.lax.psum(there * (1.0 + md.get_rank()), ("dp", "tp")).backward()
+        return shard.grad
+
+    error = refused(program, 4, False)
+    assert leaves_of(error) == ["shard", "shard"]
+    assert "rank 2 differs from rank 0" in str(error) and "rank 3 differs from" in str(error)
+    assert "lax.pvary(shard, ('dp', 'tp'))" in str(error)
+    passes(program, 4, True)
+
+
+def test_a_gradient_that_a_rank_lacks_is_zeros() -> None:
+    def program() -> None:
+        mesh = mesh_of(tp=2)
+        used, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+        mine = used * 2 + (other.detach() if md.get_rank() else other)
+        md.lax.psum(mine + 0 * other.clone().detach(), "tp", mesh=mesh).backward()
+
+    passes(program, 2)  # `other` is a leaf of one rank's graph alone: nothing to compare
+
+    class KeepNothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    def lacking() -> None:
+        mesh = mesh_of(tp=2)
+        weight = torch.ones(1, requires_grad=True)
+        mine = weight * 2 if md.get_rank() == 0 else KeepNothing.apply(weight)
+        md.lax.psum(mine, "tp", mesh=mesh).backward()
+
+    assert "rank 1 differs from rank 0, by up to 1 of" in str(refused(lacking, 2))
+
+
+@pytest.mark.parametrize("kind", ["varying", "reduced"])
+def test_what_is_annotated_may_differ(kind: str) -> None:
+    def program(axis: str) -> Any:
+        mesh = mesh_of(dp=1, tp=2)
+        bias = md.annotate(torch.zeros(2, requires_grad=True), **{kind: axis})
+        md.lax.psum(bias * md.get_rank(), "tp", mesh=mesh).sum().backward()
+        return bias.grad
+
+    passes(program, 2, "tp")
+    assert leaves_of(refused(program, 2, "dp")) == ["bias"]
+
+
+def test_sums_behind_the_backward_need_no_verb_of_lax() -> None:
+    def averaged_by_hand() -> Any:
+        mesh_of(dp=2)
+        weight = torch.ones(2, requires_grad=True)
+        (weight * md.get_rank()).sum().backward()
+        md.all_reduce(weight.grad)
+        return weight.grad
+
+    passes(averaged_by_hand, 2)
+
+
+def test_statistics_over_the_axis_of_a_wrapper_are_right() -> None:
+    def program() -> Any:
+        mesh = mesh_of(dp=2)
+
+        class Centred(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = super().forward(x)
+                return y - md.lax.pvary(md.lax.pmean(y.mean(), mesh["dp"]), mesh["dp"])
+
+        torch.manual_seed(0)
+        model = md.DDP(Centred(2, 2), device_mesh=mesh["dp"])
+        model(torch.eye(2) * (1 + md.get_rank())).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    passes(program, 2)
+
+
+def test_inside_typed_contexts_programs_pass() -> None:
+    def program() -> Any:
+        mesh = mesh_of(dp=2)
+        weight = torch.ones(2, requires_grad=True)
+        batch = md.annotate(torch.ones(2) * md.get_rank(), varying="dp")
+        with md.typed(mesh):
+            md.lax.pmean((weight * batch).sum(), "dp").backward()
+            with md.accumulate_gradients([weight], "dp"):
+                md.lax.pmean((weight * batch).sum(), "dp").backward()
+        return weight.grad
+
+    passes(program, 2)
+
+
+def test_later_backwards_are_compared_as_well() -> None:
+    def program() -> None:
+        mesh = mesh_of(tp=2)
+        weight = torch.ones(1, requires_grad=True)
+        for step in range(3):
+            there = md.lax.pvary(weight, "tp", mesh=mesh) if step < 2 else weight
+            md.lax.psum(there * md.get_rank(), "tp", mesh=mesh).backward()
+            with torch.no_grad():
+                weight -= weight.grad
+            weight.grad = None
+
+    assert leaves_of(refused(program, 2)) == ["weight"]
+
+
+def test_a_rank_that_runs_no_backward_is_not_waited_for() -> None:
+    def program() -> Any:
+        mesh = mesh_of(tp=2)
+        weight = torch.ones(1, requires_grad=True)
+        for _ in range(20):
+            loss = md.lax.psum(weight * md.get_rank(), "tp", mesh=mesh)
+            if md.get_rank() == 0:
+                loss.backward()
+        notes = get_world().shared_notes
+        return weight.grad, 0 if notes is None else len(notes)
+
+    ended, _ = md.simulate(program, 2, compare_gradients=True)
+    torch.testing.assert_close(ended, (torch.zeros(1), 8))  # of the last ones alone
+
+
+def test_many_leaves_are_counted_and_nameless_ones_numbered() -> None:
+    def program() -> None:
+        mesh = mesh_of(tp=2)
+
+        def mine() -> torch.Tensor:
+            return sum(torch.ones(1, requires_grad=True) * md.get_rank() for _ in range(11))  # type: ignore[return-value]
+
+        md.lax.psum(mine(), "tp", mesh=mesh).backward()
+
+    names = leaves_of(refused(program, 2))
+    assert len(names) == 9 and names[-1] == "and 3 more"
+    assert names[0] == "leaf 0 of the graph"
+
+
+def test_transforms_are_left_alone() -> None:
+    def program() -> Any:
+        mesh = mesh_of(tp=2)
+
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            return md.lax.psum(w * md.get_rank(), "tp", mesh=mesh)
+
+        return torch.func.grad(loss)(torch.tensor(1.0))
+
+    passes(program, 2)
