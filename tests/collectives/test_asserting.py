@@ -51,6 +51,7 @@ def test_the_whole_text() -> None:
         tree = {"weight": torch.tensor([4.0, 4.0 + 2 * (md.get_rank() == 1)]), "step": 3}
         with pytest.raises(AssertionError) as caught:
             md.assert_equal(tree, "tp", mesh=mesh)
+        assert [entry.name for entry in caught.traceback][1:] == ["assert_equal"]
         return str(caught.value)
 
     texts = md.simulate(program, 3)

@@ -9,6 +9,7 @@ import torch
 
 from ...arrays import as_tensor, describe
 from ...checking.call_sites import call_site, show_site
+from ...checking.tracebacks import one_frame
 from ...error_text import grouped_text
 from ...errors import ArgumentError, UnequalError
 from ...groups.process_group import ProcessGroup, resolve_group
@@ -29,6 +30,7 @@ _FIX = (
 )
 
 
+@one_frame
 @unseen
 def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -> None:
     """Return once every rank along ``axis`` is known to hold an equal ``tree``; raise otherwise.
