@@ -105,7 +105,13 @@ class PatternError(ArgumentError):
 
 
 class AxisError(MeshError, KeyError):
-    """A mesh has no such axis, or an axis is named twice."""
+    """A mesh has no such axis, or an axis is named twice.
+
+    Attributes:
+        axis: the name that the mesh does not have; "" where something else is wrong.
+    """
+
+    axis: str = ""
 
 
 class NotInGroupError(ArgumentError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import AxisError, AxisTypeError, KindError, MeshError
-from ..mesh.current_mesh import find_current_mesh
+from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.partition_spec import PartitionSpec
@@ -83,19 +83,25 @@ def annotate(
                 f"unreduced={unreduced!r}",
                 fix='say it all in the spec, such as "b@dp d {R:tp}"',
             )
-        return mark_spec(tensor, checked_spec(tensor, spec, _layout(spec, mesh), "annotate"))
+        try:
+            checked = checked_spec(tensor, spec, _layout(spec, mesh), "annotate")
+        except AxisError as error:
+            raise with_hidden_mesh(error, mesh) from None
+        return mark_spec(tensor, checked)
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
-    mesh = mesh or find_current_mesh()
+    given_mesh, mesh = mesh, mesh or find_current_mesh()
     for argument, (kind, axes) in given.items():
         for axis in _names(axes, argument):
             if mesh is not None and axis not in mesh.axis_names:
-                raise AxisError(
+                absent = AxisError(
                     f"annotate: axis {axis!r} is not in the mesh",
                     where=mesh_text(mesh),
                     expected=f"some of {', '.join(map(repr, mesh.axis_names))}",
                     found=f"{argument}={axes!r}",
                 )
+                absent.axis = axis
+                raise with_hidden_mesh(absent, given_mesh)
             if kinds.setdefault(axis, kind) != kind:
                 raise AxisTypeError(
                     f"annotate: a value is of one kind over axis {axis!r}",

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from ..checking.call_sites import is_between
-from ..errors import ArgumentError, KindError, NotInGroupError
-from ..mesh.current_mesh import get_current_mesh
+from ..errors import ArgumentError, AxisError, KindError, NotInGroupError
+from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..runtime.seed_notes import seed_notes
@@ -140,8 +140,11 @@ def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ..
         )
     if not names:
         return None, ()
-    mesh = mesh or get_current_mesh()
-    mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
+    given, mesh = mesh, mesh or get_current_mesh()
+    try:
+        mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
+    except AxisError as error:
+        raise with_hidden_mesh(error, given) from None
     if mesh.get_coordinate() is None:
         raise NotInGroupError(
             "md.seed on a mesh that does not hold this rank",

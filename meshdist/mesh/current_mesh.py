@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..errors import MeshError
+from ..errors import AxisError, MeshError
 from .device_mesh import DeviceMesh, meshes_in_force
 
-__all__ = ["find_current_mesh", "get_current_mesh"]
+__all__ = ["find_current_mesh", "get_current_mesh", "with_hidden_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
@@ -23,3 +23,30 @@ def get_current_mesh() -> DeviceMesh:
             fix="wrap the call: with mesh: ...",
         )
     return mesh
+
+
+def with_hidden_mesh(
+    error: AxisError, given: object, fix: str = "name the mesh that is meant: mesh=..."
+) -> AxisError:
+    """``error``, which says so where an inner ``with mesh:`` hides an outer mesh that has the axis.
+
+    Args:
+        error: raised of an axis of the mesh in force.
+        given: the mesh that the call names; where there is one, none is hidden.
+        fix: how a call names its mesh.
+    """
+    if given is not None or not error.axis:
+        return error
+    for outer in reversed(meshes_in_force.get()[:-1]):
+        if error.axis in outer.axis_names:
+            told = AxisError(
+                error.summary,
+                where=error.where,
+                expected=error.expected,
+                found=f"an outer `with mesh:` is of DeviceMesh({outer.layout.axis_text()}), which "
+                f"has {error.axis!r}; the innermost one hides it",
+                fix=fix,
+            )
+            told.axis = error.axis
+            return told
+    return error

@@ -74,12 +74,14 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
     except AxisError as error:
         found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
         column = start if found is None else found.start(1)
-        raise AxisError(
+        here = AxisError(
             error.summary,
             where=f"{error.where}; column {column + 1} of {pattern.text!r}",
             expected=error.expected,
             fix=error.fix,
-        ) from None
+        )
+        here.axis = error.axis
+        raise here from None
 
 
 def _spread(pattern: Pattern, side: Side, ndim: int) -> list[Dim]:

@@ -5,6 +5,7 @@ Each function returns its argument in one plain form or raises an error that sho
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Sequence
@@ -21,8 +22,13 @@ __all__ = [
     "checked_ranks",
     "checked_sizes",
     "inferred_sizes",
+    "no_axis",
     "num_ranks_text",
 ]
+
+_ABBREVIATED = 3
+"""Letters up to which a name is an abbreviation. One letter tells two of them apart, so that the
+nearest is no guess at what was meant: 'ep' is not 'dp', nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
@@ -231,3 +237,27 @@ def _where_is(array: np.ndarray[Any, Any], rank: int) -> tuple[int, ...]:
 def num_ranks_text(count: int) -> str:
     """Return ``"1 rank"`` or ``"4 ranks"``."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
+    """The error of a mesh that has no axis of this name; it suggests the nearest long one.
+
+    Example:
+        >>> no_axis("modle", ("data", "model"), "mesh (data=2, model=4)").fix
+        "did you mean 'model'?"
+        >>> no_axis("DP", ("dp", "tp"), "mesh (dp=2, tp=4)").fix
+        "did you mean 'dp'?"
+    """
+    lowered = {name.lower(): name for name in names}
+    near = [axis.lower()] if axis.lower() in lowered else []
+    if not near and len(axis) > _ABBREVIATED:
+        long = [name for name in lowered if len(name) > _ABBREVIATED]
+        near = difflib.get_close_matches(axis.lower(), long, n=1, cutoff=0.5)
+    error = AxisError(
+        f"no axis {axis!r} in the mesh",
+        where=where,
+        expected=f"one of {', '.join(map(repr, names))}",
+        fix=f"did you mean {lowered[near[0]]!r}?" if near else None,
+    )
+    error.axis = axis
+    return error

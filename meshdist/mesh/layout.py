@@ -8,7 +8,6 @@ microseconds, and every operation below returns a new layout and sends nothing.
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from .inputs import (
     checked_ranks,
     checked_sizes,
     inferred_sizes,
+    no_axis,
     num_ranks_text,
 )
 from .strides import (
@@ -400,14 +400,7 @@ class Layout:
                 return self.names.index(axis)
             except ValueError:
                 pass
-            lowered = {name.lower(): name for name in self.names}
-            near = difflib.get_close_matches(axis.lower(), lowered, n=1, cutoff=0.5)
-            raise AxisError(
-                f"no axis {axis!r} in the mesh",
-                where=self._text,
-                expected=f"one of {', '.join(map(repr, self.names))}",
-                fix=f"did you mean {lowered[near[0]]!r}?" if near else None,
-            )
+            raise no_axis(axis, self.names, self._text)
         if isinstance(axis, bool) or not hasattr(axis, "__index__"):
             raise AxisError(
                 f"an axis is a name or an index, not {axis!r}",

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from ..arrays import Array, as_tensor, like
 from ..checking.tracebacks import one_frame
-from ..errors import ArgumentError, KindError
+from ..errors import ArgumentError, AxisError, KindError
+from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
 from .requests import (
@@ -241,7 +242,8 @@ def unshard(
         return like(_get("unshard", lies, mesh, tensor.shape, more, request)(tensor), local)
     where = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", where)
-    whole = RootedGather(request(where, tuple(tensor.shape)), rank)(tensor)
+    asked = _asked(request, where, tuple(tensor.shape), mesh)
+    whole = RootedGather(asked, rank)(tensor)
     return None if whole is None else like(whole, local)
 
 
@@ -262,11 +264,24 @@ def _get(
     except TypeError:  # some argument has no hash: the request says what is wrong with it
         found = None
     if found is None:
-        found = Resharding(request(where, tuple(shape)))
+        found = Resharding(_asked(request, where, tuple(shape), mesh))
         if len(kept) >= _MOST_KEPT:
             kept.clear()
         kept[key] = found
     return found
+
+
+def _asked(
+    request: Callable[[DeviceMesh, tuple[int, ...]], Request],
+    where: DeviceMesh,
+    shape: tuple[int, ...],
+    given: DeviceMesh | None,
+) -> Request:
+    """What a call asks for on the mesh in force, or on the one that it was given."""
+    try:
+        return request(where, shape)
+    except AxisError as error:
+        raise with_hidden_mesh(error, given) from None
 
 
 def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, KindError, MeshError, NotInGroupError, ShapeError
-from ..mesh.current_mesh import find_current_mesh
+from ..errors import ArgumentError, AxisError, KindError, MeshError, NotInGroupError, ShapeError
+from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.named_dims import Regrouping, regroup
@@ -95,10 +95,13 @@ def plan(
                 if isinstance(dst, (PartitionSpec, NamedSharding, str))
                 else "name the mesh: plan(pattern, mesh=mesh)",
             )
-        mesh = _mesh_of(mesh)
+        given, mesh = mesh, _mesh_of(mesh)
         layout = _layout_of(mesh)
         whole = None if shape is None else _checked_shape(shape)
-        moved = regroup(src, layout, shape=whole, sizes=sizes)
+        try:
+            moved = regroup(src, layout, shape=whole, sizes=sizes)
+        except AxisError as error:
+            raise with_hidden_mesh(error, given) from None
         return plan_regrouping(src, moved, layout, mesh_rank(mesh, rank), mesh_links(mesh, links))
     if sizes:
         raise ArgumentError(
@@ -225,9 +228,12 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
     if isinstance(given, NamedSharding):
         return given
     if isinstance(given, PartitionSpec):
-        mesh = _mesh_of(mesh)
-        _layout_of(mesh)
-        return NamedSharding(mesh, given)
+        chosen = _mesh_of(mesh)
+        _layout_of(chosen)
+        try:
+            return NamedSharding(chosen, given)
+        except AxisError as error:
+            raise with_hidden_mesh(error, mesh) from None
     is_missing = name == "dst" and given is None
     raise KindError(
         "a plan needs a destination" if is_missing else f"{name} is no spec",

@@ -8,8 +8,8 @@ from typing import Any
 from ..collectives.axis_types import type_text
 from ..collectives.carried_specs import dims_text
 from ..collectives.type_errors import type_as_text
-from ..errors import KindError, MeshError, NotInGroupError
-from ..mesh.current_mesh import get_current_mesh
+from ..errors import AxisError, KindError, MeshError, NotInGroupError
+from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import DimSplit, Placement
@@ -109,7 +109,11 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
         NotInGroupError: this rank is not in the mesh.
     """
     if isinstance(sharding, PartitionSpec):
-        sharding = NamedSharding(get_current_mesh(), sharding)
+        try:
+            sharding = NamedSharding(get_current_mesh(), sharding)
+        except AxisError as error:
+            fix = "name the mesh that is meant: NamedSharding(mesh, spec)"
+            raise with_hidden_mesh(error, None, fix) from None
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             f"{call} takes a sharding",

@@ -155,8 +155,8 @@ def test_the_mesh_of_a_spec_is_checked() -> None:
         texts = []
         other = md.NamedSharding(md.Layout.from_shape((2,), ("dp",)), md.P("dp"))
         for kind, spec in (
-            (AxisError, "b@db d"),
-            (AxisError, md.P("db")),
+            (AxisError, "b@DP d"),
+            (AxisError, md.P("DP")),
             (AxisError, md.P("dp", "dp")),
             (md.MeshError, other),
         ):
@@ -166,7 +166,7 @@ def test_the_mesh_of_a_spec_is_checked() -> None:
         return texts
 
     pattern, spec, twice, mesh = in_mesh(body)[0]
-    assert "column 3 of 'b@db d'" in pattern
+    assert "column 3 of 'b@DP d'" in pattern
     assert "did you mean 'dp'?" in pattern
     assert "did you mean 'dp'?" in spec
     assert "axis 'dp' is named twice" in twice

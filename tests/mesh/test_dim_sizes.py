@@ -91,8 +91,8 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
     [
         (
             AxisError,
-            lambda: sized("b@dp s -> b@db s".partition(" -> ")[2], 4, 4),
-            "no axis 'db' in the mesh\n  where:    mesh (dp=2, tp=4); column 3 of 'b@db s'\n"
+            lambda: sized("b@dp s -> b@DP s".partition(" -> ")[2], 4, 4),
+            "no axis 'DP' in the mesh\n  where:    mesh (dp=2, tp=4); column 3 of 'b@DP s'\n"
             "  expected: one of 'dp', 'tp'\n  fix:      did you mean 'dp'?",
         ),
         (AxisError, lambda: sized("dp s {U:ep}", 4, 4), "column 9 of 'dp s {U:ep}'"),

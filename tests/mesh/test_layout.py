@@ -548,13 +548,21 @@ axis names are a tuple of strings, not the string 'dp'
             "axis names are a tuple of strings, not 7",
         ),
         (
-            lambda: MESH.slice("pt", 0),
+            lambda: MESH.slice("TP", 0),
             AxisError,
             """\
-no axis 'pt' in the mesh
+no axis 'TP' in the mesh
   where:    mesh (dp=2, tp=4)
   expected: one of 'dp', 'tp'
   fix:      did you mean 'tp'?""",
+        ),
+        (
+            lambda: MESH.axis_index("ep"),
+            AxisError,
+            """\
+no axis 'ep' in the mesh
+  where:    mesh (dp=2, tp=4)
+  expected: one of 'dp', 'tp'""",
         ),
         (
             lambda: MESH.axis_index("model"),

@@ -190,7 +190,7 @@ def test_equivalence_by_example() -> None:
         (KindError, lambda: NamedSharding("mesh", P()), "expected: a DeviceMesh or a Layout"),  # type: ignore[arg-type]
         (KindError, lambda: NamedSharding(MESH, ("dp", None)), "fix:      write P('dp', None)"),  # type: ignore[arg-type]
         (KindError, lambda: NamedSharding(MESH, "dp"), "found:    'dp', a str"),  # type: ignore[arg-type]
-        (AxisError, lambda: NamedSharding(MESH, P("db")), "fix:      did you mean 'dp'?"),
+        (AxisError, lambda: NamedSharding(MESH, P("DP")), "fix:      did you mean 'dp'?"),
         (AxisError, lambda: NamedSharding(MESH, P(reduced={"x"})), "no axis 'x' in the mesh"),
         (
             AxisError,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from ...checking.tracebacks import one_frame
-from ...errors import ArgumentError, KindError, MeshError
-from ...mesh.current_mesh import find_current_mesh
+from ...errors import ArgumentError, AxisError, KindError, MeshError
+from ...mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ...mesh.device_mesh import DeviceMesh
 
 __all__ = ["AxisName", "axis_index", "axis_size", "get_axes", "refuse_groups"]
@@ -83,7 +83,7 @@ def get_axes(
     """
     if isinstance(axis_name, DeviceMesh):
         return _alone(verb, axis_name, mesh, argument)
-    mesh = mesh or find_current_mesh()
+    given, mesh = mesh, mesh or find_current_mesh()
     if mesh is None:
         raise MeshError(
             f"{verb} over axis {axis_name!r}: no mesh is in force",
@@ -97,7 +97,11 @@ def get_axes(
             expected="the name of an axis, a tuple of names, or a 1-D mesh",
             found=type(axis_name).__name__,
         )
-    mesh.layout.axis_indices(names)  # raises unless they are different axes of this mesh
+    try:
+        mesh.layout.axis_indices(names)  # raises unless they are different axes of this mesh
+    except AxisError as error:
+        fix = f"name the mesh that is meant: {verb}(..., mesh=mesh)"
+        raise with_hidden_mesh(error, given, fix) from None
     return mesh[names]
 
 
