@@ -102,7 +102,8 @@ def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
             f"{verb} cannot use {argument}: it has no memory",
             where=f"argument {argument} of {verb}, {describe(tensor)}",
             found="a storage that was resized to nothing, or zeros that are nowhere stored",
-            fix=f"pass {argument}.clone(), or give the storage its memory back first",
+            fix=f"go on with a copy, {argument} = {argument}.clone(), or give the storage its memory "
+            "back first",
         )
 
 
@@ -114,7 +115,7 @@ def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
             f"{verb} cannot write into {argument}: several of its elements are one in memory",
             where=f"argument {argument} of {verb}, {describe(tensor)}",
             found=f"strides {tensor.stride()}: an expanded tensor",
-            fix=f"pass {argument}.clone()",
+            fix=f"pass a copy, {argument} = {argument}.clone(), and read the result there",
         )
 
 

@@ -422,6 +422,11 @@ REFUSED = [
         "all_reduce cannot use tensor: it has no memory",
     ),
     (
+        lambda: md.all_reduce(torch._efficientzerotensor(2)),
+        ValueError,
+        "go on with a copy, tensor = tensor.clone(), or give the storage its memory back first",
+    ),
+    (
         lambda: md.all_reduce(X, group=torch.distributed.HashStore()),
         TypeError,
         "found:    torch._C._distributed_c10d.HashStore",
@@ -521,7 +526,10 @@ def test_elements_that_are_one_in_memory_are_refused_before_anything_is_sent(ver
         more = {"src": 0} if verb == "broadcast" else {}
         with pytest.raises(md.ArgumentError) as caught:
             getattr(md, verb)(torch.ones(1).expand(3), **more)
-        md.barrier()
+        tensor = (torch.ones(1) + md.get_rank()).expand(3)
+        tensor = tensor.clone()  # as the fix says
+        getattr(md, verb)(tensor, **more)
+        assert tensor.tolist() == [3.0 if verb == "all_reduce" else 1.0] * 3
         return str(caught.value)
 
     assert (
@@ -530,7 +538,7 @@ def test_elements_that_are_one_in_memory_are_refused_before_anything_is_sent(ver
             f"{verb} cannot write into tensor: several of its elements are one in memory\n"
             f"  where:    argument tensor of {verb}, shape (3,), float32\n"
             "  found:    strides (0,): an expanded tensor\n"
-            "  fix:      pass tensor.clone()"
+            "  fix:      pass a copy, tensor = tensor.clone(), and read the result there"
         ]
         * 2
     )
