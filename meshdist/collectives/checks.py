@@ -102,8 +102,8 @@ def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
             f"{verb} cannot use {argument}: it has no memory",
             where=f"argument {argument} of {verb}, {describe(tensor)}",
             found="a storage that was resized to nothing, or zeros that are nowhere stored",
-            fix=f"go on with a copy, {argument} = {argument}.clone(), or give the storage its memory "
-            "back first",
+            fix=f"go on with a copy, {argument} = {argument}.clone(), or give the storage its "
+            "memory back first",
         )
 
 

@@ -14,10 +14,10 @@ import torch
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
-from ..errors import ArgumentError, KindError, MeshError
+from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.group_calls import new_subgroups
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..mesh.current_mesh import find_current_mesh
+from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
 from .replicas import check_equal_lines
@@ -315,6 +315,11 @@ def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
             found=f"process_group={given!r}",
             fix="pass process_group=mesh, or make the averager inside `with mesh:`",
         )
+    try:
+        mesh.layout.axis_indices(axes)
+    except AxisError as error:
+        fix = "name the mesh that is meant: process_group=mesh"
+        raise with_hidden_mesh(error, given, fix) from None
     return mesh
 
 

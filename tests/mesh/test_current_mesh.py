@@ -41,6 +41,10 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "unshard": (lambda **m: md.unshard(np.ones(2), "b@ep", root=0, **m), "mesh=..."),
     "plan": (lambda **m: md.plan("b@ep -> b", shape=(4,), **m), "mesh=..."),
     "plan of specs": (lambda **m: md.plan(md.P("ep"), md.P(), shape=(4,), **m), "mesh=..."),
+    "averager": (
+        lambda mesh=None: md.HierarchicalModelAverager({"ep": 2}, 0, process_group=mesh),
+        "process_group=mesh",
+    ),
     "device_put": (
         lambda mesh=None: md.device_put(
             torch.ones(2), md.P("ep") if mesh is None else md.NamedSharding(mesh, md.P("ep"))
