@@ -1,0 +1,34 @@
+"""Executes the notebook of the examples; as a program, writes its outputs into it.
+
+python -m tests.examples.notebook
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_mesh.ipynb"
+
+
+def read() -> Any:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def executed() -> Any:
+    """The notebook as it is after a run; an error in a cell is raised."""
+    notebook = read()
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", record_timing=False)
+    client.execute(cwd=str(NOTEBOOK.parent))
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        if "text" in output:  # a cell's file is named by its process
+            output["text"] = re.sub(r"\S+ipykernel_\d+\S+\.py", "cell.py", output["text"])
+    return notebook
+
+
+if __name__ == "__main__":
+    nbformat.write(executed(), NOTEBOOK)
