@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench docs wheels clean
+.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -67,6 +67,9 @@ docs: $(VENV)/.installed-docs ## the documentation as a site in build/site; a wa
 
 wheels: $(VENV)/.made ## an sdist, a wheel for each Python that is here, a pure one; each is tested; see dist/wheels.md
 	$(BIN)/python packaging/wheels.py
+
+newcomer: $(VENV)/.made ## what the README and the tutorial say to type, in an empty folder, with a built wheel
+	$(BIN)/python packaging/newcomer.py
 
 clean: ## remove the virtual environment, build output and caches
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
