@@ -30,6 +30,9 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+NO_MPI = {"reason": "mpi4py is not installed", "fix": "pip install mpi4py"}
+
+
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ranks are started in these tests."""
@@ -38,6 +41,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"started ranks over {wire}")
 
     monkeypatch.setattr(doctor, "check_wire", start_nothing)
+    monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)  # asking it starts a process
 
 
 TITLES = ["versions", "machine", "wires", "MPI", "install", "variables", "two ranks on this host"]
@@ -64,6 +68,7 @@ def test_a_machine_where_all_is_well() -> None:
 def test_wires_that_are_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)
     wires = [wire for wire in find_wires() if wire["name"] in ("shm", "simulated")]
     monkeypatch.setattr(doctor, "find_wires", lambda: wires)
     assert doctor.main([]) == 0
@@ -75,6 +80,7 @@ def test_wires_that_are_well(
 def test_a_wire_that_fails_its_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)
     wires = [wire for wire in find_wires() if wire["name"] in ("gloo", "simulated")]
     monkeypatch.setattr(doctor, "find_wires", lambda: wires)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
@@ -89,6 +95,8 @@ def test_a_wire_that_fails_its_check(
 def test_a_failed_check_in_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(doctor, "find_mpi", lambda: NO_MPI)
+
     def fail(wire: str, timeout_s: float) -> dict[str, Any]:
         assert timeout_s == 7.5
         error = "nobody answers\n  fix:      call again"

@@ -54,7 +54,10 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("words", ["--help", "run --help", "doctor --no-check --json"])
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "run --help", pytest.param("doctor --no-check --json", marks=pytest.mark.soak)],
+)
 def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
     job = subprocess.Popen(
         [sys.executable, "-m", "meshdist", *words.split()],

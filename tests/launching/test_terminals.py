@@ -74,6 +74,6 @@ def test_a_bar_lives_and_other_lines_stand_above_it(tmp_path: Path) -> None:
     assert "\r 50%\r\x1b[Ka line of rank 1\n\r 50%\r100%\n" in seen
 
 
-@pytest.mark.parametrize("flags", [["--terminal", "1"], ["--terminal", "none"], ["--prefix"]])
+@pytest.mark.parametrize("flags", [["--terminal", "1"], ["--prefix"]])
 def test_a_rank_without_a_terminal_writes_to_pipes(flags: list[str], tmp_path: Path) -> None:
     assert "stdout False stderr False\n" in typed(SAYS, tmp_path / "script.py", *flags)
