@@ -348,7 +348,7 @@ class _Job:
         return [Report(rank, text) for rank, text in taken if text]
 
     def _show(self, reports: Sequence[Report]) -> None:
-        for group in grouped(reports):
+        for group in grouped([one for one in reports if self._errors[one.rank].is_shown]):
             title = f"meshdist: {ranks_text(one.rank for one in group)} reported:\n"
             show(sys.stderr, title.encode() + with_end(group[0].text))
 

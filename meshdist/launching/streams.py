@@ -21,9 +21,10 @@ LOOK_S = 0.05
 
 _LINE_S = 0.15  # how long a line may wait for its end; hardly noticed at a prompt
 _REPORT_S = 3.0  # the same for a traceback: longer than a process takes to end, as a rule
-_REPORT_BYTES = 256 * 1024
+_LONGEST_REPORT_S = 6.0  # where more follows it without a pause
+_MOST_BYTES = 256 * 1024  # of a traceback, or of a line
 _KEPT_BYTES = 32 * 1024
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n|\Z))")
+_BEHIND_A_LINE = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
 _ERASE = b"\r\x1b[K"  # what stands in the line where the cursor is
 
 
@@ -93,7 +94,8 @@ class Stream:
     """Takes what one rank writes where it is to go, and keeps the end of it.
 
     Ranks write pieces of lines at the same time: whole lines are shown. A traceback is shown in one
-    piece: once nothing has followed it for three seconds, or by who takes it before.
+    piece: once nothing has followed it for three seconds, after six at most, or by who takes it
+    before.
 
     Args:
         pipe: the end to read from, of a pipe or of a terminal; close it at the end.
@@ -123,6 +125,7 @@ class Stream:
         self._kept = b""
         self._partial = b""
         self._latest = 0.0
+        self._report_began = 0.0
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
@@ -150,15 +153,19 @@ class Stream:
         if begin >= 0:
             self.reported_at = self._latest
         if self._holds_reports and (begin >= 0 or self.report):
-            begin = 0 if self.report else data.rfind(b"\n", 0, begin) + 1
+            if self.report:
+                begin = 0
+            else:
+                begin, self._report_began = data.rfind(b"\n", 0, begin) + 1, self._latest
             self.report += data[begin:]
             data = data[:begin]
         if not self.is_terminal:
-            lines = _LINE.findall(data)
-            whole = sum(map(len, lines))
-            self._partial, data = data[whole:], data[:whole]
+            # A "\r" at the end may be half of a line's end.
+            whole = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+            if len(data) - whole <= _MOST_BYTES:
+                self._partial, data = data[whole:], data[:whole]
         self._show(data)
-        if len(self.report) > _REPORT_BYTES:
+        if len(self.report) > _MOST_BYTES:
             self.show_report()
 
     def _show(self, data: bytes) -> None:
@@ -168,17 +175,24 @@ class Stream:
             data = b"".join(self._prefix + line for line in _lines_of(data))
         self._console.show(self, self._screen, data)
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether it goes to the console."""
+        return self._screen is not None
+
     def is_holding(self) -> bool:
         """Return whether something waits to be shown because it may go on."""
         return bool((self._partial and not self._prefix) or self.report)
 
     def show_late(self, *, shows_reports: bool) -> None:
         """Show what is long in going on: a line without an end, as in a prompt, or a traceback."""
-        waited_s = time.monotonic() - self._latest
+        now = time.monotonic()
+        waited_s = now - self._latest
         if self._partial and not self._prefix and waited_s >= _LINE_S:
             data, self._partial = self._partial, b""
             self._show(data)
-        if self.report and shows_reports and waited_s >= _REPORT_S:
+        is_late = waited_s >= _REPORT_S or now - self._report_began >= _LONGEST_REPORT_S
+        if self.report and shows_reports and is_late:
             self.show_report()
 
     def show_report(self) -> None:
@@ -217,6 +231,4 @@ class Stream:
 
 def _lines_of(data: bytes) -> list[bytes]:
     """The lines of ``data`` with their ends; the last may have none."""
-    lines = _LINE.findall(data)
-    rest = data[sum(map(len, lines)) :]
-    return [*lines, rest] if rest else lines
+    return [line for line in _BEHIND_A_LINE.split(data) if line]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshdist.launching import streams
 from meshdist.launching.launcher import LaunchError, run_processes
 from meshdist.launching.output import Output
 
@@ -309,3 +310,58 @@ def test_lines_that_python_writes_in_pieces_are_whole(
     out, err = capfd.readouterr()
     lines = (out + err).splitlines()
     assert sorted(lines) == sorted(f"rank {r} line {i}" for r in range(4) for i in range(150))
+
+
+def test_a_traceback_that_much_follows_does_not_hold_it_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streams, "_LONGEST_REPORT_S", 0.3)
+    code = (
+        "import sys, time, traceback\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: traceback.print_exc()\n"
+        "for i in range(30): print('step', i, file=sys.stderr, flush=True); time.sleep(0.05)\n"
+        "time.sleep(60)\n"
+    )
+    seen: list[str] = []
+
+    def look() -> None:
+        deadline = time.monotonic() + 20
+        while "step 29" not in "".join(seen) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            seen.append(capfd.readouterr().err)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+    pid = tmp_path / "pid"
+    thread = threading.Thread(target=look)
+    thread.start()
+    begin = f"import os, pathlib\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+    assert run_processes([*PYTHON, begin + code], 1) == 137
+    thread.join()
+    text = "".join(seen)
+    assert text.startswith("Traceback") and "ZeroDivisionError" in text
+    assert "step 29" in text
+
+
+def test_a_line_of_many_bytes_passes(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; sys.stdout.write('x' * 3_000_000); sys.stdout.flush()"
+    assert run_processes([*PYTHON, code], 2) == 0
+    assert capfd.readouterr().out.count("x") == 6_000_000
+
+
+def test_a_hidden_ranks_report_is_shown_only_where_it_is_the_cause(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import os, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "time.sleep(0.4 * rank)\n"
+        "raise ValueError(rank)\n"
+    )
+    assert run_processes([*PYTHON, code], 3, output=Output(ranks={1})) == 1
+    err = capfd.readouterr().err
+    assert ("ValueError: 0" in err, "ValueError: 1" in err, "ValueError: 2" in err) == (
+        True,
+        True,
+        False,
+    )
