@@ -1,11 +1,12 @@
-"""Executes the notebook of the examples; as a program, writes its outputs into it.
+"""Executes the notebook of the examples, and writes its outputs into it.
 
-python -m tests.examples.notebook
+python -m tests.examples.notebook            (with --print: to standard output instead)
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,9 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_mesh.ipynb"
 
 
-def read() -> Any:
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
 def executed() -> Any:
     """The notebook as it is after a run; an error in a cell is raised."""
-    notebook = read()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(notebook, timeout=120, kernel_name="python3", record_timing=False)
     client.execute(cwd=str(NOTEBOOK.parent))
     for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
@@ -31,4 +28,8 @@ def executed() -> Any:
 
 
 if __name__ == "__main__":
-    nbformat.write(executed(), NOTEBOOK)
+    text = nbformat.writes(executed())
+    if sys.argv[1:] == ["--print"]:
+        print(text)
+    else:
+        NOTEBOOK.write_text(text + "\n", encoding="utf-8")
