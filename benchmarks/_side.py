@@ -87,12 +87,38 @@ def demo_step() -> Call:
     return on_mesh
 
 
+def ddp_step(name: str) -> Call:
+    """Return one training step of a wrapped model of ``_models.MODELS``."""
+    from _models import MODELS, step_of
+
+    training = MODELS[name]
+    return step_of(md.DDP(training.make()), training.make_input())
+
+
+def typed_step() -> Call:
+    """Return one step of a small model in a typed context, over dp."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    x = md.annotate(torch.randn(8, 64), varying="dp", mesh=mesh)
+
+    def step() -> None:
+        model.zero_grad()
+        with md.typed(mesh):
+            md.lax.pmean(model(x).square().mean(), "dp").backward()
+
+    return step
+
+
 SIDES: dict[str, Callable[[], Side]] = {
     "shm": partial(Side, "shm"),
     "mpi": partial(Side, "mpi"),
     "gloo": partial(Side, "gloo"),
     "mesh": partial(Side, "shm", mesh_maker),
     "demo": partial(Side, "shm", demo_step),
+    "ddp-many": partial(Side, "shm", partial(ddp_step, "many")),
+    "ddp-mlp": partial(Side, "shm", partial(ddp_step, "mlp")),
+    "ddp-gloo": partial(Side, "gloo", partial(ddp_step, "many")),
+    "typed": partial(Side, "shm", typed_step),
 }
 
 

@@ -1,7 +1,8 @@
 """Two checkouts of meshdist side by side: is anything slower after than before?
 
     python benchmarks/before_after.py BEFORE [AFTER] [--report FILE.json] [--rounds 7] [--starts 3]
-        [--parts import,mesh,demo,shm,mpi,gloo] [--sizes 8,4096,1048576,67108864]
+        [--parts import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo]
+        [--sizes 8,4096,1048576,67108864]
 
 BEFORE and AFTER are folders of checkouts, each with its .venv, or interpreters that have meshdist
 installed; AFTER is by default the interpreter that runs this. Of either only public names are used.
@@ -61,6 +62,10 @@ class Part:
 WORLDS = {
     "mesh": Part(4, ("make, close mesh (2, 2)",)),
     "demo": Part(4, ("step of train_lm.py, dp=2 tp=2",)),
+    "ddp-many": Part(2, ("DDP step, 2,000 parameters",)),
+    "ddp-mlp": Part(2, ("DDP step, MLP of 25 million",)),
+    "ddp-gloo": Part(2, ("DDP step, 2,000 parameters",)),
+    "typed": Part(2, ("typed step, eight layers",)),
     "shm": Part(2, VERBS, has_sizes=True),
     "mpi": Part(2, VERBS, has_sizes=True),
     "gloo": Part(2, VERBS, has_sizes=True),
@@ -169,7 +174,7 @@ def row_text(part: str, cell: Cell) -> str:
     """One line of the table."""
     times = (time_text(cell.median(label)) for label in LABELS)
     return (
-        f"{part:<7}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
+        f"{part:<9}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
         + "".join(f"{text:>10}" for text in times)
         + f"{statistics.median(quotients(cell)):>8.3f}{spread(cell):>8.3f}{best(cell):>8.3f}"
         + f"  {verdict(cell)}"
@@ -177,7 +182,7 @@ def row_text(part: str, cell: Cell) -> str:
 
 
 HEAD = (
-    f"{'part':<7}{'what':<32}{'size':>8}{BEFORE:>10}{AFTER:>10}{'ratio':>8}{'spread':>8}{'best':>8}"
+    f"{'part':<9}{'what':<32}{'size':>8}{BEFORE:>10}{AFTER:>10}{'ratio':>8}{'spread':>8}{'best':>8}"
 )
 
 
