@@ -1,0 +1,110 @@
+"""The page of misuse: every name that takes part in training has a row, and its test exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import meshdist as md
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "misuse.md").read_text(encoding="utf-8")
+HEAD = ["name", "what one may forget or mistake", "what happens", "test"]
+SECTIONS = [
+    "Meshes, groups, verbs, arrays",
+    "Data parallelism, typed contexts, optimizers",
+    "Harmless",
+]
+
+# Each leaves this list with its row.
+AWAITED_NAMES = """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_multigpu all_gather_object
+    all_gather_single all_reduce_coalesced all_reduce_multigpu all_to_all all_to_all_single
+    assert_equal AxisOptions barrier batch_isend_irecv broadcast broadcast_multigpu
+    broadcast_object_list destroy_process_group device_put DeviceMesh DeviceMesh.abort
+    DeviceMesh.close DeviceMesh.concatenate DeviceMesh.flatten DeviceMesh.from_definition
+    DeviceMesh.from_group DeviceMesh.from_torch DeviceMesh.open_group DeviceMesh.refined
+    DeviceMesh.to_torch DeviceMesh.transpose DeviceMesh.unflatten DeviceMesh.warmup
+    DistributedSampler empty from_dtensor from_placements full gather gather_object get_rank
+    get_world_size group init_device_mesh init_process_group irecv isend lax.all_gather
+    lax.all_to_all lax.axis_index lax.pbroadcast lax.pcast lax.pmax lax.pmean lax.pmin
+    lax.ppermute lax.pshuffle lax.psum lax.psum_scatter lax.pswapaxes lax.pvary
+    lax.ragged_all_to_all make_array_from_callback make_array_from_process_local_data make_mesh
+    monitored_barrier NamedSharding new_group new_subgroups new_subgroups_by_enumeration ones P
+    P2POp PartitionSpec plan randn recv recv_object_list reduce reduce_multigpu reduce_op
+    reduce_scatter reduce_scatter_single reduce_scatter_tensor ReduceOp reshard scatter
+    scatter_object_list seed send send_object_list shard ShardedArray shared_empty simulate
+    spawn split_group to_dtensor to_placements unshard Work zeros
+
+    accumulate_gradients annotate comm_hooks DDP DistributedDataParallel GradBucket
+    GradientBuckets HierarchicalModelAverager Join Joinable JoinHook MixedPrecision
+    PeriodicModelAverager PostLocalSGDOptimizer typed uneven untyped VaryingNumberWarning
+    """
+AWAITED = set(AWAITED_NAMES.split())
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """Return the cells of a section's rows, its head first."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert all(set(cell) <= {"-"} for cell in rows.pop(1))
+    return rows
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def public_names() -> set[str]:
+    """Return the names of the front door, with those of lax, and of DeviceMesh and ShardedArray."""
+    stub = ast.parse((ROOT / "meshdist" / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    found = {alias.name for node in imports for alias in node.names} - {"lax"}
+    for kind in (md.DeviceMesh,):
+        public = (name for name in vars(kind) if not name.startswith("_"))
+        found |= {f"{kind.__name__}.{name}" for name in public if callable(getattr(kind, name))}
+    return found | {f"lax.{name}" for name in md.lax.__all__}
+
+
+@cache
+def functions_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+MISTAKES = [(section, row) for section in SECTIONS[:2] for row in rows_of(section)[1:]]
+HARMLESS = rows_of("Harmless")[1:]
+
+
+def test_the_sections_and_their_heads() -> None:
+    assert re.findall(r"^## (.*)$", PAGE, re.MULTILINE) == SECTIONS
+    assert [rows_of(section)[0] for section in SECTIONS] == [HEAD, HEAD, ["names", "why"]]
+
+
+def test_no_cell_is_empty() -> None:
+    assert [row for _, row in MISTAKES if len(row) != len(HEAD) or "" in row] == []
+    assert [row for row in HARMLESS if len(row) != 2 or "" in row] == []
+
+
+def test_every_name_has_a_row_or_is_harmless() -> None:
+    with_rows = {name for _, row in MISTAKES for name in names_in(row[0])}
+    harmless = [name for row in HARMLESS for name in names_in(row[0])]
+    assert len(harmless) == len(set(harmless))
+    assert with_rows & set(harmless) == set()
+    assert with_rows.isdisjoint(AWAITED), "take them from AWAITED"
+    assert with_rows | set(harmless) | AWAITED == public_names()
+
+
+def test_every_named_test_exists() -> None:
+    missing = []
+    for _, row in MISTAKES:
+        named = names_in(row[3])
+        assert named, row
+        for test in named:
+            path, _, name = test.partition("::")
+            if not (ROOT / path).is_file() or name not in functions_of(path):
+                missing.append((row[0], test))
+    assert missing == []
