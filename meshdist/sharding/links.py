@@ -24,7 +24,7 @@ class Link:
         bytes_per_s: how many bytes a rank receives in a second; it sends as many meanwhile.
 
     Raises:
-        ArgumentError: a negative latency, or a rate that is not positive.
+        ArgumentError: a latency that is negative or infinite, or a rate that is not positive.
 
     Example:
         >>> Link(latency_s=2e-6, bytes_per_s=1e11).time_s(messages=3, num_bytes=10**8)
@@ -35,9 +35,9 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+        if not (0 <= self.latency_s < float("inf") and self.bytes_per_s > 0):
             raise ArgumentError(
-                "a link's latency cannot be negative, and its rate is above zero",
+                "a link's latency is finite and not negative, and its rate is above zero",
                 found=f"latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",
             )
 

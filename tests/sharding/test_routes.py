@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
+import meshdist as md
 from meshdist.sharding.changes import bare, change_between
-from meshdist.sharding.links import DEFAULT_LINK
+from meshdist.sharding.links import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import Sum, find_route, stage_steps
 from meshdist.sharding.steps import AllReduce
@@ -86,3 +89,22 @@ def test_many_free_axes_are_sliced_all_at_once_or_by_kind() -> None:
     source = placed(mesh, (64, 64), (), (), unreduced=(0,))
     plan = make_plan(source, placed(mesh, (64, 64), (1,), ()), (0,) * 6)
     assert plan.bytes_received(1) == 64 * 32
+
+
+OTHER_LINKS = {default_link(w, spans_hosts=far) for w in ("gloo", "mpi", "nccl") for far in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        DEFAULT_LINK,
+        *(pytest.param(link, marks=pytest.mark.soak) for link in OTHER_LINKS),
+        pytest.param(Link(0, float("inf")), marks=pytest.mark.soak),
+        pytest.param(Link(1.3e-6, 7e10), marks=pytest.mark.soak),
+    ],
+)
+def test_of_equal_bytes_and_times_one_all_reduce_is_taken(link: Link) -> None:
+    for p, a, b in product(range(2, 9), range(1, 17), range(1, 17)):
+        mesh = md.Layout.from_shape((p,), ("tp",))
+        steps = md.plan("a b {U:tp} -> a b", mesh=mesh, a=a, b=b, links=link).steps
+        assert [type(step) for step in steps] == [AllReduce], (p, a, b)
