@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..launching.rank_environment import HUGE_PAGES
+from ..verb_table import VERBS
 from .arguments import Parser
 from .checkup import (
     check_wire,
@@ -31,12 +32,17 @@ __all__ = ["SUMMARY", "main"]
 SUMMARY = "tell what this machine has, and check that ranks can talk"
 
 _PROGRAM = "meshdist doctor"
-_USAGE = f"{_PROGRAM} [--no-check] [--table] [--json]"
+_USAGE = f"{_PROGRAM} [--no-check] [--all] [--json]"
 _EPILOG = """\
 Two ranks are started on this host over each wire that serves CPU tensors; they all-reduce and
 compare. The exit code is 0 when all is well, and 1 when a check failed.
 """
 _WIDTH = 80
+_IN_WORDS = {"native": "", "native, in part built": "partly", "built": "steps", "-": "not there"}
+_HOW_VERBS_RUN = """\
+  Every wire does each verb in one call of its own, but for these:
+  "steps": takes several calls, and longer; "partly": so for some dtypes.
+  meshdist doctor --all tells by verb, dtype and reduction."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(_PROGRAM, _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     parser.add_argument("--no-check", action="store_true", help="start no ranks")
     parser.add_argument(
-        "--table",
+        "--all",
         action="store_true",
-        help="show all of the capability table: every verb, device, dtype and reduction",
+        help="show what each wire does with every verb, device, dtype and reduction",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -74,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             report["capabilities"] = capabilities()
         print(json.dumps(report, indent=2))
     else:
-        _print(report, whole_table=arguments.table)
+        _print(report, whole_table=arguments.all)
     is_well = problem is None and not any(check["error"] for check in report["checks"])
     return 0 if is_well else 1
 
@@ -188,22 +194,15 @@ def _check_text(check: dict[str, Any]) -> str:
 
 
 def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
-    from rich.padding import Padding
     from rich.text import Text
 
     from ..wires.capabilities import available_wires, overview_grid, table_grid
 
-    console.print(Text("capabilities", style="bold"))
+    console.print(Text("what each wire does", style="bold"))
     wires, here = available_wires(), find_device_types()
     if not is_whole:
-        (_, *names), *rows = overview_grid(wires, here)
-        for verbs, *cells in rows:
-            console.print(Padding(Text(verbs), (0, 0, 0, 2)))
-            for state in dict.fromkeys(cells):
-                having = [name for name, cell in zip(names, cells, strict=True) if cell == state]
-                console.print(Padding(Text(f"{state}: {'; '.join(having)}"), (0, 0, 0, 6)))
-        console.print()
-        console.print("built: from others of the wire's verbs. --table tells by dtype, reduction.")
+        console.print(_HOW_VERBS_RUN)
+        _section(console, "", _exceptions(overview_grid(wires, here)))
         return
     head, *rows = table_grid(wires, here)
     parts: list[list[tuple[str, ...]]] = []
@@ -215,6 +214,29 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
         console.print(Text(f"\n{wire} on {devices}: {verbs}"))
         _print_grid(console, part, is_terminal)
     console.print("\nnative: by the wire itself. built: from its other verbs, or another dtype.")
+
+
+def _exceptions(grid: list[tuple[str, ...]]) -> list[tuple[str, str]]:
+    """Return for each wire, in a user's words, which verbs take several calls or are not there."""
+    (_, *wires), *rows = grid
+    found: dict[str, dict[str, list[str]]] = {name: {} for name in ("every wire", *wires)}
+    for verbs, *cells in rows:
+        named = [verb for verb in verbs.split(", ") if not VERBS[verb].alias_of]
+        states = (
+            {"every wire": cells[0]} if len({*cells}) == 1 else dict(zip(wires, cells, strict=True))
+        )
+        for wire, state in states.items():
+            found[wire].setdefault(_IN_WORDS[state], []).extend(named)
+    shown = []
+    for wire, by_word in found.items():
+        lines = [_some(word, verbs) for word, verbs in by_word.items() if word]
+        shown.append((wire.replace(":", " on"), "\n".join(lines) or "nothing else"))
+    return shown
+
+
+def _some(word: str, verbs: list[str]) -> str:
+    more = f" and {len(verbs) - 2} more" if len(verbs) > 3 else ""
+    return f"{word}: {', '.join(verbs[:2] if more else verbs)}{more}"
 
 
 def _print_grid(console: Console, grid: Sequence[Sequence[str]], is_terminal: bool) -> None:

@@ -15,6 +15,8 @@ import torch
 
 from meshdist.cli import doctor
 from meshdist.cli.checkup import find_device_types, find_wires
+from meshdist.wires import capabilities
+from meshdist.wires.registry import find_wire
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +54,7 @@ def check_all_is_well(shown: str, wire: str) -> None:
     assert [line for line in lines if line and line[0] != " "][: len(TITLES)] == TITLES
     (checked,) = [line for line in lines if line.startswith(f"  {wire}") and "us" in line]
     assert "ok: all_reduce of 8 bytes in" in checked
-    assert "capabilities" in lines
+    assert "what each wire does" in lines
     assert "\x1b" not in shown and max(map(len, lines)) <= 80
     assert "…" not in shown  # no name is cut
 
@@ -114,7 +116,27 @@ def test_without_checks(untouched: None, capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert "two ranks" not in shown
     assert "simulated for cpu" in " ".join(shown.split())
-    assert "native, in part built" in shown
+    assert "gloo on cpu" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cuda"]])
+def test_what_wires_do_in_a_users_words(
+    untouched: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    devices: list[str],
+) -> None:
+    names = ("gloo", "hierarchical", "mpi", "shm", "simulated", "nccl", "ucc")
+    wires = [wire for name in names if (wire := find_wire(name)) is not None]
+    monkeypatch.setattr(capabilities, "available_wires", lambda: wires)
+    monkeypatch.setattr(doctor, "find_device_types", lambda: devices)
+    assert doctor.main(["--no-check"]) == 0
+    shown = capsys.readouterr().out.partition("what each wire does\n")[2].rstrip().splitlines()
+    assert len(shown) + 1 <= 25 and max(map(len, shown)) <= 80
+    text = " ".join(" ".join(shown).split())
+    assert "gloo on cpu partly: all_reduce, reduce, all_reduce_coalesced steps: " in text
+    assert "built" not in text and "native" not in text
+    assert "meshdist doctor --all tells" in text
 
 
 def test_only_device_types_that_are_here_are_shown(
@@ -123,7 +145,7 @@ def test_only_device_types_that_are_here_are_shown(
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: None
     )
-    assert doctor.main(["--no-check", "--table"]) == 0
+    assert doctor.main(["--no-check", "--all"]) == 0
     shown = capsys.readouterr().out
     assert ["gloo", "for", "cpu"] in [line.split() for line in shown.splitlines()]
     assert "simulated on cpu:" in shown
@@ -133,11 +155,11 @@ def test_only_device_types_that_are_here_are_shown(
 def test_a_terminal_gets_tables(
     untouched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert doctor.main(["--no-check", "--table"]) == 0
+    assert doctor.main(["--no-check", "--all"]) == 0
     assert "│" not in capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    assert doctor.main(["--no-check", "--table"]) == 0
+    assert doctor.main(["--no-check", "--all"]) == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert "│" in shown and "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -194,7 +216,7 @@ def test_the_whole_table(
     untouched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "_WIDTH", 120)  # no row is wrapped then
-    assert doctor.main(["--no-check", "--table"]) == 0
+    assert doctor.main(["--no-check", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     verbs = "all_reduce, all_reduce_coalesced, reduce op native built"
     devices = [kind for kind in find_device_types() if kind in ("cpu", "cuda")]
