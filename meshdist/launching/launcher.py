@@ -21,7 +21,7 @@ from ..runtime.deadlines import Grace
 from .child_processes import GRACE_S, Ending, Launch
 from .output import Output, Sink
 from .rank_environment import LaunchError, rank_environment, reserve_port
-from .reports import Report, are_equal, grouped, summary_of, with_end
+from .reports import Report, grouped, summary_of, text_of
 from .root_cause import Failure, find_cause
 from .streams import LOOK_S, Console, Stream, show
 from .terminals import open_terminal
@@ -236,6 +236,8 @@ class _Job:
     _stopping_s: float | None
     _errors: dict[int, Stream] = field(default_factory=dict)
     _streams: list[Stream] = field(default_factory=list)
+    _late: dict[int, Report] = field(default_factory=dict)  # the last one of each rank shown so
+    _late_at: int = -1
     _console: Console = field(default_factory=Console)
     _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -330,7 +332,25 @@ class _Job:
             timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
         self._launch.step(timeout_s)
         for stream in self._streams:
-            stream.show_late(shows_reports=self._launch.failed is None)
+            stream.show_late_line()
+        if self._launch.failed is None:
+            self._show_late_reports()
+
+    def _show_late_reports(self) -> None:
+        """Show the tracebacks that have waited long enough, and those of others that are equal."""
+        late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
+        waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
+        for group in grouped([one for one in waiting if one.text]) if late else ():
+            if late.isdisjoint(one.rank for one in group):
+                continue
+            self._late |= {one.rank: one for one in group}
+            if len(group) == 1:
+                self._errors[group[0].rank].show_report()
+                continue
+            for one in group:
+                self._errors[one.rank].take_report()
+            self._show(group)
+        self._late_at = self._console.num_shown if late else self._late_at
 
     def _drain(self) -> None:
         # A process that left the family may hold a pipe open: do not wait for it.
@@ -350,22 +370,33 @@ class _Job:
     def _show(self, reports: Sequence[Report]) -> None:
         for group in grouped([one for one in reports if self._errors[one.rank].is_shown]):
             title = f"meshdist: {ranks_text(one.rank for one in group)} reported:\n"
-            show(sys.stderr, title.encode() + with_end(group[0].text))
+            show(sys.stderr, title.encode() + text_of(group))
 
     def _report(self, endings: Sequence[Ending], stopped: int) -> int:
         """Show what the ranks report, last the one that failed first; return its exit code."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
         ending = cause.ending
-        reports = self._take_reports()
+        taken = self._take_reports()
         self._flush()
-        first = next((one for one in reports if one.rank == ending.rank), None)
-        equal = [one.rank for one in reports if first is not None and are_equal(first, one)]
-        self._show([one for one in reports if one.rank not in equal])
+        last = [one for one in self._late.values() if self._errors[one.rank].ends_with(one.text)]
+        reports = sorted([*taken, *last], key=lambda one: (one.rank != ending.rank, one.rank))
+        has_reported = bool(reports) and reports[0].rank == ending.rank
+        same = grouped(reports)[0] if has_reported else [Report(ending.rank, cause.text)]
+        others = [one for one in taken if one not in same]
+        self._show(others)
+        text = text_of(same)
+        if (
+            all(one in last for one in same)
+            and self._console.num_shown == self._late_at
+            and not others
+        ):
+            end, text = ". Its report stands above.", b""
+        else:
+            end = ". The end of its stderr:" if text.strip() else ". It wrote nothing to stderr."
+        equal = [one.rank for one in same]
         summary = summary_of(cause, failures, endings, equal, stopped)
-        tail = cause.text if first is None else first.text
-        summary += ". The end of its stderr:" if tail.strip() else ". It wrote nothing to stderr."
-        show(sys.stderr, f"{summary}\n".encode() + with_end(tail))
+        show(sys.stderr, f"{summary}{end}\n".encode() + text)
         return ending.exit_code
 
     def _failure(self, ending: Ending) -> Failure:

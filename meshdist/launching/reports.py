@@ -1,7 +1,9 @@
 """What ranks that failed have reported, equal tracebacks together, and the line above the last.
 
-Two are equal if they differ in nothing but the place of each rank: its own number where the other
-has its own, process ids and addresses in memory.
+Two are equal if they differ in nothing but the place of each rank: its own number, with its
+coordinates, where the other has its own, process ids and addresses in memory. Of an error that
+the members of a group raise together each report ends one traceback; they are of one error if its
+text is equal but for the line about the rank's own call.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from ..error_text import ranks_text
 from .child_processes import Ending
 from .root_cause import Failure, quotes_another
 
-__all__ = ["Report", "are_equal", "grouped", "summary_of", "with_end"]
+__all__ = ["Report", "are_equal", "grouped", "summary_of", "text_of", "with_end"]
 
-_PLACE = re.compile(rb"(\brank \d+\b|\bpid \d+\b|\b0x[0-9a-f]+\b)")
+_PLACE = re.compile(rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\bpid \d+\b|\b0x[0-9a-f]+\b)")
+# The text of an error below the last frame, in two parts: around the line about the own call.
+_TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\n((?: +.*\n?)*)")
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,34 @@ def are_equal(one: Report, other: Report) -> bool:
     mine, others = _PLACE.split(one.text), _PLACE.split(other.text)
     own = (b"rank %d" % one.rank, b"rank %d" % other.rank)
     return len(mine) == len(others) and all(
-        x == y or (is_place % 2 and ((x, y) == own or not x.startswith(b"rank ")))
+        x == y or (is_place % 2 and _are_places(x, y, own))
         for is_place, (x, y) in enumerate(zip(mine, others, strict=True))
     )
 
 
+def _are_places(one: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
+    """Whether two texts are the own ranks, with coordinates on equal axes, or no ranks at all."""
+    if not one.startswith(b"rank "):
+        return not other.startswith(b"rank ")
+    (mine, at), (others, there) = (text.partition(b" (")[::2] for text in (one, other))
+    return (mine, others) == own and re.sub(rb"\d", b"", at) == re.sub(rb"\d", b"", there)
+
+
+def _find_own_call(report: Report) -> re.Match[bytes] | None:
+    """Where an error that a group raises together names this rank's own call."""
+    *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
+    return found
+
+
+def _are_of_one_error(one: Report, other: Report) -> bool:
+    mine, others = _find_own_call(one), _find_own_call(other)
+    if mine is None or others is None:
+        return are_equal(one, other)
+    return mine.group(1, 4) == others.group(1, 4)
+
+
 def grouped(reports: Sequence[Report]) -> list[list[Report]]:
-    """Reports by equal ones, in the order given.
+    """Reports by equal ones, and those of one error, in the order given.
 
     Example:
         >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]
@@ -66,12 +91,40 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
     groups: list[list[Report]] = []
     for report in reports:
         for group in groups:
-            if are_equal(group[0], report):
+            if _are_of_one_error(group[0], report):
                 group.append(report)
                 break
         else:
             groups.append([report])
     return groups
+
+
+def text_of(group: Sequence[Report]) -> bytes:
+    """What the first of some reports of one error says, with a line for each other call.
+
+    Example:
+        >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
+        >>> print(text_of([Report(rank, error % (rank, rank)) for rank in (0, 1)]).decode())
+        <BLANKLINE>
+        ValueError: 1
+          where:  here
+                  raised on rank 0, call 0
+                  raised on rank 1, call 1
+        <BLANKLINE>
+    """
+    text, calls = with_end(group[0].text), dict[bytes, list[int]]()
+    for report in group:
+        if found := _find_own_call(report):
+            calls.setdefault(found[3], []).append(report.rank)
+    own = _find_own_call(group[0])
+    if own is None:
+        return text
+    lines = [
+        b"%sraised on %s%s\n" % (own[2], ranks_text(ranks).encode(), call)
+        for call, ranks in calls.items()
+        if group[0].rank not in ranks
+    ]
+    return text[: own.start(4)] + b"".join(lines) + text[own.start(4) :]
 
 
 def summary_of(

@@ -52,9 +52,14 @@ class _Line:
 
 
 class Console:
-    """The launcher's stdout and stderr, which the ranks share."""
+    """The launcher's stdout and stderr, which the ranks share.
+
+    Attributes:
+        num_shown: how often something was shown.
+    """
 
     def __init__(self) -> None:
+        self.num_shown = 0
         self._lines: dict[object, _Line] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
@@ -63,6 +68,7 @@ class Console:
         A line of another's that has no end yet gets one before; that of a terminal, a progress bar
         as a rule, is drawn again behind.
         """
+        self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
         if line is not None and line.owner is not owner:
@@ -184,16 +190,17 @@ class Stream:
         """Return whether something waits to be shown because it may go on."""
         return bool((self._partial and not self._prefix) or self.report)
 
-    def show_late(self, *, shows_reports: bool) -> None:
-        """Show what is long in going on: a line without an end, as in a prompt, or a traceback."""
-        now = time.monotonic()
-        waited_s = now - self._latest
-        if self._partial and not self._prefix and waited_s >= _LINE_S:
+    def show_late_line(self) -> None:
+        """Show a line whose end is long in coming, as in a prompt."""
+        if self._partial and not self._prefix and time.monotonic() - self._latest >= _LINE_S:
             data, self._partial = self._partial, b""
             self._show(data)
-        is_late = waited_s >= _REPORT_S or now - self._report_began >= _LONGEST_REPORT_S
-        if self.report and shows_reports and is_late:
-            self.show_report()
+
+    def has_late_report(self) -> bool:
+        """Return whether a traceback has waited as long as it may."""
+        now = time.monotonic()
+        is_late = now - self._latest >= _REPORT_S or now - self._report_began >= _LONGEST_REPORT_S
+        return bool(self.report) and is_late
 
     def show_report(self) -> None:
         """Show the traceback that waits, and let what follows it pass."""
@@ -222,6 +229,10 @@ class Stream:
             text = f"meshdist: no more is written to {self._file.name}: {error.strerror}\n"
             show(sys.stderr, text.encode())
             self._file = None
+
+    def ends_with(self, text: bytes) -> bool:
+        """Return whether nothing has come behind ``text``, which is not held any more."""
+        return not self.report and self._kept.endswith(text)
 
     def tail(self) -> bytes:
         """Return the last lines, whole ones."""
