@@ -129,9 +129,16 @@ class Reducer(ReductionSetup):
 
         Torch's pipeline stages, and trainers with several losses, call this on a wrapper's reducer:
         their forwards run under ``no_sync``, since only later they know which backward is the last.
+
+        Raises:
+            GradientError: the outputs have no graph any more: a schedule has split their backwards,
+                and adds up the weights' gradients by itself, where no hook sees them.
         """
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if tensors and not any(tensor.requires_grad for tensor in tensors):
+            raise self._reports.split_backward()
         self.before_forward()
-        self.after_forward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs), self)
+        self.after_forward(tensors, self)
 
     @staticmethod
     def _rebuild_buckets() -> bool:

@@ -106,6 +106,18 @@ class Reports:
             fix="run the forward again, or use checkpoint(..., use_reentrant=False)",
         )
 
+    def split_backward(self) -> GradientError:
+        """A pipeline schedule comes to the weights' part of a backward, behind the inputs' part."""
+        return GradientError(
+            "this pipeline schedule adds up the weights' gradients apart from backward()",
+            where=self._where,
+            expected="a last backward that goes through the stage's outputs to its parameters",
+            found="outputs that were cut off their graph, as under InterleavedZeroBubble, "
+            "ZBVZeroBubble and DualPipeV",
+            fix="leave the stage bare: behind schedule.step() call md.all_reduce_coalesced("
+            "gradients, md.ReduceOp.AVG, mesh['dp']); or take torch's fully_shard",
+        )
+
     def unfinished(self) -> GradientError:
         """A backward has begun and not ended."""
         return GradientError(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import meshdist as md
@@ -167,43 +165,6 @@ def test_torchs_checkpoints_leave_out_the_wrapper() -> None:
         assert first["step"].item() == 1
 
     md.simulate(program, 2)
-
-
-def test_a_pipeline_stage_averages_the_last_backward(pool: Pool, tmp_path: Path) -> None:
-    def program() -> list[torch.Tensor]:
-        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-        rank = md.get_rank()
-        torch.distributed.init_process_group(
-            "gloo", f"file://{tmp_path}/meeting", rank=rank, world_size=2
-        )
-        try:
-            alone = [torch.distributed.new_group([one]) for one in range(2)][rank]
-            torch.manual_seed(0)
-            model = md.DDP(nn.Linear(4, 4).double())
-            stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
-            schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
-            seen = []
-            for step in range(3):
-                model.zero_grad()
-                schedule.step(rows(step)[rank::2], target=torch.zeros(4, 4).double())
-                seen.append(model.module.weight.grad.clone())
-            return seen
-        finally:
-            torch.distributed.destroy_process_group()
-
-    def rows(step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(step)
-        return torch.randn(8, 4, generator=generator, dtype=torch.float64)
-
-    torch.manual_seed(0)
-    whole = nn.Linear(4, 4).double()
-    first, second = pool.run(program, 2)
-    for step, (one, two) in enumerate(zip(first, second, strict=True)):
-        whole.zero_grad()
-        F.mse_loss(whole(rows(step)), torch.zeros(8, 4).double()).backward()
-        assert torch.equal(one, two)
-        torch.testing.assert_close(one, whole.weight.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_trainers_choose_the_backward_that_is_averaged() -> None:

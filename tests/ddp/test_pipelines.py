@@ -1,0 +1,145 @@
+"""Pipeline stages of torch's over dp replicas: what a wrapped stage averages, and what it refuses.
+
+Two stages a schedule or four, on two ranks of pp; each has two replicas along dp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import meshdist as md
+from meshdist.errors import GradientError
+from tests.pool import Pool
+
+AVERAGED = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"]
+SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+"""Those whose last part of a step is the weights' part of a backward."""
+NUM_STEPS, NUM_PARTS, WIDTH = 3, 4, 4
+
+
+def layer(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 4 * NUM_PARTS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def largest_error(name: str, wrapping: str) -> float:
+    """Train under the schedule; return by how much gradients differ from the whole batch's."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torchs, dp, pp = mesh.to_torch(), mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    is_single = name in ("GPipe", "1F1B")
+    opposite = 3 - pp if name in ("ZBVZeroBubble", "DualPipeV") else pp + 2
+    mine, num_stages = ([pp], 2) if is_single else ([pp, opposite], 4)
+    layers = {index: layer(index) for index in mine}
+
+    def wrapped(module: nn.Module) -> Any:
+        if wrapping == "DDP":
+            return md.DDP(module, device_mesh=mesh["dp"])
+        if wrapping == "fully_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            return fully_shard(module, mesh=torchs["dp"])
+        return module
+
+    stages: Any = [
+        pipelining.PipelineStage(
+            wrapped(layers[index]),
+            index,
+            num_stages,
+            torch.device("cpu"),
+            group=torchs.get_group("pp"),
+        )
+        for index in mine
+    ]
+    make = getattr(schedules, f"Schedule{name}")
+    schedule = make(stages[0] if is_single else stages, NUM_PARTS, loss_fn=F.mse_loss)
+    whole = nn.Sequential(*[layer(index) for index in range(num_stages)])
+    errors = []
+    for step in range(NUM_STEPS):
+        whole.zero_grad()
+        for one in layers.values():
+            one.zero_grad()
+        x, y = batch(step)
+        F.mse_loss(whole(x), y).backward()
+        given = (x[dp::2],) if pp == 0 else ()
+        schedule.step(*given, **({"target": y[dp::2]} if num_stages - 1 in mine else {}))
+        gradients = [p.grad for one in layers.values() for p in one.parameters()]
+        if wrapping == "bare":
+            md.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh["dp"])
+        expected = [p.grad for index in layers for p in whole[index].parameters()]
+        for one, other in zip(gradients, expected, strict=True):
+            full = one.full_tensor() if wrapping == "fully_shard" else one
+            errors.append((full - other).abs().max().item())
+    return max(errors)
+
+
+def test_a_wrapped_stage_averages_the_last_backward(pool: Pool) -> None:
+    def program() -> list[float]:
+        return [largest_error(name, "DDP") for name in ("GPipe", "Interleaved1F1B")]
+
+    assert max(max(errors) for errors in pool.run(program, 4, backend="shm")) < 1e-15
+
+
+def refusal(name: str) -> str:
+    """What this rank raises; one that waits for the stage of another is told that it is gone."""
+    try:
+        largest_error(name, "DDP")
+    except GradientError as error:
+        return str(error)
+    except RuntimeError as error:
+        return f"cut off: {error}"
+    finally:
+        torch.distributed.destroy_process_group()
+    return "trained"
+
+
+def test_a_schedule_that_splits_backwards_is_refused_and_the_way_out_works(pool: Pool) -> None:
+    def program() -> tuple[float, str]:
+        return largest_error("DualPipeV", "bare"), refusal("DualPipeV")
+
+    found = pool.run(program, 4, backend="shm")
+    assert max(error for error, _ in found) < 1e-15
+    for rank in (1, 3):
+        text = found[rank][1]
+        assert text.startswith(
+            "this pipeline schedule adds up the weights' gradients apart from backward()\n"
+            f"  where:    rank {rank}, in "
+        )
+        assert text.endswith(
+            "  expected: a last backward that goes through the stage's outputs to its parameters\n"
+            "  found:    outputs that were cut off their graph, as under InterleavedZeroBubble, "
+            "ZBVZeroBubble and DualPipeV\n"
+            "  fix:      leave the stage bare: behind schedule.step() call "
+            "md.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh['dp']); or take torch's "
+            "fully_shard"
+        )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("wrapping", ["DDP", "bare", "fully_shard"])
+def test_all_schedules(wrapping: str, backend: str, pool: Pool) -> None:
+    names = AVERAGED if wrapping == "DDP" else AVERAGED + SPLIT
+
+    def program() -> list[float]:
+        return [largest_error(name, wrapping) for name in names]
+
+    assert max(max(errors) for errors in pool.run(program, 4, backend=backend)) < 1e-15
+    if wrapping == "DDP":
+        for name in SPLIT:
+            texts = pool.run(refusal, 4, name, backend=backend)
+            assert "trained" not in texts[1::2]
+            assert any(text.startswith("this pipeline schedule") for text in texts)
