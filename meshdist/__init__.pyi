@@ -148,6 +148,7 @@ from .mesh.partition_spec import P as P, PartitionSpec as PartitionSpec
 from .mesh.spec import NamedSharding as NamedSharding
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
 from .sharding.from_whole import device_put as device_put
+from .sharding.links import Link as Link
 from .sharding.making_arrays import (
     empty as empty,
     full as full,

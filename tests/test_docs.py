@@ -209,3 +209,14 @@ def test_commands_that_name_nothing_are_found() -> None:
 def test_a_block_without_an_end_is_found() -> None:
     with pytest.raises(AssertionError, match="opens in line 2 never ends"):
         blocks_of("text\n```python\na = 1\n")
+
+
+@pytest.mark.parametrize("word", ["moe", "ulysses", "clip", "experts", "checkpoint", "fsdp"])
+def test_the_search_finds_a_page(word: str) -> None:
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (separator,) = re.findall(r"separator: '(.*)'", config)
+    pages = [page for page in PAGES if page.startswith("docs/")]
+    found = [
+        page for page in pages if word in re.split(separator, (ROOT / page).read_text().lower())
+    ]
+    assert found != []

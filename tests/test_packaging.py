@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -85,3 +87,26 @@ def test_constraints_hold_every_dependency_of_a_development_install(wheel: zipfi
     assert {"torch", "pytest", "matplotlib", "mpi4py"} <= wanted
     assert wanted - {normal(line.split("==")[0]) for line in held} == set()
     assert [line for line in held if not re.fullmatch(r"[\w.-]+==[\w.]+(; .+)?", line)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the core is built on Linux alone")
+def test_a_clones_sources_without_a_core_say_so_once(tmp_path: Path) -> None:
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "meshdist", tmp_path / "meshdist", ignore=unbuilt)
+    (tmp_path / "CMakeLists.txt").touch()
+    (tmp_path / "native").mkdir()
+    code = (
+        f"import sys; sys.path.append({sysconfig.get_path('platlib')!r})\n"
+        "import meshdist as md\n"
+        "md.all_reduce, md.DDP\n"
+        "print(md.simulate(md.get_rank, 2))\n"
+    )
+    command = [sys.executable, "-S", "-c", code]  # without the finder of an editable install
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "[0, 1]\n")
+    assert done.stderr.count("meshdist comes from its sources, without a native core") == 1
+    assert f"found:    {tmp_path / 'meshdist'}\n" in done.stderr
+    assert "fix:      build it by `pip install -e .`" in done.stderr
+    (tmp_path / "CMakeLists.txt").unlink()  # an installed package without a core says nothing
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")

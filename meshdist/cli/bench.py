@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
@@ -23,14 +24,15 @@ _USAGE = "meshdist bench collectives [options]"
 _EPILOG = """\
 examples:
   meshdist bench collectives
-  meshdist bench collectives -n 4 --verbs all_reduce,broadcast --sizes 8,1048576
+  meshdist bench collectives -n 4 --verbs all_reduce,broadcast --sizes 8,1M
   meshdist bench collectives --sides meshdist/gloo,torch/gloo --output report.json --plot plot.svg
 
 A size is that of the full buffer in bytes; a time is the median over interleaved rounds of the
 slowest rank's time per call. The last columns are the others' time divided by the first's, as the
 median of what it is in each round, which may differ from the quotient of the two times shown.
 """
-_SIZES = "8,4096,65536,1048576,16777216,67108864"
+_SIZES = "8,4K,64K,1M,16M,64M"
+_SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*(?:([KMG])(?:iB)?|B)?\s*", re.IGNORECASE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         help=f"a comma list of {', '.join(VERBS)}; all by default",
     )
     parser.add_argument(
-        "--sizes", type=_counts, default=_SIZES, help=f"bytes, a comma list ({_SIZES})"
+        "--sizes", type=_sizes, default=_SIZES, help=f"a comma list, in bytes ({_SIZES})"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=" or ".join(DTYPES))
     parser.add_argument("--rounds", type=_count, default=5, help="interleaved rounds (5)")
@@ -78,8 +80,18 @@ def _count(text: str) -> int:
     return number
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(word) for word in text.split(",")]
+def _sizes(text: str) -> list[int]:
+    """Return the bytes of each size of a comma list: as ``size_text`` writes them, or bare."""
+    sizes = []
+    for word in text.split(","):
+        found = _SIZE.fullmatch(word)
+        unit = " KMG".index(found[2].upper()) if found and found[2] else 0
+        number = 0 if found is None else round(float(found[1]) * (1 << 10 * unit))
+        if not number:
+            expected = "a size, such as 8, 256K or 64 MiB, in bytes or powers of 1024"
+            raise ArgumentTypeError(f"{word!r} is not {expected}")
+        sizes.append(number)
+    return sizes
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:

@@ -89,7 +89,7 @@ def links_of(
             raise KindError(
                 f"the link of axis {axis!r} is no Link",
                 where="argument links",
-                expected="Link(latency_s, bytes_per_s)",
+                expected="md.Link(latency_s, bytes_per_s)",
                 found=repr(link),
             )
         found[layout.axis_index(axis)] = link

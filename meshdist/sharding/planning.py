@@ -50,8 +50,8 @@ def plan(
         mesh: of a pattern, and of specs; None takes the mesh in force. A ``Layout`` plans without
             processes.
         shape: of the whole array. A pattern can take ``sizes`` instead.
-        links: how fast each axis is, by name or index, or one ``Link`` for all; equal on all ranks.
-            By default constants of the axis's wire, which differ where it leaves the host.
+        links: how fast each axis is, by name or index, or one ``md.Link`` for all; equal on all
+            ranks. By default constants of the axis's wire, which differ where it leaves the host.
         rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
         sizes: the whole sizes of a pattern's dims, by name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from ..arrays import as_tensor
+from ..checking.call_sites import program_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import DtypeError, KindError, MeshError
@@ -83,7 +85,8 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
     """The DTensor of a sharded array; memory is shared where torch holds it so.
 
     torch cuts dims by ``torch.chunk``, and dims that do not divide in the order of the mesh's axes:
-    where ``x`` lies otherwise it is resharded, collectively, with a warning that shows both.
+    where ``x`` lies otherwise it is resharded, collectively, with a warning, once a place, that
+    shows both.
     ``x.reshard(...)`` before avoids the warning, by the sharding that it names.
 
     Args:
@@ -144,26 +147,34 @@ def _of_other_ranks(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError
 
 
 def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
+    """Warn once for each line of the program: what it converts in a loop lies alike."""
+    frame = program_frame(sys._getframe(1))
+    place = ("to_dtensor reshards", frame.f_code.co_filename, frame.f_lineno)
+    if place in x.mesh.notes:
+        return
+    x.mesh.notes[place] = True
     here, there = (one.placement(x.shape).dims for one in (x.sharding, held))
     places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
     warnings.warn(
         explain(
             "to_dtensor reshards: torch holds this array otherwise",
-            expected=_cells_text(there, places),
-            found=_cells_text(here, places),
+            expected=_cells_text(there, places, x.mesh.axis_names),
+            found=_cells_text(here, places, x.mesh.axis_names),
             fix=f"reshard before, where it is meant: x.reshard({held!r})",
         ),
         stacklevel=3,
     )
 
 
-def _cells_text(dims: Sequence[DimSplit], places: Sequence[int], shown: int = 8) -> str:
-    """How some dims are cut: ``dim 0 in 3, 3, 2, 2 along axes 0``."""
+def _cells_text(
+    dims: Sequence[DimSplit], places: Sequence[int], names: Sequence[str], shown: int = 8
+) -> str:
+    """How some dims are cut: ``dim 0 in 3, 3, 2, 2 along dp``."""
     lines = []
     for place in places:
         bounds = dims[place].boundaries[: shown + 1]
         sizes = [str(stop - start) for start, stop in pairwise(bounds)]
         more = ", ..." if dims[place].num_cells > shown else ""
-        axes = ", ".join(map(str, dims[place].axes))
-        lines.append(f"dim {place} in {', '.join(sizes)}{more} along axes {axes}")
+        axes = ", ".join(names[axis] for axis in dims[place].axes)
+        lines.append(f"dim {place} in {', '.join(sizes)}{more} along {axes}")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ import pytest
 
 from meshdist.bench import measuring
 from meshdist.bench.measuring import Entrant, SideFailedError, measure, running
+from meshdist.bench.reporting import size_text
 from meshdist.cli import bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,9 @@ def test_strangers_that_connect_are_no_ranks(monkeypatch: pytest.MonkeyPatch) ->
         (["--verbs", "all_reduce,shout"], "'shout' is none of all_reduce, reduce, "),
         (["--verbs", "allreduce"], "send_recv, barrier; did you mean 'all_reduce'?\n"),
         (["--sides", "torch/carrier"], "'torch/carrier' is none of meshdist/shm, "),
-        (["--sizes", "8,many"], "'many' is not a whole number from 1"),
+        (["--sizes", "8,many"], "'many' is not a size, such as 8, 256K or 64 MiB"),
+        (["--sizes", "0"], "'0' is not a size"),
+        (["--sizes", "1MB"], "'1MB' is not a size"),
         (["-n", "0"], "'0' is not a whole number from 1"),
         (["--rounds", "-1"], "'-1' is not a whole number from 1"),
     ],
@@ -84,6 +87,18 @@ def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixt
         bench.main(["collectives", *words])
     assert caught.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_sizes_are_read_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(bench, "_measure", lambda arguments: asked.append(arguments.sizes))
+    shown = [8, 1000, 1 << 10, 1536, 256 << 10, 1 << 20, 64 << 20]
+    typed = [["1M"], ["1m,8,4KiB,2G"], [",".join(size_text(size) for size in shown)], []]
+    for sizes in typed:
+        words = ["--sizes", *sizes] if sizes else []
+        assert bench.main(["collectives", *words]) == 0
+    usual = [8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+    assert asked == [[1 << 20], [1 << 20, 8, 4096, 2 << 30], shown, usual]
 
 
 def test_what_to_measure_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -390,6 +390,25 @@ def test_a_number_of_a_varying_value_warns_once_a_place(read: Callable[[Any], An
     assert file.endswith("test_typed_places.py")
 
 
+def test_of_sizes_it_says_first_how_they_are_read() -> None:
+    def body() -> Any:
+        counts = varying(torch.tensor([3, 1]))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            counts.tolist()
+            v().tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with md.untyped():
+                return [str(one.message) for one in caught], counts.tolist()
+
+    (text, other), sizes = inside(body)
+    way = "read it in `with md.untyped():`, where it may differ; or make it equal first"
+    assert text.partition("fix:")[2].strip().startswith(way)
+    assert other.partition("fix:")[2].strip().startswith("make it equal first")
+    assert sizes == [3, 1]
+
+
 def test_printing_and_shapes_warn_of_nothing() -> None:
     def body() -> Any:
         x = v()

@@ -67,13 +67,17 @@ def test_sizes_of_torch(pool: Pool) -> None:
             warnings.simplefilter("error")
             assert md.to_dtensor(ours).full_tensor().tolist() == list(range(9))
         balanced = ours.reshard(md.P("dp"))
+        others = balanced * 2, md.zeros(7, sharding=balanced.sharding), balanced
         with pytest.warns(UserWarning, match="to_dtensor reshards") as caught:
-            again = md.to_dtensor(balanced)
+            *_, again = [md.to_dtensor(array) for array in others]
+        assert len(caught) == 1  # of a place
+        with pytest.warns(UserWarning, match="to_dtensor reshards"):
+            md.to_dtensor(balanced)
         assert again.full_tensor().tolist() == list(range(9))
         text = str(caught[0].message)
         assert "to_dtensor reshards: torch holds this array otherwise" in text
-        assert "expected: dim 0 in 3, 3, 3, 0 along axes 0" in text
-        assert "found:    dim 0 in 3, 2, 2, 2 along axes 0" in text
+        assert "expected: dim 0 in 3, 3, 3, 0 along dp" in text
+        assert "found:    dim 0 in 3, 2, 2, 2 along dp" in text
         assert caught[0].filename == __file__
         return [balanced.local.tolist(), again.to_local().tolist()]
 
