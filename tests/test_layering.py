@@ -215,6 +215,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "operation_rules",
             "operator_errors",
             "type_errors",
+            "marked_parameters",
             "leaf_buckets",
             "sparse_sums",
             "detail_checks",

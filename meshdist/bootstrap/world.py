@@ -98,6 +98,8 @@ class World:
     """Called in reverse order when the world closes."""
     kept: list[object] = field(default_factory=list, init=False, repr=False)
     """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
+    axis_names: set[str] = field(default_factory=set, init=False, repr=False)
+    """The names of the axes of all meshes that this rank has made in it."""
     latest_signal: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.signal_thread``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)

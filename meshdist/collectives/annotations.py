@@ -12,8 +12,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
-from .axis_types import ATTRIBUTE, axes_of_kind, type_text, with_kinds
-from .carried_specs import SPEC_ATTRIBUTE, checked_spec, dims_text, find_spec, mark_spec
+from .axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, type_text, with_kinds
+from .carried_specs import checked_spec, dims_text, find_spec, mark_spec
 from .contexts import PLAIN_TENSORS
 from .type_errors import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
 
@@ -54,7 +54,8 @@ def annotate(
         KindError: no tensor, a subclass, an axis that is no name, or a spec beside kinds.
         AxisError: the mesh has no such axis.
         AxisTypeError: an axis is named under two kinds.
-        PatternError: a text that is no pattern of one array.
+        PatternError: a text that is no pattern of one array, or names a whole dim as an axis of
+            the mesh ("tp" where "f@tp" or ``varying="tp"`` is meant).
         ShapeError: a spec or a pattern for another number of dims.
         DtypeError: booleans whose spec is unreduced.
         MeshError: the sharding is one of another mesh.

@@ -21,7 +21,9 @@ from .verb_kinds import GRADIENT_KINDS
 __all__ = [
     "ATTRIBUTE",
     "INVARIANT",
+    "REDUCED_BY_OWNER",
     "Join",
+    "SPEC_ATTRIBUTE",
     "Refusal",
     "axes_of_kind",
     "gradient_type",
@@ -34,6 +36,13 @@ __all__ = [
 
 ATTRIBUTE = "_axis_types"
 """Where a tensor's ``__dict__`` has the text of its type."""
+
+SPEC_ATTRIBUTE = "_spec"
+"""Where a tensor's ``__dict__`` has the text of its spec (``carried_specs``)."""
+
+REDUCED_BY_OWNER = "_axes_of_owner"
+"""Where a leaf's ``__dict__`` names the axes, joined by commas, over which a wrapper reduces its
+``.grad`` behind the backward: it is invariant there, though the leaf is reduced."""
 
 INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""

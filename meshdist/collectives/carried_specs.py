@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from ..bootstrap.world import find_world
 from ..errors import DtypeError, KindError, ShapeError
 from ..mesh.dim_sizes import spec_of
 from ..mesh.layout import Layout
@@ -19,13 +20,10 @@ from ..mesh.named_dims import parse_side
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.pattern import cut_text
 from ..mesh.spec import NamedSharding
-from .axis_types import ATTRIBUTE, axes_of_kind, type_text
+from .axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, type_text
 from .type_errors import type_of
 
-__all__ = ["SPEC_ATTRIBUTE", "checked_spec", "dims_text", "find_spec", "mark_spec"]
-
-SPEC_ATTRIBUTE = "_spec"
-"""Where a tensor's ``__dict__`` has the text of its spec."""
+__all__ = ["checked_spec", "dims_text", "find_spec", "mark_spec"]
 
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
@@ -70,18 +68,21 @@ def checked_spec(
     Args:
         tensor: this rank's shard.
         given: a ``PartitionSpec``, ``NamedSharding``, or pattern of one side.
-        layout: has the axes; None checks no names.
+        layout: has the axes; None checks no more than that no dim is named as an axis of a mesh
+            that was made before.
         call: what messages call the caller.
 
     Raises:
         KindError: something else.
-        PatternError: a text that is no pattern of one side.
+        PatternError: a text that is no pattern of one side, or names a dim as an axis.
         AxisError: an axis that the mesh does not have, or one twice.
         ShapeError: another number of dims than the tensor has.
         DtypeError: booleans that are unreduced.
     """
     if isinstance(given, str):
-        spec = spec_of(*parse_side(given), layout, tensor.ndim)
+        world = find_world()
+        known_axes = world.axis_names if world is not None else ()
+        spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
     elif isinstance(given, NamedSharding):
         spec = given.spec
     elif isinstance(given, PartitionSpec):

@@ -15,6 +15,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, INVARIANT, Join, Refusal, join, kinds_in, type_text
 from .casting import Casts
 from .detail_checks import is_checked
+from .marked_parameters import keep_marks_in_parameters
 from .operation_rules import Operation
 from .torch_private import (
     are_transforms_active,
@@ -47,6 +48,9 @@ __all__ = [
 
 PLAIN_TENSORS = frozenset({torch.Tensor, Parameter, UninitializedParameter, UninitializedBuffer})
 """The types of tensors that a context follows."""
+
+
+keep_marks_in_parameters()
 
 
 class ContextMode(TorchFunctionMode):

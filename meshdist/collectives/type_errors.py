@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..checking.call_sites import call_site, show_site
+from ..checking.call_sites import call_site, program_frame, show_site
 from ..dtypes import dtype_name
 from ..errors import AxisTypeError, JoinError, KindError
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, kinds_in, shown
+from .leaf_names import names_of
 from .verb_kinds import KINDS
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "foreign_leaf",
     "foreign_mesh",
     "mesh_text",
+    "name_of",
     "of_a_subclass",
     "owned_loss",
     "refused_join",
@@ -30,6 +33,7 @@ __all__ = [
     "type_as_text",
     "type_of",
     "uneven_leaf",
+    "unmarked_shard",
     "unseeded_draw",
     "unseen_history",
     "where",
@@ -132,8 +136,41 @@ def refused_sharding(
         found=f"x: {tensor_text(x)}",
         fix=fixes[kind]
         if (kind, wanted) != ("V", "U")
-        else f"cast it first: lax.pcast(x, {axis!r}, to='unreduced')",
+        else "x carries a spec, whose axes cut its dims: write them on the left; where its parts "
+        f"are summands all the same, say so first: lax.pcast(x, {axis!r}, to='unreduced')",
     )
+
+
+def unmarked_shard(
+    verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, spec: str
+) -> AxisTypeError:
+    """A value that its pattern cuts, and whose gradient would be summed as that of an equal one."""
+    if x.is_leaf:
+        name = name_of(x, "w")
+        found = f"{name}: {tensor_text(x)}, a leaf without a mark"
+        fix = (
+            f"say where it lies: md.annotate({name}, md.{spec}); nn.Parameter(x) and model.to "
+            f"keep the mark, copies do not. Where it is equal on all ranks: md.annotate({name})"
+        )
+    else:
+        found = f"x: {tensor_text(x)}, made from values that are invariant over {axis!r}"
+        fix = (
+            f"annotate what it is made from: md.annotate(w, varying={axis!r}). Where it is equal "
+            f"on all ranks, cast it: lax.pvary(x, {axis!r})"
+        )
+    return AxisTypeError(
+        f"{verb} of a value that is invariant over {axis!r}, and cut there by its pattern or spec",
+        where=where(mesh, [axis]),
+        expected="a mark that says that ranks hold parts of their own: the gradient of an equal "
+        f"value is summed over {axis!r}",
+        found=found,
+        fix=fix,
+    )
+
+
+def name_of(tensor: torch.Tensor, default: str) -> str:
+    """What the program calls ``tensor``, in the functions that led here."""
+    return names_of([tensor], program_frame(sys._getframe())).get(id(tensor), default)
 
 
 def foreign_mesh(

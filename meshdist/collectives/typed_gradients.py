@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import AxisTypeError
-from .axis_types import ATTRIBUTE, gradient_type, kinds_in, with_kinds
+from .axis_types import ATTRIBUTE, REDUCED_BY_OWNER, gradient_type, kinds_in, with_kinds
 from .contexts import ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .operation_rules import argument
@@ -16,7 +16,6 @@ from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, ty
 from .verb_kinds import GRADIENT_KINDS
 
 __all__ = [
-    "REDUCED_BY_OWNER",
     "get_grad",
     "gradient_type_of",
     "run_backward",
@@ -24,10 +23,6 @@ __all__ = [
     "set_data",
     "set_grad",
 ]
-
-REDUCED_BY_OWNER = "_axes_of_owner"
-"""Where a leaf's ``__dict__`` names the axes, joined by commas, over which a wrapper reduces its
-``.grad`` behind the backward: it is invariant there, though the leaf is reduced."""
 
 
 def gradient_type_of(x: torch.Tensor) -> str:

@@ -13,10 +13,16 @@ from typing import Protocol
 
 import torch
 
-from ..collectives.axis_types import ATTRIBUTE, kinds_in, shown, type_text, with_kinds
+from ..collectives.axis_types import (
+    ATTRIBUTE,
+    REDUCED_BY_OWNER,
+    kinds_in,
+    shown,
+    type_text,
+    with_kinds,
+)
 from ..collectives.contexts import find_mode, innermost_mode
 from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
-from ..collectives.typed_gradients import REDUCED_BY_OWNER
 from ..collectives.typed_in_place import kinds_over
 from ..collectives.verb_kinds import KINDS
 from ..error_text import ranks_text

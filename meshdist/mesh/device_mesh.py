@@ -127,6 +127,7 @@ class DeviceMesh:
             _derived={},
             notes={},
         )
+        definition.world.axis_names.update(definition.layout.names or ())
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", self._open)
 

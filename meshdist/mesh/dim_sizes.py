@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NoReturn
@@ -16,7 +16,7 @@ from typing import NoReturn
 from ..errors import AxisError, NotInGroupError, ShapeError
 from .layout import Layout
 from .partition_spec import Entry, PartitionSpec
-from .pattern import Dim, Pattern, Side
+from .pattern import Dim, Pattern, Side, column_error
 from .spec import NamedSharding
 from .splits import DimSplit, Placement, split_dim
 
@@ -45,16 +45,29 @@ class SizedSide:
     placement: Placement
 
 
-def spec_of(pattern: Pattern, side: Side, layout: Layout | None, ndim: int) -> PartitionSpec:
+def spec_of(
+    pattern: Pattern,
+    side: Side,
+    layout: Layout | None,
+    ndim: int,
+    known_axes: Collection[str] = (),
+) -> PartitionSpec:
     """Return the spec of one side for an array of ``ndim`` dims.
 
-    Without a layout no axis is checked.
+    Without a layout no axis is checked, and ``known_axes`` are those that no dim may be named
+    after.
 
     Raises:
         AxisError: an axis that the mesh does not have; the text shows where it stands.
+        PatternError: a dim that is not cut has the name of an axis, in a pattern of one side; one
+            with "->" says of each name on both sides what it is.
         ShapeError: another number of dims.
     """
     entries: list[Entry] = []
+    axes = known_axes if layout is None else layout.names or ()
+    for dim in side.dims:
+        if pattern.result is None and not dim.axes and not set(axes).isdisjoint(dim.names):
+            _refuse_bare_axis(pattern, dim, axes)
     for dim in _spread(pattern, side, ndim):
         for axis in dim.axes:
             _check_axis(pattern, axis, layout, dim.column)
@@ -63,6 +76,20 @@ def spec_of(pattern: Pattern, side: Side, layout: Layout | None, ndim: int) -> P
         _check_axis(pattern, axis, layout, pattern.text.find("{"))
     return PartitionSpec(
         *entries, unreduced=frozenset(side.unreduced), reduced=frozenset(side.reduced)
+    )
+
+
+def _refuse_bare_axis(pattern: Pattern, dim: Dim, axes: Collection[str]) -> NoReturn:
+    """Raise of a whole dim that is named as an axis: ``"tp"`` where ``"f@tp"`` is meant."""
+    name = next(name for name in dim.names if name in axes)
+    raise column_error(
+        pattern.text,
+        dim.column,
+        expected="names of dims that are not names of mesh axes",
+        found=f"{name!r}, an axis of the mesh, as the name of a dim that no axis cuts",
+        fix=f'where {name!r} cuts the dim, write "f@{name}"; to annotate that ranks along it hold '
+        f"their own values, md.annotate(x, varying={name!r}); else name the dim otherwise",
+        summary="this pattern names a whole dim as an axis",
     )
 
 

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 
 import torch
 
-from ..collectives.axis_types import kinds_in, with_kinds
+from ..collectives.axis_types import ATTRIBUTE, REDUCED_BY_OWNER, kinds_in, with_kinds
+from ..collectives.carried_specs import find_spec
 from ..collectives.contexts import ContextMode
-from ..collectives.type_errors import foreign_mesh, refused_sharding
+from ..collectives.type_errors import foreign_mesh, refused_sharding, unmarked_shard
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
 
 __all__ = ["kinds_of", "typed_operand", "typed_result"]
 
-_PASSES = {"V": "IRV", "R": "IR", "U": "U", "I": "I"}
-"""By the kind that a sharding says, the kinds of values that are cast to it, or taken for it."""
+_PASSES = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
+"""By the kind that a sharding says, the kinds of values that are cast to it, or taken for it: what
+each rank has is its summand where the sharding says so, as for ``lax.psum``."""
 
 
 def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
@@ -46,19 +48,30 @@ def typed_operand(
     """``x``, cast where it is invariant and its sharding says more.
 
     Raises:
-        AxisTypeError: ``x`` is of another kind over one of the axes; or they are no axes of the
-            context's mesh.
+        AxisTypeError: ``x`` is of another kind over one of the axes; it requires a gradient, is
+            cut, and nothing says that its parts differ; or the axes are none of the context's mesh.
     """
     _check_mesh(mode, verb, mesh)
     kinds = kinds_in(mode.operand_type(x, verb))
     missing = {}
     for axis, wanted in kinds_of(source).items():
         kind = kinds.get(axis, "I")
-        if kind not in _PASSES[wanted]:
+        is_cut = kind == "V" and find_spec(x) is not None
+        if kind not in _PASSES[wanted] or (is_cut and wanted == "U"):
             raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
+            if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not _is_said(x):
+                raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
     return mode.cast(x, missing)
+
+
+def _is_said(x: torch.Tensor) -> bool:
+    """Whether the program has said of ``x`` itself that it is equal: ``md.annotate(w)``.
+
+    A result may be made from a leaf that lacks its mark, and a wrapper marks all its leaves.
+    """
+    return x.is_leaf and ATTRIBUTE in x.__dict__ and REDUCED_BY_OWNER not in x.__dict__
 
 
 def typed_result(

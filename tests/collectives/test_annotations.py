@@ -10,7 +10,7 @@ import torch
 
 import meshdist as md
 from meshdist.collectives.axis_types import ATTRIBUTE
-from meshdist.errors import AxisError, AxisTypeError, KindError, MeshdistError
+from meshdist.errors import AxisError, AxisTypeError, KindError, MeshdistError, PatternError
 from tests.collectives.typed_cases import in_mesh, refusal
 
 
@@ -99,6 +99,37 @@ def test_a_spec_or_a_pattern_says_where_a_tensor_lies() -> None:
     assert str(md.typeof(x)) == "float32[8, 4]"
     assert md.typeof(x).spec == md.P(None, None)
     assert md.typeof(md.annotate(torch.ones(()), "{U:tp}")).spec == md.P(unreduced={"tp"})
+
+
+def test_a_dim_is_not_named_as_an_axis() -> None:
+    """``"tp"`` would be a whole dim of that name: equal on all ranks, and its gradient summed."""
+
+    def body(mesh: md.DeviceMesh) -> Any:
+        texts = []
+        x = torch.ones(4)
+        for given, mesh_or_none in (("tp", mesh), ("tp", None), ("d {R:tp}", None)):
+            try:
+                md.annotate(x, given, mesh=mesh_or_none)
+            except PatternError as error:
+                texts.append(str(error))
+            md.annotate(x, varying="tp"), md.annotate(x, "f@tp")
+        for call in (
+            lambda: md.annotate(torch.ones(4, 4), "dp f@tp"),
+            lambda: md.annotate(torch.ones(4, 4), "f (a tp)"),
+            lambda: md.shard(torch.ones(4, 4), "tp d", mesh),
+            lambda: md.unshard(torch.ones(4, 4), "f@dp tp", mesh),
+        ):
+            with pytest.raises(PatternError, match="this pattern names a whole dim as an axis"):
+                call()
+        return texts
+
+    for texts in in_mesh(body):
+        assert len(texts) == 2
+        for text in texts:
+            assert text.startswith("this pattern names a whole dim as an axis: column 1 of 'tp'\n")
+            assert "'tp', an axis of the mesh, as the name of a dim that no axis cuts" in text
+            assert 'write "f@tp"' in text and "md.annotate(x, varying='tp')" in text
+    md.annotate(torch.ones(4), "tp")  # where there is no mesh it may be a dim's name
 
 
 def test_kinds_overwrite_a_spec() -> None:

@@ -10,8 +10,8 @@ import torch
 
 import meshdist as md
 from meshdist import lax
+from meshdist.collectives.axis_types import REDUCED_BY_OWNER
 from meshdist.collectives.contexts import find_mode
-from meshdist.collectives.typed_gradients import REDUCED_BY_OWNER
 from meshdist.errors import AxisTypeError
 from tests.collectives.typed_cases import F64, in_mesh, kinds, refusal, varying
 

@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize, prune
 
 import meshdist as md
 from meshdist import lax
@@ -126,6 +128,66 @@ def test_a_type_is_pickled_and_follows_modules_and_dies_with_copies_of_parameter
         lax.psum(lost(torch.ones(2, 3).double()), "tp")
 
     assert "md.annotate(batch, varying='tp')" in refusal(AxisTypeError, body)
+
+
+def test_parametrizations_keep_the_marks_that_torch_lets_them() -> None:
+    """torch registers the same parameter where there is one original; of several, new ones."""
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    def body(mesh: md.DeviceMesh) -> Any:
+        found = {}
+        for name, register, originals in (
+            ("one", lambda m: parametrize.register_parametrization(m, "weight", Doubled()), 1),
+            ("several", nn.utils.parametrizations.weight_norm, 2),
+            ("mask", lambda m: prune.identity(m, "weight"), 1),
+        ):
+            for where, context in (("inside", md.typed), ("outside", nullcontext)):
+                layer = nn.Linear(3, 3, bias=False)
+                varying(layer.weight, "tp")
+                with context(mesh) if context is md.typed else context():
+                    try:
+                        register(layer)
+                    except AxisTypeError as error:
+                        found[name, where] = str(error)
+                        continue
+                parameters = list(layer.parameters())
+                assert len(parameters) == originals
+                with md.typed(mesh):
+                    found[name, where] = [kinds(one) for one in parameters]
+        return found
+
+    marked = ["V:tp"]
+    found = in_mesh(body)[0]
+    text = found.pop(("several", "outside"))
+    assert text.startswith(
+        "a parametrization makes several leaves of one that is marked, and loses "
+    )
+    assert "original: float32[3, 3]{V:tp}" in text
+    assert "register it inside `with md.typed(mesh):`" in text
+    assert found == {
+        ("one", "inside"): marked,
+        ("one", "outside"): marked,
+        ("several", "inside"): marked * 2,
+        ("mask", "inside"): marked,
+        ("mask", "outside"): marked,
+    }
+
+
+def test_a_parameter_made_of_a_marked_tensor_is_marked_but_not_with_a_wrappers_axes() -> None:
+    x = md.annotate(torch.ones(3), varying="tp", reduced="dp")
+    assert kinds(nn.Parameter(x)) == "V:tp R:dp"
+    assert str(md.typeof(nn.Parameter(md.annotate(torch.ones(3), "f@tp")))) == "float32[3@tp]"
+    assert kinds(nn.Parameter(torch.ones(3))) == kinds(nn.Parameter()) == ""
+
+    def body(mesh: md.DeviceMesh) -> str:
+        wrapped = md.DDP(nn.Linear(3, 3), device_mesh=mesh["dp"])
+        assert kinds(wrapped.module.weight) == "R:dp"
+        return kinds(nn.Parameter(wrapped.module.weight))
+
+    assert in_mesh(body)[0] == ""
 
 
 def test_hand_sliced_weights_that_nobody_annotated_end_in_an_error() -> None:

@@ -95,7 +95,7 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             "no axis 'DP' in the mesh\n  where:    mesh (dp=2, tp=4); column 3 of 'b@DP s'\n"
             "  expected: one of 'dp', 'tp'\n  fix:      did you mean 'dp'?",
         ),
-        (AxisError, lambda: sized("dp s {U:ep}", 4, 4), "column 9 of 'dp s {U:ep}'"),
+        (AxisError, lambda: sized("b s {U:ep}", 4, 4), "column 8 of 'b s {U:ep}'"),
         (AxisError, lambda: sized("(ep k)@(dp,ep)", 4), "column 12 of '(ep k)@(dp,ep)'"),
         (
             ShapeError,

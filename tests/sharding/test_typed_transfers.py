@@ -92,7 +92,7 @@ def test_gradients_are_those_of_one_device() -> None:
 
 def test_what_is_equal_is_cast_where_a_pattern_says_more() -> None:
     def body(mesh: Any) -> Any:
-        w = torch.ones(2, requires_grad=True)  # equal on all ranks, and cut all the same
+        w = md.annotate(torch.ones(2, requires_grad=True))  # equal on all ranks, and cut
         y = md.reshard(w, "s@a -> s", mesh)
         scale = torch.arange(1.0, 5)
         (grad,) = torch.autograd.grad((y * scale).sum(), w)
@@ -123,12 +123,114 @@ def test_kinds_that_do_not_fit() -> None:
     assert "unreduced over 'a', and invariant there" in text and "write {U:a} on the left" in text
     text = refused(given("s d -> s@a d", reduced="b"))
     assert "reduced over 'b', and invariant there" in text and "write {R:b} on the left" in text
-    text = refused(given("s d {U:a} -> s d", varying="a"))
-    assert "varying over 'a', and unreduced there" in text
-    assert "fix:      cast it first: lax.pcast(x, 'a', to='unreduced')" in text
     text = refused(given("s d {U:a} -> s d"))
     assert "invariant over 'a', and unreduced there" in text
     assert "md.annotate(x, unreduced='a')" in text
+
+
+def test_what_each_rank_has_is_its_summand_where_the_pattern_says_so() -> None:
+    """As for ``lax.psum``: the gradients are equal to those of one, and of the same kinds."""
+
+    def body(mesh: Any) -> Any:
+        leaf = torch.full((2, 4), 1.0 + mesh.get_local_rank("a"), requires_grad=True)
+        x = md.annotate(leaf, varying="a")
+        found = []
+        for summed in (
+            lambda y: md.reshard(y, "... {U:a} -> ...", mesh),
+            lambda y: md.reshard(md.reshard(y, "s d {U:a} -> s d@a", mesh), "s d@a -> s d", mesh),
+            lambda y: md.lax.psum(y, "a"),
+        ):
+            total = summed(x * 2)
+            (grad,) = torch.autograd.grad(total.square().sum(), x)
+            with md.untyped():
+                found.append((total.tolist(), grad.tolist(), kinds(total), kinds(grad)))
+        return found
+
+    for first, second, by_verb in typed(body):
+        assert first == second == by_verb
+        assert first[2:] == (((), (), ()), (("a",), (), ()))
+
+    def cut(mesh: Any) -> Any:  # what is known to be a shard is no summand
+        return md.reshard(md.shard(torch.ones(2, 4), "s@a d", mesh), "s d {U:a} -> s d", mesh)
+
+    text = refused(cut)
+    assert "varying over 'a', and unreduced there" in text
+    assert "x carries a spec, whose axes cut its dims: write them on the left" in text
+
+
+# -- leaves whose parts differ --------------------------------------------------------------------
+
+WEIGHT = torch.arange(12.0, dtype=torch.float64).view(6, 2)
+INPUTS = torch.arange(1.0, 13, dtype=torch.float64).view(6, 2)
+
+
+def gathered(make: Callable[[torch.Tensor, Any], Any], size: int, use: Any = None) -> list[Any]:
+    """What a step with weights kept in parts over the data's axis gives: gradients, or an error."""
+
+    def program() -> Any:
+        mesh = md.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        weight = make(md.shard(WEIGHT, "f@dp d", mesh), mesh)
+        batch = md.annotate(md.shard(INPUTS, "b@dp d", mesh).clone(), varying="dp")
+        with md.typed(mesh):
+            try:
+                used = weight if use is None else use(weight)
+                whole = md.reshard(used, "f@dp d -> f d {R:dp}", mesh, f=len(WEIGHT))
+            except AxisTypeError as error:
+                return str(error)
+            md.lax.psum((batch @ whole.T).square().sum(), "dp").backward()
+        return weight.grad.detach().clone()
+
+    return md.simulate(program, size)
+
+
+def parts_of_one_device(size: int) -> list[torch.Tensor]:
+    weight = WEIGHT.clone().requires_grad_()
+    (INPUTS @ weight.T).square().sum().backward()
+    layout = md.Layout.from_shape((size,), ("dp",))
+    rows = md.NamedSharding(layout, md.P("dp"))
+    return [weight.grad[rows.indices_map(WEIGHT.shape)[rank]] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_parameter_keeps_the_mark_of_the_shard_that_it_is_made_from(size: int) -> None:
+    wanted = parts_of_one_device(size)
+    for make in (
+        lambda shard, mesh: torch.nn.Parameter(shard),
+        lambda shard, mesh: torch.nn.Parameter(torch.nn.Parameter(shard)),
+        lambda shard, mesh: md.annotate(torch.nn.Parameter(shard.clone()), "f@dp d", mesh=mesh),
+    ):
+        found = gathered(make, size)
+        assert all(torch.equal(one, part) for one, part in zip(found, wanted, strict=True)), found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_leaf_that_is_cut_and_lacks_its_mark_is_refused(size: int) -> None:
+    for text in gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), size):
+        assert text.startswith(
+            "reshard of a value that is invariant over 'dp', and cut there by its pattern or spec\n"
+        )
+        assert "a leaf without a mark" in text and "found:    weight: float64[" in text
+        assert "fix:      say where it lies: md.annotate(weight, md.P('dp', None)); " in text
+        assert "Where it is equal on all ranks: md.annotate(weight)" in text
+    wanted = parts_of_one_device(size)
+    found = gathered(
+        lambda shard, mesh: md.annotate(torch.nn.Parameter(shard.clone()), md.P("dp", None)), size
+    )
+    assert all(torch.equal(one, part) for one, part in zip(found, wanted, strict=True))
+
+
+def test_what_is_made_from_such_a_leaf_is_refused_too() -> None:
+    text = gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), 2, lambda w: w * 1)[0]
+    assert "x: float64[3, 2], made from values that are invariant over 'dp'" in text
+    assert "annotate what it is made from: md.annotate(w, varying='dp')" in text
+    assert "lax.pvary(x, 'dp')" in text
+    # A wrapper's mark over other axes says nothing of this one, and no gradient is no harm.
+    with_data = gathered(
+        lambda shard, mesh: torch.nn.Parameter(shard.clone()),
+        2,
+        torch.no_grad()(lambda w: (md.reshard(w, "f@dp d -> f d", f=6), w)[1]),
+    )
+    assert "a leaf without a mark" in with_data[0]
 
 
 def test_meshes_that_are_no_part_of_the_contexts() -> None:
