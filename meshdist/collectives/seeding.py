@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from ..checking.call_sites import is_between
-from ..errors import ArgumentError, AxisError, KindError, NotInGroupError
+from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
 from ..runtime.seed_notes import seed_notes
 from .axis_types import INVARIANT, kinds_in, type_text
 from .contexts import ContextMode, collect
 from .operation_rules import Operation
-from .type_errors import mesh_text, type_of, unseeded_draw
+from .type_errors import type_of, unseeded_draw
 
 __all__ = ["seed", "type_of_draw"]
 
@@ -145,12 +145,7 @@ def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ..
         mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
     except AxisError as error:
         raise with_hidden_mesh(error, given) from None
-    if mesh.get_coordinate() is None:
-        raise NotInGroupError(
-            "md.seed on a mesh that does not hold this rank",
-            where=f"rank {mesh.world.rank}, {mesh_text(mesh)}",
-            fix="seed where mesh.get_coordinate() is not None",
-        )
+    coordinate_in(mesh, "md.seed")
     return mesh, tuple(axis for axis in mesh.axis_names if axis in names)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..errors import KindError, MeshdistError, MeshError, NotInGroupError
+from ..errors import KindError, MeshdistError, MeshError
 from ..mesh.current_mesh import get_current_mesh
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, INVARIANT, Join
 from .contexts import ContextMode, asleep, collect, find_mode, innermost_mode, mark
@@ -110,12 +110,7 @@ def _checked(mesh: object) -> DeviceMesh:
             found=repr(mesh),
             fix="give it names: mesh_dim_names=('dp', 'tp')",
         )
-    if mesh.get_coordinate() is None:
-        raise NotInGroupError(
-            "typed on a mesh that does not hold this rank",
-            where=f"rank {mesh.world.rank}, {mesh_text(mesh)}",
-            fix="open the context where mesh.get_coordinate() is not None",
-        )
+    coordinate_in(mesh, "typed")
     return mesh
 
 

@@ -30,7 +30,7 @@ from .layout import Axis, Layout
 from .svg import draw_svg
 from .torch_interop import make_torch_mesh, parts_of_torch_mesh
 
-__all__ = ["DeviceMesh", "meshes_in_force"]
+__all__ = ["DeviceMesh", "coordinate_in", "meshes_in_force"]
 
 
 class DeviceMesh:
@@ -253,7 +253,7 @@ class DeviceMesh:
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """The group of each axis through this rank, in axis order."""
-        self._check_member("get_all_groups")
+        coordinate_in(self, "get_all_groups")
         return list(self._groups)
 
     def open_group(self) -> ProcessGroup:
@@ -264,7 +264,7 @@ class DeviceMesh:
         if self._coordinate is not None and len(self._groups) == 1:
             return self._groups[0]
         if self._flat_group is None:
-            self._check_member("a verb")
+            coordinate_in(self, "a verb")
             group = self._definition.make_group(tuple(range(self.ndim)))
             self._own_groups.append(group)
             self._open_group(group, self._definition)
@@ -407,7 +407,7 @@ class DeviceMesh:
 
     def warmup(self) -> None:
         """Open and connect the groups of all axes; collective over the mesh's ranks."""
-        self._check_member("warmup")
+        coordinate_in(self, "warmup")
         check_device(self.device_type, is_planned=True)
         run_unnested("warmup", self._open)
 
@@ -530,17 +530,28 @@ class DeviceMesh:
                 fix=f"name one, for example {call}({next(iter(self.axis_names), 0)!r})",
             )
         index = 0 if axis is None else self.layout.axis_index(axis)
-        self._check_member(call)
+        coordinate_in(self, call)
         return index
 
-    def _check_member(self, call: str) -> None:
-        if self._coordinate is None:
-            raise NotInGroupError(
-                f"{call} on a mesh that does not hold this rank",
-                where=f"rank {self.world.rank}, {self._definition.text}",
-                expected=f"a member: {ranks_text(self.layout.ranks().ravel().tolist())}",
-                fix="skip the call where mesh.get_coordinate() is None",
-            )
+
+def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
+    """This rank's place along the axes of ``mesh``.
+
+    Raises:
+        NotInGroupError: the mesh does not hold this rank.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        world, ranks = mesh.world, mesh._root.layout.ranks().ravel().tolist()
+        raise NotInGroupError(
+            f"{call} on a mesh that does not hold this rank",
+            where=f"rank {world.rank}, mesh ({mesh.layout.axis_text()})",
+            expected=f"one of {ranks_text(ranks)}",
+            found=f"the mesh has {len(ranks)} of {world.size} ranks",
+            fix=f"start {len(ranks)} ranks, or make a mesh of all {world.size}; where others are "
+            "meant to be outside, skip the call if mesh.get_coordinate() is None",
+        )
+    return coordinate
 
 
 def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...]) -> DeviceMesh:

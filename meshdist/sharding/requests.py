@@ -10,7 +10,7 @@ from typing import Any
 from ..collectives.checks import find_whole_numbers
 from ..errors import KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_current_mesh
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.named_dims import regroup, size_side
 from ..mesh.partition_spec import axes_of
 from ..mesh.pattern import parse
@@ -18,7 +18,6 @@ from ..mesh.spec import NamedSharding, P
 from .planning import mesh_links, plan_shardings
 from .plans import Plan, make_plan
 from .refinement import refine
-from .shardings import coordinate_in
 
 __all__ = [
     "Request",

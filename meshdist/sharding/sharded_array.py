@@ -16,6 +16,7 @@ from ..collectives.carried_specs import mark_spec
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
+from ..mesh.device_mesh import coordinate_in
 from ..mesh.named_dims import size_side
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, PartitionSpec
@@ -27,7 +28,6 @@ from .requests import on_mesh, whole_shape
 from .shardings import (
     array_type,
     checked_sharding,
-    coordinate_in,
     holds_whole,
     mesh_text,
     sharding_of,

@@ -8,9 +8,9 @@ from typing import Any
 from ..collectives.axis_types import type_text
 from ..collectives.carried_specs import dims_text
 from ..collectives.type_errors import type_as_text
-from ..errors import AxisError, KindError, MeshError, NotInGroupError
+from ..errors import AxisError, KindError, MeshError
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import DimSplit, Placement
 from .changes import dim_of_largest_cells, extended
@@ -18,7 +18,6 @@ from .changes import dim_of_largest_cells, extended
 __all__ = [
     "array_type",
     "checked_sharding",
-    "coordinate_in",
     "cut_further",
     "holds_whole",
     "mesh_text",
@@ -131,20 +130,3 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
         )
     coordinate_in(sharding.mesh, call)
     return sharding
-
-
-def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """This rank's place along the axes of ``mesh``.
-
-    Raises:
-        NotInGroupError: the mesh does not hold this rank.
-    """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise NotInGroupError(
-            f"{call} on a mesh that does not hold this rank",
-            where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
-            expected=f"one of the mesh's {mesh.layout.num_ranks} ranks",
-            fix="skip the call where mesh.get_coordinate() is None",
-        )
-    return coordinate

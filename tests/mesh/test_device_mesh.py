@@ -198,7 +198,7 @@ def test_a_mesh_smaller_than_the_world() -> None:
             lambda: md.all_reduce(torch.ones(1), group=mesh),
             lambda: md.all_reduce(torch.ones(1), group=mesh["dp"]),
         ):
-            with pytest.raises(md.NotInGroupError, match=r"rank 2, DeviceMesh\(dp=2\)"):
+            with pytest.raises(md.NotInGroupError, match=r"rank 2, mesh \(dp=2\)"):
                 call()
         return None
 

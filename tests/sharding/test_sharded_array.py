@@ -346,6 +346,30 @@ def test_a_rank_outside_the_mesh_has_none() -> None:
         assert word in text
 
 
+@pytest.mark.parametrize("call", ["lax", "shard", "seed", "typed", "get_local_rank"])
+def test_more_ranks_than_the_mesh_has_are_counted(call: str) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        calls = {
+            "lax": lambda: md.lax.psum(torch.ones(2), "dp", mesh=mesh),
+            "shard": lambda: md.shard(torch.ones(4), "f@dp", mesh=mesh),
+            "seed": lambda: md.seed(0, differ_over="dp", mesh=mesh),
+            "typed": lambda: md.typed(mesh).__enter__(),
+            "get_local_rank": lambda: mesh.get_local_rank("dp"),
+        }
+        if mesh.get_coordinate() is None:
+            with pytest.raises(NotInGroupError) as caught:
+                calls[call]()
+            return str(caught.value)
+        return ""
+
+    for rank, text in enumerate(md.simulate(program, 6)[4:], 4):
+        assert f"rank {rank}, mesh (dp=2" in text
+        assert "expected: one of ranks 0-3\n" in text
+        assert "found:    the mesh has 4 of 6 ranks\n" in text
+        assert "fix:      start 4 ranks, or make a mesh of all 6; " in text
+
+
 # -- copies, pickles, trees -----------------------------------------------------------------------
 
 
