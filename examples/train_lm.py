@@ -180,7 +180,8 @@ def repeat_alone(losses: list[float], args: argparse.Namespace) -> tuple[list[fl
         _, alone = train(mesh, args, "one process")
         ours, theirs = torch.tensor([losses, alone], dtype=torch.float64)
         difference[0] = ((ours - theirs) / theirs).abs().max()
-    md.broadcast(difference, src=0)  # here the other ranks wait
+    with md.wait_notice(None):  # here the other ranks wait, as they are meant to
+        md.broadcast(difference, src=0)
     return alone, difference.item()
 
 

@@ -131,6 +131,7 @@ from .groups.group_calls import (
     new_subgroups_by_enumeration as new_subgroups_by_enumeration,
     split_group as split_group,
 )
+from .groups.late_members import wait_notice as wait_notice
 from .groups.process_group import (
     GroupMember as GroupMember,
     ProcessGroup as ProcessGroup,

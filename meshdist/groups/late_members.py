@@ -1,7 +1,7 @@
 """A line on stderr where a rank has waited in a verb for long: which members have not come to it.
 
 A wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait in one
-call, one writes.
+call, one writes. ``wait_notice`` says of the calls inside that they are meant to wait.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import logging
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch.distributed
 
-from ..bootstrap.world import World
+from ..bootstrap.world import World, get_usable_world
 from ..checking.calls import Call
-from ..errors import ArgumentError, StoreError
+from ..errors import ArgumentError, KindError, StoreError
 from ..runtime.deadlines import Deadline
 from .other_members import MembersOfWorld
 from .registry import OpenCommunicator, get_registry
 
-__all__ = ["VARIABLE", "LateMembers"]
+__all__ = ["VARIABLE", "LateMembers", "wait_notice"]
 
 VARIABLE = "MESHDIST_WAIT_NOTICE_S"
 """The variable that says after how many seconds; 0 for never."""
@@ -46,20 +47,24 @@ class LateMembers:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._limit_s = _read_limit()
+        self._default_s = _read_limit()
+        self._limit_s = 0.0  # of the call that is looked at; 0 for never
         self._moment = 0
         self._is_told = False
-        self._deadline = Deadline(self._limit_s)
+        self._deadline = Deadline(0)
 
     def look(self) -> None:
         """To be called every now and then, on a thread that must not wait."""
-        opened = max(get_registry(self._world).all_opened(), key=_moment, default=None)
-        if opened is None or not self._limit_s:
+        registry = get_registry(self._world)
+        opened = max(registry.all_opened(), key=_moment, default=None)
+        if opened is None:
             return
         if _moment(opened) != self._moment:
+            given_s = registry.wait_notice_s
             self._moment, self._is_told = _moment(opened), False
+            self._limit_s = self._default_s if given_s is None else given_s
             self._deadline = Deadline(self._limit_s)
-        elif not self._is_told and self._deadline.is_over and _is_in_a_verb():
+        elif self._limit_s and not self._is_told and self._deadline.is_over and _is_in_a_verb():
             self._is_told = True
             call = opened.recorder.find_note()
             if call is not None:
@@ -83,6 +88,50 @@ class LateMembers:
                 return
             text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
             _log.warning("%s", "\n  ".join([f"meshdist: {text}", *lines]))
+
+
+@contextmanager
+def wait_notice(after_s: float | None) -> Iterator[None]:
+    """Let this rank tell of the waits inside after ``after_s`` seconds, or not at all.
+
+    Put it around a verb that some ranks come to long before the others, as they are meant to; each
+    rank that waits does so. Timeouts run on, and simulated ranks tell of no waits.
+
+    Args:
+        after_s: in place of ``MESHDIST_WAIT_NOTICE_S``; None: never.
+
+    Raises:
+        KindError, ArgumentError: ``after_s`` is no number of seconds above 0.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     result = torch.zeros(1)
+        ...     if md.get_rank() == 0:
+        ...         result += 2  # takes minutes
+        ...     with md.wait_notice(None):
+        ...         md.broadcast(result, src=0)
+        ...     return result.item()
+        >>> md.simulate(program, 2)
+        [2.0, 2.0]
+    """
+    if after_s is not None and (isinstance(after_s, bool) or not isinstance(after_s, (int, float))):
+        raise KindError(
+            f"after_s is of type {type(after_s).__name__}",
+            expected="a number of seconds, or None: never",
+        )
+    if after_s is not None and not 0 < after_s < threading.TIMEOUT_MAX:
+        raise ArgumentError(
+            f"after_s={after_s}",
+            expected="after how many seconds a wait is told of, above 0",
+            fix="pass None for never",
+        )
+    registry = get_registry(get_usable_world())
+    before, registry.wait_notice_s = registry.wait_notice_s, after_s or 0.0
+    try:
+        yield
+    finally:
+        registry.wait_notice_s = before
 
 
 def _moment(opened: OpenCommunicator) -> int:

@@ -107,6 +107,8 @@ class Registry:
         """What ranks without data answer the others' calls by, while this rank may become one."""
         self.look: Callable[[], None] | None = None
         """What the signal thread calls every now and then."""
+        self.wait_notice_s: float | None = None
+        """After how long a wait is told of, in the context that says so; 0 for never."""
         self._agreements = Agreements(
             world, lambda ranks: self.shadowing.find_joined(ranks) if self.shadowing else []
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -11,6 +12,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.bootstrap.world import World
+from meshdist.errors import ArgumentError, KindError
 from meshdist.groups.late_members import VARIABLE, LateMembers
 from tests.pool import Pool
 
@@ -53,6 +55,65 @@ def test_who_is_late_is_named_once(backend: str, pool: Pool) -> None:
     second = next(line for line in told if "s in recv" in line).splitlines()
     assert second[0].startswith("meshdist: rank 0 has waited for 0.3 s in recv((4,) float32, from")
     assert second[1].startswith("  rank 1: last call 2 on the world: all_reduce(")
+
+
+def meant() -> list[tuple[str, int]]:
+    """Rank 1 is late for each call, which the program means, or not."""
+    lines: list[tuple[str, int]] = []
+    handler = logging.Handler()
+    moments: list[float] = []
+
+    def note(record: logging.LogRecord) -> None:
+        text = record.getMessage().splitlines()[0]
+        lines.append((text.split(" in call ")[1][:1], int(10 * (time.monotonic() - moments[-1]))))
+
+    handler.emit = note  # type: ignore[method-assign]
+    log = logging.getLogger("meshdist.waits")
+    log.addHandler(handler)
+    try:
+        x = torch.ones(4)
+        md.barrier()
+        for seconds in (None, 0.7, "as ever"):
+            context = contextlib.nullcontext() if seconds == "as ever" else md.wait_notice(seconds)
+            moments.append(time.monotonic())
+            if md.get_rank() == 1:
+                time.sleep(1.2)
+            with context:
+                md.all_reduce(x)
+        return lines
+    finally:
+        log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
+def test_a_wait_that_is_meant_is_not_told_of(backend: str, pool: Pool) -> None:
+    first, second = pool.run(meant, 2, backend=backend, env={VARIABLE: "0.3"})
+    assert second == []
+    assert [call for call, _ in first] == ["3", "4"]
+    assert first[0][1] >= 7
+
+
+def test_a_wait_of_no_number_of_seconds() -> None:
+    def program() -> list[str]:
+        found = []
+        for given in ("soon", True, 0, -1.0, float("inf"), float("nan")):
+            with pytest.raises((KindError, ArgumentError)) as error, md.wait_notice(given):  # type: ignore[arg-type]
+                raise AssertionError
+            found.append(str(error.value))
+        return found
+
+    (found,) = md.simulate(program, 1)
+    assert found[0] == ("after_s is of type str\n  expected: a number of seconds, or None: never")
+    assert found[1].startswith("after_s is of type bool")
+    assert found[2] == (
+        "after_s=0\n  expected: after how many seconds a wait is told of, above 0\n"
+        "  fix:      pass None for never"
+    )
+    assert [text.splitlines()[0] for text in found[3:]] == [
+        "after_s=-1.0",
+        "after_s=inf",
+        "after_s=nan",
+    ]
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
