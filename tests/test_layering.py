@@ -329,6 +329,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "in_backward",
             "buffers",
             "torch_methods",
+            "join_hooks",
+            "joined_optimizer",
             "joining",
             "uneven_loops",
             "joined_replica",

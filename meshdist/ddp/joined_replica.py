@@ -17,7 +17,8 @@ from ..collectives.verbs import all_reduce
 from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .joining import Join, Joinable, ReplicaHook
+from .join_hooks import ReplicaHook
+from .joining import Join, Joinable
 from .replicas import broadcast_from
 from .wrapping import module_state
 

@@ -15,55 +15,22 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as torch_distributed
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from ..collectives.neutral_answers import answer
 from ..errors import ArgumentError, KindError, LengthError
 from ..groups.announcements import Announcement
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..groups.shadowing import Shadowing
 from ..wires.operations import DONE
 from ..wires.work import Work
+from .join_hooks import JoinHook, ReplicaHook
+from .joined_optimizer import JoinedOptimizer
 
-__all__ = ["Join", "JoinHook", "Joinable", "ReplicaHook"]
+__all__ = ["Join", "JoinHook", "Joinable"]
 
 _ITERATION = "iteration"
-
-
-class JoinHook:
-    """What a joinable does on a rank that has no data left. Both methods do nothing here."""
-
-    def main_hook(self) -> None:
-        """Call what the joinable calls in one step on ranks with data; once for each of theirs.
-
-        Calls that it leaves out are answered without it.
-        """
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Bring all ranks to one state, after the last has joined; runs on all of them.
-
-        Args:
-            is_last_joiner: whether this rank was among the last to join.
-        """
-
-
-class ReplicaHook(JoinHook, ABC):
-    """A hook that takes part in what its joinable announces, or owns, step by step."""
-
-    @abstractmethod
-    def begin(self, context: Join, joinable: Joinable) -> None:
-        """The context begins, in which ``joinable`` is."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The context ends; post-hooks follow."""
-
-    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part in what the joinable does on the ranks with data.
-
-        Args:
-            what: it does.
-            at_work: which members have data, by their place in the group.
-        """
 
 
 @dataclass(frozen=True)
@@ -93,7 +60,9 @@ class _JoinConfig:
     @property
     def is_first_joinable(self) -> bool:
         """Whether it is the one that says when a step begins."""
-        return self.context is not None and self.index == 0
+        return (
+            self.context is not None and self.index == 0 and not isinstance(self.hook, ReplicaHook)
+        )
 
 
 _OUTSIDE = _JoinConfig()
@@ -133,8 +102,9 @@ class Join:
     members of the groups that are used inside must be in a context, and the groups open before it.
 
     Args:
-        joinables: of one group and device, for example models wrapped in ``DDP``. On ranks that
-            have joined their hooks run in this order.
+        joinables: of one group and device, for example models wrapped in ``DDP``, and torch's
+            ``ZeroRedundancyOptimizer`` of their parameters. On ranks that have joined their hooks
+            run in this order.
         enable: False makes the context do nothing.
         throw_on_early_termination: let all ranks raise as soon as one has no data left.
         kwargs: given to each joinable's ``join_hook``.
@@ -192,16 +162,17 @@ class Join:
             )
         self._enable = enable
         self.is_strict = throw_on_early_termination
-        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
-        self._group, device = self._find_group()
+        self._hooks = [_hook_of(joinable, kwargs) for joinable in self._joinables]
+        self.group, device = self._find_group()
         self._new_shadowing = partial(
             Shadowing,
-            self._group,
+            self.group,
             device.type,
             answer,
             self.handle,
             self.is_strict,
             not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
+            [one for one in self._joinables if isinstance(one, torch.optim.Optimizer)],
         )
 
     def __enter__(self) -> None:
@@ -286,12 +257,20 @@ class Join:
             return None
         at_work = context.announce(joinable, _ITERATION)
         count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
-        channel = context._group.open_channel(count.device.type)
+        channel = context.group.open_channel(count.device.type)
         return channel.work(DONE, [count], verb="notify_join_context")
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
         """The one group and device of all joinables."""
-        groups = [resolve_group(one.join_process_group) for one in self._joinables]
+        pairs = list(zip(self._joinables, self._hooks, strict=True))
+        sharded = [one for one, hook in pairs if isinstance(hook, JoinedOptimizer)]
+        groups: list[Any] = [
+            resolve_group(one.join_process_group) for one in self._joinables if one not in sharded
+        ] or [world_group()]
+        for one in sharded:  # its group is torch's
+            ranks = torch_distributed.get_process_group_ranks(one.join_process_group)
+            is_equal = tuple(ranks) == tuple(groups[0].ranks)
+            groups.append(groups[0] if is_equal else f"torch's group of ranks {ranks}")
         devices = [torch.device(one.join_device) for one in self._joinables]
         for what, found in (("groups", groups), ("devices", devices)):
             different = [one for one in found if one != found[0]]
@@ -304,3 +283,21 @@ class Join:
                     fix="let each group's joinables have a loop of their own",
                 )
         return groups[0], devices[0]
+
+
+def _hook_of(joinable: Any, given: dict[str, Any]) -> JoinHook:
+    """The hook of a joinable for one context.
+
+    Raises:
+        KindError: it is torch's, and sends by torch's groups, whose calls none answers here.
+    """
+    if isinstance(joinable, Joinable) or not isinstance(joinable, TorchJoinable):
+        return joinable.join_hook(**given)
+    if isinstance(joinable, torch.optim.Optimizer):
+        return JoinedOptimizer(joinable)
+    name = type(joinable).__name__
+    raise KindError(
+        f"Join was given a {name}, which is a joinable of torch's",
+        expected="joinables of meshdist, and torch's ZeroRedundancyOptimizer",
+        fix=f"wrap models by md.DDP, and let {name} derive from md.Joinable; or write torch's Join",
+    )

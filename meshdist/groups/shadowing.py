@@ -40,6 +40,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from ..bootstrap.world import World
 from ..checking.nesting import set_aside
 from ..errors import (
@@ -79,6 +82,7 @@ class Shadowing:
             members have not joined.
         is_strict: whether all ranks raise as soon as one has joined.
         calls_more: whether ranks that have joined call what is not announced, too.
+        optimizers: those of torch's joinables whose steps are announced.
     """
 
     group: ProcessGroup
@@ -87,6 +91,7 @@ class Shadowing:
     handle: Callable[[Announcement, Sequence[bool]], None] = lambda *_: None
     is_strict: bool = False
     calls_more: bool = False
+    optimizers: Collection[Any] = ()
     owner: str = field(default="", init=False)
     """Of the calls that are started now."""
     _has_joined: bool = field(default=False, init=False)
@@ -119,6 +124,7 @@ class Shadowing:
         self._whereabouts = Whereabouts(world, main.label, self.group.ranks)
         self._waits = Waits(world, self._whereabouts)
         self._registry.shadowing = self
+        self._watch = register_optimizer_step_pre_hook(self._refuse_unknown_step)
         for opened in self._registry.all_opened():
             for user in opened.users:
                 if isinstance(user, ProcessGroup):
@@ -139,6 +145,7 @@ class Shadowing:
     def end(self, error: BaseException | None = None) -> None:
         """Leave the context, which ``error`` ends; calls are not announced any more."""
         self._registry.shadowing = None
+        self._watch.remove()
         for opened in self._registry.all_opened():
             for user in opened.users:
                 if isinstance(user, ProcessGroup):
@@ -149,6 +156,18 @@ class Shadowing:
             labels = [one.opened.label for one in whole]
             self._whereabouts.leave(labels, self._refusal or error)
         self._waits.leave(tuple(self._places))
+
+    def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
+        """Raise where an optimizer that sends by torch's groups steps unannounced."""
+        if isinstance(optimizer, TorchJoinable) and optimizer not in self.optimizers:
+            name = type(optimizer).__name__
+            raise JoinError(
+                f"{name} steps in an uneven loop that does not know it",
+                where=f"rank {self.group.world.rank}, {self.group.name}",
+                expected="a loop inside Join([model, optimizer])",
+                found="a step that sends by torch's group, where no rank without data answers",
+                fix="write `with md.Join([model, optimizer]):` around the loop",
+            )
 
     # -- ranks that have data ---------------------------------------------------------------------
 
