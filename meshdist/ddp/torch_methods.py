@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ..errors import GradientError
+from ..errors import GradientError, KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from .comm_hooks.halves import fp16_compress_hook
+from .comm_hooks.reducing import allreduce_hook
 from .in_backward import InBackward
 from .logging_data import DataLogger
 from .typed_owner import TypedOwner
@@ -28,6 +31,7 @@ class TorchMethods:
     device_mesh: DeviceMesh | None
     module: Any
     reducer: Any
+    register_comm_hook: Any
     logger: DataLogger
     static_graph: bool
     forward_sync_buffers: bool
@@ -97,6 +101,28 @@ class TorchMethods:
         """
         is_before = comm_hook_location is _BufferCommHookLocation.PRE_FORWARD
         self._buffers_of_model.set_hook(state, hook, is_before=is_before)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Register ``comm_hooks.allreduce_hook`` or ``fp16_compress_hook``, by torch's enum.
+
+        Args:
+            comm_hook_type: ``ALLREDUCE`` or ``FP16_COMPRESS`` of
+                ``torch.distributed.BuiltinCommHookType``.
+
+        Raises:
+            KindError: something else; or as ``register_comm_hook``.
+        """
+        hooks: dict[Any, Any] = {
+            BuiltinCommHookType.ALLREDUCE: allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
+        }
+        if not isinstance(comm_hook_type, BuiltinCommHookType):
+            raise KindError(
+                f"comm_hook_type is of type {type(comm_hook_type).__name__}",
+                expected="ALLREDUCE or FP16_COMPRESS of torch.distributed.BuiltinCommHookType",
+                fix="register other hooks by model.register_comm_hook(state, hook)",
+            )
+        self.register_comm_hook(None, hooks[comm_hook_type])
 
     def _register_fused_optim(
         self,

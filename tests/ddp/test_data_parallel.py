@@ -623,6 +623,55 @@ def test_a_module_is_wrapped_once_at_a_time() -> None:
         )
 
 
+class Heads(nn.Module):
+    """Two models that share a trunk, as one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(2, 2)
+        self.heads = nn.ModuleDict({"first": nn.Linear(2, 1), "second": nn.Linear(2, 1)})
+
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[name](self.trunk(x).tanh()).sum()
+
+
+def test_models_that_share_a_trunk_are_wrapped_as_one_module(run: Run) -> None:
+    def program(is_together: bool) -> tuple[str, list[torch.Tensor]]:
+        both = Heads().double()
+        first = md.DDP(nn.Sequential(both.trunk, both.heads["first"]))
+        with pytest.raises(GradientError) as error:
+            md.DDP(nn.Sequential(both.trunk, both.heads["second"]))
+        del first
+        model = md.DDP(both, find_unused_parameters=not is_together)
+        x = torch.full((1, 2), 1.0 + md.get_rank(), dtype=torch.float64)
+        for _ in range(3):
+            model.zero_grad()
+            if is_together:
+                (model("first", x) + model("second", 2 * x)).backward()
+            else:
+                model("first", x).backward()
+                model("second", 2 * x).backward()
+        return str(error.value), [parameter.grad for parameter in both.parameters()]
+
+    whole = Heads().double()
+    for value in (1.0, 2.0):
+        x = torch.full((1, 2), value, dtype=torch.float64)
+        (whole("first", x) + whole("second", 2 * x)).div(2).backward()
+    expected = [parameter.grad for parameter in whole.parameters()]
+    for is_together in (True, False):
+        for text, gradients in run(program, 2, is_together):
+            torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
+            assert text == (
+                "0.weight belongs to another DistributedDataParallel\n"
+                "  expected: a parameter whose gradient one wrapper averages\n"
+                "  found:    2 of 4 parameters that are averaged already\n"
+                "  fix:      let one module hold all models that share it, with a forward that "
+                "runs the one that is asked for, and wrap that; find_unused_parameters=True where "
+                "a loss is of one of them alone"
+            )
+
+
 def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_refused() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import meshdist as md
-from meshdist.errors import ArgumentError, GradientError
+from meshdist.errors import ArgumentError, GradientError, KindError
 from tests.ddp.models import Fragile, Two
 
 
@@ -25,6 +25,39 @@ def step(model: Any, value: float) -> float:
     model.zero_grad()
     model(torch.full((1, 1), value)).sum().backward()
     return model.module.weight.grad.item()
+
+
+# -- _register_builtin_comm_hook -----------------------------------------------------------------
+
+
+def test_builtin_hooks_are_ours_of_the_same_meaning() -> None:
+    kinds = torch.distributed.BuiltinCommHookType
+
+    def program(kind: Any) -> tuple[list[float], str]:
+        model = md.DDP(nn.Linear(1, 1, bias=False))
+        model._register_builtin_comm_hook(kind)
+        steps = [step(model, 1 / 3 + md.get_rank()) for _ in range(3)]
+        return steps, model._get_ddp_logging_data()["comm_hook"]
+
+    exact = (2 * torch.tensor(1 / 3) + 1).div(2).item()
+    for steps, name in md.simulate(program, 2, (kinds.ALLREDUCE,)):
+        assert steps == [exact] * 3
+        assert name == "allreduce_hook"
+    for steps, name in md.simulate(program, 2, (kinds.FP16_COMPRESS,)):
+        assert steps == pytest.approx([exact] * 3, abs=1e-3)
+        assert exact not in steps
+        assert name == "fp16_compress_hook"
+
+
+def test_what_is_no_builtin_hook_is_refused() -> None:
+    model = md.simulate(lambda: md.DDP(nn.Linear(1, 1)), 1)[0]
+    with pytest.raises(KindError) as error:
+        model._register_builtin_comm_hook(md.comm_hooks.allreduce_hook)
+    assert str(error.value) == (
+        "comm_hook_type is of type function\n"
+        "  expected: ALLREDUCE or FP16_COMPRESS of torch.distributed.BuiltinCommHookType\n"
+        "  fix:      register other hooks by model.register_comm_hook(state, hook)"
+    )
 
 
 # -- _set_static_graph ----------------------------------------------------------------------------
