@@ -113,7 +113,7 @@ class BoundedStore(Store):
             accept_clients()
             return
         try:
-            self._watch = self._ask(self._watched)
+            self._watch = self.ask(self._watched)
         except BaseException:
             self.close()
             raise
@@ -122,23 +122,23 @@ class BoundedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key``, whatever it held."""
-        self._ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes are taken too
+        self.ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes are taken too
 
     def get(self, key: str) -> bytes:
         """Wait for ``key`` and return its value."""
-        value = self._ask(lambda raw: raw.get(key) if raw.check([key]) else None)
+        value = self.ask(lambda raw: raw.get(key) if raw.check([key]) else None)
         if value is None:
             self.wait([key])
-            return self._ask(lambda raw: raw.get(key))
+            return self.ask(lambda raw: raw.get(key))
         return value
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``, 0 at first, and return the sum."""
-        return int(self._ask(lambda raw: raw.add(key, amount)))
+        return int(self.ask(lambda raw: raw.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are set."""
-        return bool(self._ask(lambda raw: raw.check(list(keys))))
+        return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are set: until the deadline in force, if one is.
@@ -158,20 +158,20 @@ class BoundedStore(Store):
 
         Returns:  what the key holds afterwards.
         """
-        return self._ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
+        return self.ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for all ``keys`` and return their values."""
         wanted = list(keys)
-        values = self._ask(lambda raw: raw.multi_get(wanted) if raw.check(wanted) else None)
+        values = self.ask(lambda raw: raw.multi_get(wanted) if raw.check(wanted) else None)
         if values is None:
             self.wait(wanted)
-            return self._ask(lambda raw: raw.multi_get(wanted))
+            return self.ask(lambda raw: raw.multi_get(wanted))
         return values
 
     def delete_key(self, key: str) -> bool:
         """Forget ``key``; whether it was there."""
-        return bool(self._ask(lambda raw: raw.delete_key(key)))
+        return bool(self.ask(lambda raw: raw.delete_key(key)))
 
     deleteKey = delete_key  # the name under which torch's PrefixStore looks for it
 
@@ -197,7 +197,7 @@ class BoundedStore(Store):
 
     def raw_clone(self) -> Store:
         """A connection of its own, for torch's classes that use a store in threads of theirs."""
-        return self._ask(cloned)
+        return self.ask(cloned)
 
     def let_server_end(self) -> None:
         """Close the watch, for which a server waits that ends, once no request is under way."""
@@ -223,8 +223,8 @@ class BoundedStore(Store):
 
     # -- the requests ------------------------------------------------------------------------------
 
-    def _ask(self, request: Callable[[Store], T]) -> T:
-        """Return what ``request`` returns, given the store that serves it."""
+    def ask(self, request: Callable[[Store], T]) -> T:
+        """Return what ``request`` returns, given the store that serves it, or of another client."""
         raw = self._raw
         if raw is None or self._is_closed or self._process_id != os.getpid():
             raise StoreError("the store of this world is closed in this process")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,9 +21,9 @@ import torch
 import torch.autograd.profiler as profiler
 import torch.distributed as torch_distributed
 from torch._C._distributed_c10d import Backend
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
-from ..bootstrap.bounded_store import BoundedStore, within
+from ..bootstrap.bounded_store import within
 from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.nesting import never_nested, run_unnested
@@ -62,6 +62,19 @@ _open: weakref.WeakSet[GroupOfWire] = weakref.WeakSet()
 _TorchsGroup: Any = torch_distributed.ProcessGroup
 
 
+class _BackendForHooks(Backend):
+    """Carries nothing: stands where torch's own groups have the backend that they call.
+
+    Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
+    process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which our
+    verbs do not pass. Ours notes them.
+    """
+
+    def getBackendName(self) -> str:
+        """What errors call it."""
+        return "meshdist"
+
+
 class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     """One group of torch's over one wire. Making one is collective over its members.
 
@@ -69,8 +82,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         wire: what moves tensors of its device types.
         opening: the group, as the wire is to open it.
         name: what torch calls the group.
-        handle: makes the requests to the opening's store, for this group alone; None where others
-            use it, too.
+        give_back: called once the group needs the opening's store no more.
 
     Raises:
         BackendError: the wire could not be opened; CollectiveTimeoutError: a member did not come.
@@ -81,10 +93,19 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     supports_time_estimate = False
 
     def __init__(
-        self, wire: Wire, opening: Opening, name: str, handle: BoundedStore | None = None
+        self,
+        wire: Wire,
+        opening: Opening,
+        name: str,
+        give_back: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(opening.rank, len(opening.ranks))
-        self._handle = handle
+        if hasattr(c10d, "FlightRecorderHook"):
+            self._for_hooks = _BackendForHooks(opening.rank, len(opening.ranks))
+            self._register_backend(
+                torch.device("cpu"), _TorchsGroup.BackendType.UNDEFINED, self._for_hooks
+            )
+        self._give_back = give_back
         self._wire = wire
         self._opening = opening
         self._facts = GroupFacts(
@@ -265,8 +286,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             self._comparison.close()
         for group in self._others.values():
             group.shutdown()
-        if self._handle is not None:
-            self._handle.close()
+        self._give_back()
 
     def leave(self) -> None:
         """Let the others know that this process ends in good order."""

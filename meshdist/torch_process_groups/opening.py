@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+import secrets
+import threading
+from collections import Counter
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as torch_distributed
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from ..bootstrap.bounded_store import BoundedStore
+from ..bootstrap.bounded_store import BoundedStore, within
 from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
 from ..bootstrap.stores import cloned, root_of
 from ..checking.nesting import never_nested
+from ..runtime.deadlines import Deadline
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.opening import Opening
@@ -32,24 +37,33 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
         BackendError: no such wire on this machine, or it could not be opened.
         CollectiveTimeoutError: a member did not come.
     """
-    size, store = options.group_size, _store_of(options)
-    handle = BoundedStore(cloned(store), options.timeout)
-    return WireGroup(
-        get_wire(wire),
-        Opening(
-            store=handle,
-            make_torch_store=lambda: store,
-            ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
-            rank=options.group_rank,
-            device_type="cpu",
-            timeout=options.timeout,
-            options=wire_options,
-            name=options.group_id,
-            num_local=_num_local(size),
-        ),
-        options.group_id,
-        handle,
-    )
+    size, torchs = options.group_size, _store_of(options)
+    deadline = Deadline(options.timeout)
+    with within(deadline):
+        connection = _take_connection(root_of(torchs), options.timeout)
+    give_back = partial(_give_back, connection)
+    try:
+        with within(deadline):
+            torchs, ours = _keys_of_group(torchs, options.group_rank, connection)
+        return WireGroup(
+            get_wire(wire),
+            Opening(
+                store=ours,
+                make_torch_store=lambda: torchs,
+                ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
+                rank=options.group_rank,
+                device_type="cpu",
+                timeout=options.timeout,
+                options=wire_options,
+                name=options.group_id,
+                num_local=_num_local(size),
+            ),
+            options.group_id,
+            give_back,
+        )
+    except BaseException:
+        give_back()
+        raise
 
 
 @never_nested
@@ -94,17 +108,60 @@ def _joined_under_mpi() -> Joined:
 
 
 def _store_of(options: Any) -> Store:
-    """Keys of this group alone, also where an earlier world of the same store had its name.
+    """The store that torch gives the group.
 
-    They are in the store that torch gives the group. In a world over MPI it gives what cannot be
-    called: there the group gets the store by which mpiexec's ranks have met.
+    In a world over MPI torch gives what cannot be called: there the group gets the store by which
+    mpiexec's ranks have met.
     """
-    store = options.store
-    if type(root_of(store)) is Store:
-        joined = _joined_under_mpi()
-        store = PrefixStore(f"torch's group {options.group_id}", joined.make_torch_store())
-    generation = store.add(f"opened by {options.group_rank}", 1)
-    return PrefixStore(f"opened {generation}", store)
+    store: Store = options.store
+    if type(root_of(store)) is not Store:
+        return store
+    joined = _joined_under_mpi()
+    return PrefixStore(f"torch's group {options.group_id}", joined.make_torch_store())
+
+
+def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[Store, Store]:
+    """Keys of one group alone, also where an earlier world of the same store had its name.
+
+    Returns:
+        The keys for torch's own classes, by ``store``; those for our requests, by ``connection``.
+    """
+    generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
+    torchs = PrefixStore(f"opened {generation}", store)
+    # The prefixes of ``store`` cannot be read. So the members' own prefix is a word that the first
+    # of them leaves there, as 8f1c...: ours are then the keys "8f1c.../address", and so on.
+    word = secrets.token_hex(16)
+    word = connection.ask(lambda _: torchs.compare_set("word", "", word)).decode()
+    return torchs, PrefixStore(word, connection)
+
+
+# Where a client connects, torch's server asks the name server what it is called, and answers nobody
+# meanwhile: a hundredth of these questions may take 5 s. So all groups of a process that are open
+# over one server share one connection, and 100 groups on 4 ranks ask for 4 names, not for 800.
+_connections: dict[tuple[int, str, int], BoundedStore] = {}
+_num_groups: Counter[BoundedStore] = Counter()
+_sharing = threading.Lock()
+
+
+def _take_connection(root: Store, timeout: timedelta) -> BoundedStore:
+    """The connection by which a group asks a store; ``_give_back`` closes it behind the last."""
+    if not isinstance(root, TCPStore):
+        return BoundedStore(cloned(root), timeout)
+    server = os.getpid(), root.host, root.port
+    with _sharing:
+        connection = _connections.get(server)
+        if connection is None or not _num_groups[connection] or not connection.is_served:
+            connection = _connections[server] = BoundedStore(cloned(root), timeout)
+        _num_groups[connection] += 1
+        return connection
+
+
+def _give_back(connection: BoundedStore) -> None:
+    with _sharing:
+        _num_groups[connection] -= 1
+        is_last = _num_groups[connection] <= 0
+    if is_last:
+        connection.close()
 
 
 def _num_local(size: int) -> int:

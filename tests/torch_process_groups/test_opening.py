@@ -1,0 +1,92 @@
+"""How groups of torch's over our wires are opened: on torch's store, by one connection of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshdist as md
+from tests.pool import Pool, free_port
+
+PAIRS = ([0, 1], [2, 3], [0, 2], [1, 3])
+
+
+def sockets_to(port: int) -> int:
+    """How many connections to a port of this host this process has."""
+    mine = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor
+            mine.add(os.readlink(f"/proc/self/fd/{name}"))
+    found = 0
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                is_to_port = int(fields[2].rpartition(":")[2], 16) == port
+                found += is_to_port and f"socket:[{fields[9]}]" in mine
+    return found
+
+
+def new_groups(rank: int) -> None:
+    for ranks in PAIRS:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group)
+            assert total.item() == sum(ranks)
+
+
+def torch_meshes(rank: int) -> None:
+    mesh: Any = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).to_torch()
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=mesh["tp"].get_group())
+    assert total.item() == [1.0, 1.0, 5.0, 5.0][rank]
+
+
+def open_in_rounds(rank: int, port: int, num_rounds: int, is_by_meshes: bool) -> list[int]:
+    """In a world that torch began: how many connections to its store there are, round by round."""
+    import meshdist.torch_backends  # noqa: F401 (offers shm to torch)
+
+    url, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=60)
+    dist.init_process_group("shm", url, rank=rank, world_size=4, timeout=limit)
+    try:
+        if is_by_meshes:
+            md.init_process_group()
+        counts = []
+        for _ in range(num_rounds):
+            torch_meshes(rank) if is_by_meshes else new_groups(rank)
+            counts.append(sockets_to(port))
+        return counts
+    finally:
+        if is_by_meshes:
+            md.destroy_process_group()
+        dist.destroy_process_group()
+        assert sockets_to(port) <= 2  # torch's own, and that of the world which met on it
+
+
+@pytest.mark.parametrize("is_by_meshes", [False, True], ids=["groups", "meshes"])
+def test_groups_share_a_connection_to_torchs_store(pool: Pool, is_by_meshes: bool) -> None:
+    # Each costs the server a question to the name server, of which some take 5 s.
+    for counts in pool.call(open_in_rounds, 4, free_port(), 3, is_by_meshes):
+        assert counts[0] == counts[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("is_by_meshes", [False, True], ids=["groups", "meshes"])
+def test_a_hundred_rounds_beside_two_busy_processes(pool: Pool, is_by_meshes: bool) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for counts in pool.call(open_in_rounds, 4, free_port(), 100, is_by_meshes):
+            assert counts[0] == counts[-1]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
