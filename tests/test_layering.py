@@ -330,7 +330,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "buffers",
             "torch_methods",
             "join_hooks",
-            "joined_optimizer",
             "joining",
             "uneven_loops",
             "joined_replica",

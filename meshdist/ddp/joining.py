@@ -15,8 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
-from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from ..collectives.neutral_answers import answer
 from ..errors import ArgumentError, KindError, LengthError
@@ -25,8 +23,7 @@ from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..groups.shadowing import Shadowing
 from ..wires.operations import DONE
 from ..wires.work import Work
-from .join_hooks import JoinHook, ReplicaHook
-from .joined_optimizer import JoinedOptimizer
+from .join_hooks import JoinedOptimizer, JoinHook, ReplicaHook, is_sharded_optimizer
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
@@ -60,9 +57,8 @@ class _JoinConfig:
     @property
     def is_first_joinable(self) -> bool:
         """Whether it is the one that says when a step begins."""
-        return (
-            self.context is not None and self.index == 0 and not isinstance(self.hook, ReplicaHook)
-        )
+        is_first = self.context is not None and self.index == 0
+        return is_first and not isinstance(self.hook, ReplicaHook)
 
 
 _OUTSIDE = _JoinConfig()
@@ -162,7 +158,10 @@ class Join:
             )
         self._enable = enable
         self.is_strict = throw_on_early_termination
-        self._hooks = [_hook_of(joinable, kwargs) for joinable in self._joinables]
+        self._hooks: list[JoinHook] = [
+            JoinedOptimizer(one) if is_sharded_optimizer(one) else one.join_hook(**kwargs)
+            for one in self._joinables
+        ]
         self.group, device = self._find_group()
         self._new_shadowing = partial(
             Shadowing,
@@ -172,7 +171,7 @@ class Join:
             self.handle,
             self.is_strict,
             not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
-            [one for one in self._joinables if isinstance(one, torch.optim.Optimizer)],
+            [one for one in self._joinables if is_sharded_optimizer(one)],
         )
 
     def __enter__(self) -> None:
@@ -262,15 +261,14 @@ class Join:
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
         """The one group and device of all joinables."""
-        pairs = list(zip(self._joinables, self._hooks, strict=True))
-        sharded = [one for one, hook in pairs if isinstance(hook, JoinedOptimizer)]
         groups: list[Any] = [
-            resolve_group(one.join_process_group) for one in self._joinables if one not in sharded
+            resolve_group(one.join_process_group)
+            for one in self._joinables
+            if not is_sharded_optimizer(one)
         ] or [world_group()]
-        for one in sharded:  # its group is torch's
-            ranks = torch_distributed.get_process_group_ranks(one.join_process_group)
-            is_equal = tuple(ranks) == tuple(groups[0].ranks)
-            groups.append(groups[0] if is_equal else f"torch's group of ranks {ranks}")
+        for hook in self._hooks:
+            if isinstance(hook, JoinedOptimizer) and hook.ranks != list(groups[0].ranks):
+                groups.append(f"torch's group of ranks {hook.ranks}")
         devices = [torch.device(one.join_device) for one in self._joinables]
         for what, found in (("groups", groups), ("devices", devices)):
             different = [one for one in found if one != found[0]]
@@ -283,21 +281,3 @@ class Join:
                     fix="let each group's joinables have a loop of their own",
                 )
         return groups[0], devices[0]
-
-
-def _hook_of(joinable: Any, given: dict[str, Any]) -> JoinHook:
-    """The hook of a joinable for one context.
-
-    Raises:
-        KindError: it is torch's, and sends by torch's groups, whose calls none answers here.
-    """
-    if isinstance(joinable, Joinable) or not isinstance(joinable, TorchJoinable):
-        return joinable.join_hook(**given)
-    if isinstance(joinable, torch.optim.Optimizer):
-        return JoinedOptimizer(joinable)
-    name = type(joinable).__name__
-    raise KindError(
-        f"Join was given a {name}, which is a joinable of torch's",
-        expected="joinables of meshdist, and torch's ZeroRedundancyOptimizer",
-        fix=f"wrap models by md.DDP, and let {name} derive from md.Joinable; or write torch's Join",
-    )

@@ -105,24 +105,17 @@ class TorchMethods:
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Register ``comm_hooks.allreduce_hook`` or ``fp16_compress_hook``, by torch's enum.
 
-        Args:
-            comm_hook_type: ``ALLREDUCE`` or ``FP16_COMPRESS`` of
-                ``torch.distributed.BuiltinCommHookType``.
-
         Raises:
-            KindError: something else; or as ``register_comm_hook``.
+            KindError: no ``torch.distributed.BuiltinCommHookType``; or as ``register_comm_hook``.
         """
-        hooks: dict[Any, Any] = {
-            BuiltinCommHookType.ALLREDUCE: allreduce_hook,
-            BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
-        }
         if not isinstance(comm_hook_type, BuiltinCommHookType):
             raise KindError(
                 f"comm_hook_type is of type {type(comm_hook_type).__name__}",
-                expected="ALLREDUCE or FP16_COMPRESS of torch.distributed.BuiltinCommHookType",
+                expected="a torch.distributed.BuiltinCommHookType",
                 fix="register other hooks by model.register_comm_hook(state, hook)",
             )
-        self.register_comm_hook(None, hooks[comm_hook_type])
+        is_plain = comm_hook_type == BuiltinCommHookType.ALLREDUCE
+        self.register_comm_hook(None, allreduce_hook if is_plain else fp16_compress_hook)
 
     def _register_fused_optim(
         self,

@@ -116,21 +116,16 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 fix="run one forward on the module before it is wrapped",
             )
         if is_reduced(parameter):
-            trained = trainable_parameters(module, ignored).values()
-            num_taken = sum(map(is_reduced, trained))
-            is_shared = num_taken < len(trained)
+            is_whole = all(map(is_reduced, trainable_parameters(module, ignored).values()))
             raise GradientError(
                 f"{name} belongs to another DistributedDataParallel",
                 expected="a parameter whose gradient one wrapper averages",
-                found=f"{num_taken} of {len(trained)} parameters that are averaged already"
-                if is_shared
-                else None,
-                fix="let one module hold all models that share it, with a forward that runs the "
+                fix="wrap the module once; before it is wrapped again, let go of the first "
+                "wrapper and of its outputs: del ddp"
+                if is_whole
+                else "let one module hold all models that share it, with a forward that runs the "
                 "one that is asked for, and wrap that; find_unused_parameters=True where a loss is "
-                "of one of them alone"
-                if is_shared
-                else "wrap the module once; before it is wrapped again, let go of the first "
-                "wrapper and of its outputs: del ddp",
+                "of one of them alone",
             )
         if is_traceable_wrapper_subclass(parameter):
             raise KindError(

@@ -160,9 +160,8 @@ class Shadowing:
     def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
         """Raise where an optimizer that sends by torch's groups steps unannounced."""
         if isinstance(optimizer, TorchJoinable) and optimizer not in self.optimizers:
-            name = type(optimizer).__name__
             raise JoinError(
-                f"{name} steps in an uneven loop that does not know it",
+                f"{type(optimizer).__name__} steps in an uneven loop that does not know it",
                 where=f"rank {self.group.world.rank}, {self.group.name}",
                 expected="a loop inside Join([model, optimizer])",
                 found="a step that sends by torch's group, where no rank without data answers",

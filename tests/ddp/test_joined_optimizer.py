@@ -151,12 +151,7 @@ def test_joinables_that_do_not_fit_are_refused(pool: Pool) -> None:
     for rank, (ranks, foreign) in enumerate(pool.run(program, 2, backend="shm")):
         assert ranks.startswith("Join was given joinables of different groups\n")
         assert f"found:    group of rank {rank} and torch's group of ranks [0, 1]\n" in ranks
-        assert foreign == (
-            "Join was given a DistributedDataParallel, which is a joinable of torch's\n"
-            "  expected: joinables of meshdist, and torch's ZeroRedundancyOptimizer\n"
-            "  fix:      wrap models by md.DDP, and let DistributedDataParallel derive from "
-            "md.Joinable; or write torch's Join"
-        )
+        assert foreign.splitlines()[0].endswith("is not a group of meshdist")
 
 
 def test_steps_end_on_all_ranks_where_one_has_no_data(pool: Pool) -> None:
