@@ -301,6 +301,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "reports",
             "streams",
             "flags",
+            "graph_tasks",
             "comm_hooks.bucket",
             "comm_hooks.states",
             "comm_hooks.reducing",

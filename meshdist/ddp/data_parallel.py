@@ -61,7 +61,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     by the number of ranks. Inputs are not split: see ``DistributedSampler``.
     Inside ``md.typed`` the wrapper owns the axis: each rank's loss varies over it, without a pmean.
 
-    Every backward that passes outputs of the model averages, also a second one on a retained graph.
+    A backward is averaged if and only if it reaches outputs of a forward through the wrapper that
+    was synchronised, also a second one on a retained graph. Every other one is local.
     Unless ``find_unused_parameters`` or ``static_graph`` says so, every parameter must get a
     gradient on every rank before the next forward, which raises otherwise; ``check_gradients``
     raises before. Do not add, remove, replace or convert parameters afterwards.
@@ -388,9 +389,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         if self.takes_buffers(is_before=False):
             self.take_buffers()
         if torch.is_grad_enabled():
-            self.require_forward_param_sync = self.require_backward_grad_sync
-            if self.require_backward_grad_sync:
-                self.reducer.after_forward(outputs, self)
+            is_synchronised = self.require_backward_grad_sync
+            self.require_forward_param_sync = is_synchronised
+            self.reducer.after_forward(outputs, self, is_synchronised=is_synchronised)
         return outputs
 
 

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 
 from .buckets import assign_buckets, views_into
+from .graph_tasks import is_in_task
 from .reports import Reports
 from .streams import streams_for
 
@@ -26,6 +27,8 @@ _SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
+
+_Kept: TypeAlias = list[tuple[torch.Tensor | None, int]]
 
 
 class Pending(Protocol):
@@ -67,6 +70,8 @@ class Bucket:
         must_wait: whether the bucket waits for the end of this backward.
         work: the reduction in flight, or None.
         taken: the slots that have moved in and been scaled, so that nothing may be added to them.
+        has_local: whether another backward has brought gradients since the forward; known of those
+            without a hook once this one has ended.
         streams: notes on which streams gradients come; None on the CPU.
     """
 
@@ -123,10 +128,6 @@ class Bucket:
                 if is_looked_for and index not in (hooked or ())
             ]
         )
-        self._kept: list[tuple[torch.Tensor | None, int]] | None = None
-        self._knows_begin = False
-        self._moved_versions: list[int | None] | None = None
-        self._read: Sequence[torch.Tensor | None] | None = None
         self.reset()
 
     def hook_all(self) -> None:
@@ -159,31 +160,63 @@ class Bucket:
         self.taken.clear()
         self.num_pending = sum(self.is_hooked)
         self.must_wait = self.is_trailing
-        self._kept = None
-        self._knows_begin = False
-        self._moved_versions = self._read = None
+        self._kept: _Kept | None = None
+        self._at_forward: _Kept | None = None
+        self._early: list[int] = []
+        self.has_local = False
+        self._moved_versions: list[int | None] | None = None
+        self._read: Sequence[torch.Tensor | None] | None = None
 
     # -- which have come --------------------------------------------------------------------------
 
+    def forward_ends(self) -> None:
+        """Remember the gradients that are there before any backward."""
+        self._at_forward = self._seen_now()
+
     def backward_begins(self) -> None:
-        """Remember the gradients that are there already."""
-        self._knows_begin = True
-        self._kept = None
+        """Remember the gradients that are there already: outputs have theirs, and it goes on."""
+        self._kept = self._seen_now()
+        self._early, self.has_local = [], False
+        if self._at_forward is None or not self._kept:
+            return
+        before = self._at_forward or [(None, -1)] * len(self._kept)
+        rows = zip(self._seen_slots, self._kept, before, strict=True)
+        new = [
+            (slot, grad)
+            for slot, (grad, version), (then, old) in rows
+            if grad is not None and (grad is not then or version != old)
+        ]
+        if new:  # ``zero_grad`` leaves zeros
+            norms = torch._foreach_norm([grad for _, grad in new])
+            self._early = [slot for (slot, _), norm in zip(new, norms, strict=True) if norm != 0]
+            self.has_local = bool(self._early)
+
+    def _seen_now(self) -> _Kept:
+        """The gradients without a hook, with their versions; empty where there is none."""
         grads = list(map(_grad_of, self._seen))
-        if not {*map(type, grads)} <= {type(None)}:
-            self._kept = [(grad, -1 if grad is None else grad._version) for grad in grads]
+        if {*map(type, grads)} <= {type(None)}:
+            return []
+        return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
     def find_missing(self) -> list[int]:
         """Return the slots without a hook whose gradient has not come in this backward.
 
-        Where it is not known what was there when the backward began, what has a gradient counts.
         ``move_in_rest`` comes next, and takes the gradients that are read here.
         """
         self._read = list(map(_grad_of, self._small))  # reading one costs more than to keep it
-        return self._missing(list(map(self._read.__getitem__, self._seen_places)))
+        missing = self._missing(list(map(self._read.__getitem__, self._seen_places)))
+        if self._early:
+            # What this backward has brought before the outputs' gradients does not come again: that
+            # of a weight which the loss uses beside the outputs alone. Else another backward did.
+            came = {
+                slot for slot in self._early if slot in missing and is_in_task(self.members[slot])
+            }
+            self.has_local = len(came) < len(self._early)
+            return [slot for slot in missing if slot not in came]
+        return missing
 
     def _missing(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        if self._kept is None:
+        if not self._kept:
             if type(None) not in {*map(type, grads)}:
                 return []
             pairs = zip(self._seen_slots, grads, strict=True)
@@ -224,7 +257,7 @@ class Bucket:
         """Copy the small gradients into their views if all have come; return whether they have."""
         grads = list(map(_grad_of, self._small))
         seen = list(map(grads.__getitem__, self._seen_places))
-        if seen and (not self._knows_begin or self._missing(seen)):
+        if seen and self._missing(seen):
             return False
         self._take_small(grads)
         if self._seen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -12,8 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.untraced import leave_untraced
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket
+from .graph_tasks import current_task
 
-__all__ = ["Backward", "GradientHooks", "is_reduced"]
+__all__ = ["Backward", "GradientHooks", "Hook", "is_reduced"]
+
+Hook: TypeAlias = Callable[[torch.Tensor], None]
 
 _reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be pickled with it
 
@@ -26,14 +29,18 @@ def is_reduced(parameter: torch.Tensor) -> bool:
 class Backward(Protocol):
     """What the hooks know and tell of the running backward."""
 
-    is_synchronised: bool
-    """Whether it is averaged."""
     is_open: bool
     """Whether a gradient has come."""
     task: int | None
-    """The number that autograd has given it, once it is known to have begun."""
+    """The number that autograd has given it, once it has reached the model's outputs."""
     late: list[int]
     """What came after its bucket had gone."""
+
+    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
+        """Whether a gradient counts that did not come in ``task`` itself.
+
+        If it may count later, ``hook`` is called with it again.
+        """
 
     def open(self) -> None:
         """The first gradient has come."""
@@ -107,15 +114,17 @@ class GradientHooks:
         self._handles.append((member, member.register_post_accumulate_grad_hook(hook)))
         member.requires_grad_(is_trained)
 
-    def _watching(self, index: int, bucket: AnyBucket) -> Callable[[torch.Tensor], None]:
+    def _watching(self, index: int, bucket: AnyBucket) -> Hook:
         """A hook that learns what comes."""
         backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
 
         @leave_untraced
         def gradient_is_watched(parameter: torch.Tensor) -> None:
-            if not backward.is_synchronised:
+            if current_task() != backward.task and not backward.takes(
+                index, gradient_is_watched, parameter
+            ):
                 return
-            if backward.task is None or parameter.grad is None:
+            if parameter.grad is None:
                 arrivals.by_count.add(index)
             if not backward.is_open:
                 backward.open()
@@ -125,7 +134,7 @@ class GradientHooks:
 
         return gradient_is_watched
 
-    def _counting(self, index: int, bucket: AnyBucket, slot: int) -> Callable[[torch.Tensor], None]:
+    def _counting(self, index: int, bucket: AnyBucket, slot: int) -> Hook:
         """A hook that knows what is expected; it does as little as it can."""
         backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
         counts = arrivals.counts
@@ -133,7 +142,9 @@ class GradientHooks:
 
         @leave_untraced
         def gradient_came(parameter: torch.Tensor) -> None:
-            if not backward.is_synchronised:
+            if current_task() != backward.task and not backward.takes(
+                index, gradient_came, parameter
+            ):
                 return
             if not backward.is_open:
                 backward.open()

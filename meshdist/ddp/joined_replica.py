@@ -17,6 +17,7 @@ from ..collectives.verbs import all_reduce
 from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from .graph_tasks import NO_TASK, current_task
 from .join_hooks import ReplicaHook
 from .joining import Join, Joinable
 from .replicas import broadcast_from
@@ -56,7 +57,7 @@ class JoinedReplica(ReplicaHook):
 
     def begin_forward(self, context: Join, joinable: Joinable) -> None:
         """Say that a forward begins here, and learn which ranks have data."""
-        if torch._C._current_graph_task_id() != -1:  # one computed again, in a backward
+        if current_task() != NO_TASK:  # one computed again, in a backward
             return
         self._reducer.complete_open()  # before others are told of the next step
         said = [_FORWARD]

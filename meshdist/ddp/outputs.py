@@ -13,7 +13,7 @@ __all__ = ["moved", "tensors_in"]
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, dicts and dataclasses."""
+    """Yield the tensors in nested lists, tuples, dicts, dataclasses and RRefs of this process."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -24,6 +24,8 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name))
+    elif type(tree).__name__ == "PyRRef" and tree.is_owner():  # type: ignore[attr-defined]
+        yield from tensors_in(tree.local_value())  # type: ignore[attr-defined]
 
 
 def moved(tree: Any, device: torch.device) -> Any:

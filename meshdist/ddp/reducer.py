@@ -10,8 +10,9 @@ go at the end of the backward. A callback of the autograd engine waits for them 
 
 What the reducer guarantees:
 
-* Every backward through the model averages, also the second one on a retained graph: averaging what
-  is averaged already changes nothing, so sums of several backwards are right too.
+* Every backward that reaches outputs of a synchronised forward averages, also the second one on a
+  retained graph: averaging what is averaged already changes nothing, so sums of several are right
+  too. Every other backward is local, and none of its gradients counts as an arrival.
 * No rank waits for a gradient that another rank does not have: zeros stand in for it. A backward
   that raised midway is completed in the same way. What is missing, where, and what that means
   travels behind the last bucket, see ``settling``.
@@ -28,11 +29,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
-from torch.autograd import Variable
 
 from ..runtime.untraced import leave_untraced
+from .gradient_hooks import Hook
+from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .logging_data import notes_errors
 from .outputs import tensors_in
 from .reduction_setup import ReductionSetup
@@ -60,14 +63,13 @@ class Reducer(ReductionSetup):
                 interrupted on some ranks or brought what was not expected, a reduction failed, or a
                 CUDA graph is captured before the buckets are laid as gradients come.
         """
-        is_again = torch._C._current_graph_task_id() != -1  # computed again by a checkpoint
+        is_again = current_task() != NO_TASK  # computed again by a checkpoint
         if is_again or self._is_closed:
             return
         self.end_last()
         if not torch.is_grad_enabled():
             return
         self._settling.forward_begins(is_synchronised=is_synchronised)
-        self.is_synchronised = is_synchronised
         if not is_synchronised:
             self._has_local_sums = True
             return
@@ -88,7 +90,7 @@ class Reducer(ReductionSetup):
         Raises:
             GradientError: as ``before_forward``, or a backward is running.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if current_task() != NO_TASK:
             raise self._reports.running()
         try:
             self.complete_open()
@@ -100,29 +102,41 @@ class Reducer(ReductionSetup):
         self._settling.read()
         self._settling.check_complete()
 
-    def after_forward(self, outputs: object, owner: object) -> None:
-        """Put hooks on the module's outputs, which run when a backward begins.
+    def after_forward(
+        self, outputs: object, owner: object, *, is_synchronised: bool = True
+    ) -> None:
+        """Put hooks on the module's outputs: a backward that reaches one of them is averaged.
 
-        The outermost backward must be known where checkpoints run inner ones. ``owner`` is kept
-        alive as long as a backward may come.
+        Of a forward that ``is_synchronised``; of another one it is meant to stay local. The hooks
+        keep ``owner`` alive as long as a backward may come.
         """
 
         @leave_untraced
-        def backward_begins(_: torch.Tensor, owner: object = owner) -> None:
-            if self.is_synchronised:
-                self._enter(is_beginning=True)
+        def output_is_reached(_: torch.Tensor, owner: object = owner) -> None:
+            if self._is_closed:
+                return
+            if is_synchronised:
+                self._enter()
+            else:
+                self._local_task = current_task()
 
         if self._is_closed:
             return
+        seen = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        for tensor in seen:
+            tensor.register_hook(output_is_reached)
+        if not is_synchronised:
+            return
         if self._sending.timing is not None:
             self._sending.timing.mark("forward_end")
-        can_tell = False
-        for tensor in tensors_in(outputs):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(backward_begins)
-                can_tell = True
-        if not can_tell:
+        self._sees_outputs = bool(seen)
+        self._takes_any = not seen
+        if not seen:
             self._hooks.put_all(self.buckets)
+        if current_task() == NO_TASK:
+            self._awaits_backward = True
+            for bucket in self.buckets:
+                bucket.forward_ends()
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """Let the next backward be averaged, whatever was said at its forward.
@@ -156,12 +170,52 @@ class Reducer(ReductionSetup):
 
     # -- one backward -----------------------------------------------------------------------------
 
-    def _enter(self, *, is_beginning: bool) -> None:
-        """A backward has begun; ``is_beginning`` if no gradient can have come before."""
+    def _refuse_traced(self) -> None:
         tracing = sys.modules.get("torch._dynamo.compiled_autograd")
         if tracing is not None and tracing.in_compiled_autograd_region:
             raise self._reports.traced()
-        task = torch._C._current_graph_task_id()
+
+    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
+        """Whether a gradient counts that did not come in ``task`` itself.
+
+        It does in a task inside of that one, as re-entrant checkpoints run them. Else it counts
+        once its own task reaches an output: of ``model(x).sum() + w.square().sum()`` the gradient
+        of the second term comes first. Where none is reached, the backward was local.
+        """
+        self._refuse_traced()
+        with self._lock:
+            if self.task is not None and self._is_running():
+                return True
+            if self._takes_any:
+                self._enter()
+                return True
+            self._has_local_sums = True
+            task = current_task()
+            if task != self._early_task:
+                self._early_task = task
+                self._early.clear()
+                at_end_of_task(partial(self._end_local, task))
+            self._early.append((index, hook, parameter))
+            return False
+
+    def _end_local(self, task: int) -> None:
+        """A backward has ended of which gradients came early."""
+        if task == self._early_task:  # and no output
+            self._early_task = None
+            self._early.clear()
+            if task != self._local_task and (self._awaits_backward or not self._sees_outputs):
+                self._warn_of_local()
+
+    def _warn_of_local(self) -> None:
+        """Warn, once, of a backward that stays local, where one that is averaged is expected."""
+        if not self._has_warned:
+            self._has_warned = True
+            self._reports.warn_of_local(sees_outputs=self._sees_outputs)
+
+    def _enter(self) -> None:
+        """A backward has reached the outputs of a synchronised forward."""
+        self._refuse_traced()
+        task = current_task()
         with self._lock:  # outputs on several devices come here on a thread each
             if task == self.task:
                 return
@@ -174,16 +228,21 @@ class Reducer(ReductionSetup):
             self._has_graph = torch.is_grad_enabled()
             self.arrivals.backward_begins()
             self.late.clear()
-            if is_beginning:
-                for bucket in self.buckets:
-                    bucket.backward_begins()
-            Variable._execution_engine.queue_callback(self._finish)
+            self._is_running = at_end_of_task(self._finish)
+            self._takes_any = False
+            self._awaits_backward = False
+            for bucket in self.buckets:
+                bucket.backward_begins()
+            if task == self._early_task:
+                early, self._early, self._early_task = self._early, [], None
+                for index, hook, parameter in early:
+                    if not self.arrivals.is_learned:
+                        self.arrivals.by_count.add(index)  # it is too late to look for others
+                    hook(parameter)
 
     @notes_errors
     def open(self) -> None:
         """The first gradient of a backward has come."""
-        if self.task is None:
-            self._enter(is_beginning=False)
         if self._has_graph:
             raise self._reports.with_graph()
         self.is_open = True
@@ -207,6 +266,8 @@ class Reducer(ReductionSetup):
         if self._sending.timing is not None:
             self._sending.timing.mark("backward_end")
         missing = self._list.find_missing(self.arrivals.counts, self.arrivals.by_count)
+        has_local = any(bucket.has_local for bucket in self.buckets)
+        self._has_local_sums |= has_local
         came = [True] * len(self.parameters)
         for index in missing:
             came[index] = False
@@ -214,6 +275,8 @@ class Reducer(ReductionSetup):
             self.open()
         self.task = None
         if not self.is_open:  # no parameter took part, for example in autograd.grad of inputs
+            self._takes_any = self._has_graph  # a loss of that derivative may reach no output
+            self._awaits_backward = True
             return
         unexpected = self._find_unexpected(came)
         ending = self._settling.backward_ends(came, unexpected)
@@ -230,6 +293,8 @@ class Reducer(ReductionSetup):
             has_gradient = self._list.find_gradients(came, has_local_sums=self._has_local_sums)
         self._send_rest(ending, has_gradient)
         self._wait(ending, is_complete=ending is Ending.WHOLE)
+        if has_local:
+            self._warn_of_local()
 
     def _find_unexpected(self, came: Sequence[bool]) -> list[str]:
         """What came though it was expected, or promised, not to."""

@@ -16,7 +16,7 @@ from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
 from .comm_hooks.registered import RegisteredHook
-from .gradient_hooks import GradientHooks
+from .gradient_hooks import GradientHooks, Hook
 from .logging_data import DataLogger, notes_errors
 from .options import ReductionOptions
 from .reports import Reports
@@ -64,10 +64,19 @@ class ReductionSetup(ABC):
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
         self._sending = Sending(self._list, group)
         self._hooks = GradientHooks(self.parameters, self.arrivals, self)
-        self.is_synchronised = True  # as the last forward said
-        self._has_local_sums = False  # a forward was not synchronised since gradients were averaged
+        self._has_local_sums = (
+            False  # gradients that were not averaged came since the last that were
+        )
         self.is_open = False  # a gradient has come, and the backward has not ended
         self.task: int | None = None  # the backward that will call _finish
+        self._is_running: Callable[[], bool] = bool  # whether that has not ended, nor raised
+        self._awaits_backward = False  # since a synchronised forward, of which it tells:
+        self._sees_outputs = True  # whether it returned a tensor with a graph
+        self._takes_any = False  # the next backward counts, since nothing tells which one is meant
+        self._early: list[tuple[int, Hook, torch.Tensor]] = []  # gradients before any output's:
+        self._early_task: int | None = None  # of this backward, which may yet reach one
+        self._local_task: int | None = None  # one that reached an output under no_sync
+        self._has_warned = False
         self._has_graph = False  # gradients of that backward could be differentiated again
         self.late: list[int] = []  # what came after its bucket had gone
         self._has_begun = False  # a synchronised forward, since the last check
@@ -79,6 +88,10 @@ class ReductionSetup(ABC):
         self.source = 0
         self._share = 1.0  # by which averages over all members are multiplied
         self._lay()
+
+    @abstractmethod
+    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
+        """Whether a gradient counts that did not come in ``task`` itself."""
 
     @abstractmethod
     def open(self) -> None:
@@ -113,7 +126,7 @@ class ReductionSetup(ABC):
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         self._is_closed = True
-        self.is_synchronised = self._has_begun = False
+        self._has_begun = False
         self._hooks.close()
 
     @notes_errors

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
-from ..error_text import first_line, grouped_text, ranks_text
+from ..checking.call_sites import program_frame
+from ..error_text import explain, first_line, grouped_text, ranks_text
 from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup
 
@@ -29,6 +32,31 @@ class Reports:
         self.of = partial(Reports, self._names)
         """Makes the same for another group."""
         self._where = f"rank {group.world.rank}, in {group.group_name}"
+
+    def warn_of_local(self, *, sees_outputs: bool) -> None:
+        """Warn at the program's line of a backward that reaches parameters and no outputs."""
+        frame = program_frame(sys._getframe(1))
+        summary = "a backward reached parameters of a DistributedDataParallel"
+        if sees_outputs:
+            summary += " and none of its outputs, while a forward waits for its own"
+            expected = "a loss of tensors that a synchronised forward has returned, in lists, "
+            expected += "tuples, dicts or dataclasses"
+            fix = "add a term of parameters alone, such as a penalty, to that loss; where it is "
+            fix += "meant, differentiate before the forward, or by torch.autograd.grad"
+        else:
+            summary += " again, whose forward returned no tensor with a graph"
+            expected = "one backward behind such a forward: the first counts"
+            fix = "return what the loss is made of in lists, tuples, dicts or dataclasses"
+        text = explain(
+            f"{summary}: its gradients stay local", where=self._where, expected=expected, fix=fix
+        )
+        warnings.warn_explicit(
+            text,
+            UserWarning,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+            module=frame.f_globals.get("__name__"),
+        )
 
     def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
         """Parameters got no gradient: which ones, by rank."""

@@ -109,7 +109,8 @@ class Settling:
             GradientError: as ``check_complete``.
         """
         lacking = self._lacking
-        self._lacking = range(len(self._parameters)) if is_synchronised else ()
+        if is_synchronised:
+            self._lacking = range(len(self._parameters))
         self._refuse_lacking(lacking)
 
     def check_complete(self) -> None:

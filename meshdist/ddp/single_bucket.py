@@ -27,6 +27,7 @@ class SingleBucket:
     as_views = False
     streams = None
     taken = frozenset[int]()
+    has_local = False
 
     def __init__(
         self, index: int, parameters: Sequence[torch.nn.Parameter], *, is_trailing: bool
@@ -51,8 +52,11 @@ class SingleBucket:
     def hook_all(self) -> None:
         """Its parameter has a hook."""
 
+    def forward_ends(self) -> None:
+        """Its hook tells when a gradient comes."""
+
     def backward_begins(self) -> None:
-        """Its hook tells when the gradient has come."""
+        """Its hook tells when the gradient has come, and of which backward it is."""
 
     def find_missing(self) -> list[int]:
         """Its hook tells."""

@@ -305,16 +305,44 @@ def test_views_keep_a_channels_last_layout() -> None:
 def test_autograd_grad_of_inputs_starts_nothing() -> None:
     def program() -> tuple[float, float]:
         model = md.DDP(one_weight())
-        x = torch.full((1, 1), 3.0, requires_grad=True)
+        x = torch.full((1, 1), 3.0 + md.get_rank(), requires_grad=True)
         out = model(x).square().sum()
         if md.get_rank() == 0:
-            (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        else:
-            slope = 2 * model.module.weight.square() * x
-        slope.sum().backward()  # of 2 w^2 x: 4 w x = 12
+            torch.autograd.grad(out, x, retain_graph=True)
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        slope.sum().backward()  # of 2 w^2 x: 4 w x
         return slope.item(), model.module.weight.grad.item()
 
-    assert md.simulate(program, 2) == [(6.0, 12.0)] * 2
+    assert md.simulate(program, 2) == [(6.0, 14.0), (8.0, 14.0)]
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 300])
+def test_a_loss_of_a_derivative_of_the_outputs_is_averaged(hidden: int) -> None:
+    """As of forces, which are slopes of an energy: it reaches parameters and no output."""
+
+    def program() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1, bias=False))
+        model = md.DDP(net, find_unused_parameters=True)
+        seen = []
+        for number in range(3):
+            model.zero_grad()
+            x = torch.full((1, 1), 0.5 + number + md.get_rank(), requires_grad=True)
+            (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            force.square().sum().backward()
+            seen += [p.grad.clone() for p in net.parameters()]
+            apart = []
+            for rank in range(2):
+                x = torch.full((1, 1), 0.5 + number + rank, requires_grad=True)
+                (force,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+                apart.append(torch.autograd.grad(force.square().sum(), list(net.parameters())))
+            torch.testing.assert_close(
+                seen[-3:], [(a + b) / 2 for a, b in zip(*apart, strict=True)]
+            )
+        return seen
+
+    first, second = md.simulate(program, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_create_graph_is_refused() -> None:
@@ -418,13 +446,17 @@ def test_a_parameter_unused_everywhere_keeps_no_gradient(run: Run, as_views: boo
         assert "found:    ranks 0-2: left.weight (index 0)\n" in text
 
 
+class TwoOutputs(Two):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return self.left(x), self.right(x)
+
+
 def test_parts_of_a_loss_may_be_differentiated_one_by_one() -> None:
     def program() -> list[float]:
-        model = md.DDP(Two())
+        model = md.DDP(TwoOutputs())
         x = torch.full((1, 1), 1.0 + md.get_rank())
-        losses = [model.module.left(x), model.module.right(x) * 3]
-        model(x)
-        for loss in losses:
+        left, right = model(x)
+        for loss in (left, right * 3):
             loss.backward()
         model(x)
         return [p.grad.item() for p in model.parameters()]

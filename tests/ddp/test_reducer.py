@@ -247,10 +247,12 @@ def test_a_missing_large_gradient_counts_as_zero_and_a_kept_one_stays() -> None:
         mine = reducer_of(module, ALL_IN_ONE)
         seen = []
         for _ in range(2):
+            used = list(module) if md.get_rank() == 0 else [module[1]]
             if not seen:
                 mine.before_forward()
-            used = list(module) if md.get_rank() == 0 else [module[1]]
-            sum(p.sum() for p in used).backward()
+                out = sum(p.sum() for p in used)
+                mine.after_forward(out, module)
+            out.backward(retain_graph=True)
             seen += [p.grad[0].item() for p in module]
         return seen
 
@@ -313,7 +315,8 @@ def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
         step(module, mine, torch.ones(1))
         module.zero_grad()
         step(module, mine, torch.ones(1))
-        module.weights[0].sum().backward()  # the other one is lacking
+        module.order = [0]
+        step(module, mine, torch.ones(1))  # the other one is lacking
 
     md.simulate(program, 1)
     last = f"start of {1 + NUM_FLAGS + 2}"
@@ -414,7 +417,10 @@ def test_many_lacking_parameters_are_counted_not_listed() -> None:
     def program() -> str:
         module = nn.ParameterList([torch.ones(1) for _ in range(30)])
         mine = reducer_of(module, ALL_IN_ONE)
-        module[0].sum().backward()
+        mine.before_forward()
+        out = module[0].sum()
+        mine.after_forward(out, module)
+        out.backward()
         with pytest.raises(GradientError) as error:
             mine.before_forward()
         return str(error.value)
@@ -739,9 +745,9 @@ def test_a_loss_may_use_parameters_beside_the_outputs(set_to_none: bool, cap: fl
             (out + sum(w.square().sum() for w in module.weights)).backward()
             seen.append(gradients_of(model))
             model.zero_grad(set_to_none)
-            # beside the outputs alone
-            model(torch.ones(1))
-            sum(w.sum() * (1 + md.get_rank()) for w in module.weights).backward()
+            # beside the outputs alone, in one backward with them
+            out = model(torch.ones(1)).sum() * 0
+            (out + sum(w.sum() * (1 + md.get_rank()) for w in module.weights)).backward()
             seen.append(gradients_of(model))
         return seen
 

@@ -189,9 +189,10 @@ def test_backwards_add_up_until_the_next_forward() -> None:
 
 def test_nothing_is_lacking_behind_a_forward_without_synchronisation_or_where_it_may_be() -> None:
     def program() -> list[Ending]:
-        local, _, _ = settling_of(2)
-        local.forward_begins(is_synchronised=False)
-        found = [local.backward_ends([True, False], ())]
+        settling, _, _ = settling_of(2)
+        settling.backward_ends([True, True], ())
+        settling.forward_begins(is_synchronised=False)
+        found = [settling.backward_ends([True, False], ())]
         for option in ("finds_unused", "is_static"):
             settling, _, _ = settling_of(2, **{option: True})
             settling.forward_begins(is_synchronised=True)
