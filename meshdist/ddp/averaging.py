@@ -58,12 +58,12 @@ class ModelAverager(ABC):
 
         Raises:
             AgreementError: the ranks would average different parameters, since some have a gradient
-                on some ranks alone, say; on every rank, showing both.
+                on some ranks alone, say, or at different steps; on every rank, showing both.
             KindError: neither parameters nor groups of them.
         """
         group = self._find_process_group() if self.step >= self.warmup_steps else None
         if group is not None:
-            _average(_flat_list(params), group)
+            _average(_flat_list(params), group, self.step)
         self.step += 1
 
     @abstractmethod
@@ -220,7 +220,7 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 
 
 @torch.no_grad()
-def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup) -> None:
+def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
     """Average those that have a gradient, in place; collective over ``group``."""
     chosen = {place: one for place, one in enumerate(parameters) if one.grad is not None}
     num_ranks = check_equal_lines(
@@ -231,7 +231,9 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup) -> None:
         group,
         device=parameters[0].device if parameters else torch.device("cpu"),
         summary="the ranks would average different parameters",
-        fix="let the same parameters get gradients on every rank, or clear those of the others",
+        fix="let the same parameters get gradients on every rank, or clear those of the others; "
+        "let step and period be equal on every rank",
+        options={"step": step},
     )
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for one in chosen.values():

@@ -24,6 +24,7 @@ from .logging_data import DataLogger
 from .model_state import WrappedModel
 from .options import ReductionOptions
 from .outputs import moved
+from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
 from .replicas import broadcast_from, check_equal_lines, tensor_line
@@ -240,6 +241,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             broadcast_buffers=int(self.forward_sync_buffers),
             is_multi_device_module=int(self.is_multi_device_module),
         )
+        self._parting = Parting(module, parameters)
+        self.reducer.watch_parting(self._parting)
         self._has_begun = False
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
@@ -354,6 +357,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         elif self._optimizers is None:
             refuse_late_marks(self.reducer.parameters)
         refuse_unfrozen(self._left_frozen, self.process_group)
+        self._parting.report(self.process_group)
         joined = self._join_config
         if joined.context is not None and isinstance(joined.hook, JoinedReplica):
             joined.hook.begin_forward(joined.context, self)

@@ -27,6 +27,7 @@ _BOUND = {
     "logger",
     "_buffers_of_model",
     "_owner",
+    "_parting",
     "_optimizers",
     "_join_config",
 }

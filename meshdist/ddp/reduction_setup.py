@@ -19,6 +19,7 @@ from .comm_hooks.registered import RegisteredHook
 from .gradient_hooks import GradientHooks, Hook
 from .logging_data import DataLogger, notes_errors
 from .options import ReductionOptions
+from .parting import Parting
 from .reports import Reports
 from .sending import Sending
 from .settling import Settling
@@ -122,6 +123,10 @@ class ReductionSetup(ABC):
     def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
         """Make the calls of each backward inside of such a context."""
         self._sending.calls_inside = inside
+
+    def watch_parting(self, parting: Parting) -> None:
+        """Tell ``parting`` of the end of each backward."""
+        self._sending.parting = parting
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""

@@ -74,7 +74,7 @@ class Reports:
             found=grouped_text(found),
             fix="let the loss depend on all of the module's outputs, or pass "
             "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
-            "before the model is wrapped",
+            "before the model is wrapped; freeze and unfreeze alike on every rank",
         )
 
     def interrupted(self, cut: Sequence[int], absent: Sequence[int]) -> GradientError:

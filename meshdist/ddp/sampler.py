@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils import data
 
+from ..checking.call_sites import call_site
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
@@ -18,12 +20,14 @@ from ..worlds.initialization import get_rank, get_world_size
 __all__ = ["DistributedSampler"]
 
 T = TypeVar("T", covariant=True)
+_FIX = "call sampler.set_epoch(epoch) before each epoch, or pass shuffle=False"
 
 
 class DistributedSampler(data.DistributedSampler[T]):
     """Each rank of an axis reads its own share of a data set; other axes read the same.
 
-    Call ``set_epoch(epoch)`` before each epoch, so that the order changes. Nothing is sent.
+    Call ``set_epoch(epoch)`` before each epoch, so that the order changes; without, the second pass
+    warns. Nothing is sent.
 
     Args:
         dataset: what is sampled; of equal length on every rank.
@@ -57,9 +61,19 @@ class DistributedSampler(data.DistributedSampler[T]):
     ) -> None:
         size, place = _size_and_place(num_replicas, rank)
         super().__init__(dataset, size, place, shuffle, seed, drop_last)
+        self._num_passes = 0  # in this epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the order be that of ``epoch``, equal on every rank."""
+        super().set_epoch(epoch)
+        self._num_passes = 0
 
     @unseen
     def __iter__(self) -> Iterator[T]:
+        self._num_passes += 1
+        if self.shuffle and self._num_passes == 2:
+            text = f"samples come in the order of epoch {self.epoch} again: {_FIX}"
+            warnings.warn_explicit(text, UserWarning, *(call_site() or (__file__, 0)))
         return super().__iter__()
 
 

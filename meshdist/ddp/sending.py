@@ -15,10 +15,13 @@ from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
 from .flat_bucket import Bucket, Pending
 from .logging_data import Timing
+from .parting import Parting
 from .single_bucket import InPlaceBucket
 from .sparse_bucket import SparseBucket
 
 __all__ = ["Sending"]
+
+_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
 
 
 class Sending:
@@ -34,6 +37,7 @@ class Sending:
         failure: why the members are no longer in step, if so.
         calls_inside: a context for the calls of one backward.
         timing: of a sampled iteration, else None.
+        parting: is told of each backward's end, if it is there.
     """
 
     def __init__(self, buckets: BucketList, group: ProcessGroup) -> None:
@@ -44,6 +48,7 @@ class Sending:
         self.failure: Exception | None = None
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.timing: Timing | None = None
+        self.parting: Parting | None = None
         self._behind_work: Pending | None = None  # of the numbers behind, where they do not ride
         self._op = ReduceOp.AVG
 
@@ -103,6 +108,10 @@ class Sending:
         if self.timing is not None:
             self.timing.mark("comm_end")
         self.num_started = 0
+        if self.parting is not None:  # in a join context ranks without data are behind
+            averages = self.hook is None or self.hook.name not in _LOCAL_HOOKS
+            meant = averages and self.calls_inside is nullcontext
+            self.parting.backward_ends(self._group, is_compared=meant)
 
     def _call_hook(self, hook: RegisteredHook, bucket: Bucket | SparseBucket) -> Pending:
         is_last = bucket is self._list.all[-1]

@@ -71,6 +71,7 @@ class Settling:
         self.size = len(Ending) + len(parameters)
         """How many numbers travel behind the last bucket."""
         self._lacking: Sequence[int] = range(len(parameters))
+        self._missing: list[int] = []  # in the last backward, also of frozen ones
         self._someone_lacks = False  # equal on every rank
         self._ending: Ending | None = Ending.WHOLE  # here, of the backward that is read next
         self._unexpected: list[str] = []  # here, of that backward
@@ -125,6 +126,7 @@ class Settling:
         """Note which gradients came here, and what is wrong with that; return the flag to set."""
         self._unexpected = list(unexpected)
         is_complete = False not in came
+        self._missing = [] if is_complete else [at for at, one in enumerate(came) if not one]
         self._lacking = (
             ()
             if is_complete
@@ -144,7 +146,7 @@ class Settling:
 
     def has_no_data(self) -> None:
         """Expect no gradient of this rank."""
-        self._lacking, self._unexpected = (), []
+        self._lacking, self._unexpected, self._missing = (), [], []
 
     def write(
         self, behind: torch.Tensor, ending: Ending | None, has_gradient: Sequence[bool] | None
@@ -206,6 +208,8 @@ class Settling:
         counts, self._counts = self._counts, None
         has = {ending for ending, count in zip(Ending, counts, strict=True) if count > 0}
         self._someone_lacks = Ending.LACKING in has
+        if not self._someone_lacks and self._has_uneven_shares():  # frozen on some ranks
+            self._someone_lacks, self._lacking = True, self._missing
         is_cut = Ending.INTERRUPTED in has or (
             Ending.ABSENT in has and not has.isdisjoint(_HAD_ONE)
         )
@@ -239,6 +243,12 @@ class Settling:
         self._counts = sums[: len(Ending)].tolist()
         is_partial = self._counts[Ending.PARTIAL] > 0 or self._counts[Ending.LACKING] > 0
         self._shares = sums[len(Ending) :].tolist() if is_partial else None
+
+    def _has_uneven_shares(self) -> bool:
+        """Whether some ranks lack a gradient that others have, where no argument allows it."""
+        shares = () if self.options.may_lack else self._shares or ()
+        num_ranks = self._group.size()
+        return any(0.5 < share * num_ranks < self._num_in_map - 0.5 for share in shares)
 
     def _settle(self) -> None:
         shares, self._shares = self._shares, None

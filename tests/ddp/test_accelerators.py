@@ -38,7 +38,7 @@ LACKING = (
     "  found:    rank {culprit}: right.weight (index 1)\n"
     "  fix:      let the loss depend on all of the module's outputs, or pass "
     "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
-    "before the model is wrapped"
+    "before the model is wrapped; freeze and unfreeze alike on every rank"
 )
 
 

@@ -425,7 +425,7 @@ def test_a_parameter_used_on_some_ranks_gets_the_mean_and_the_next_forward_raise
             "  found:    rank 1: right.weight (index 1)\n"
             "  fix:      let the loss depend on all of the module's outputs, or pass "
             "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
-            "before the model is wrapped"
+            "before the model is wrapped; freeze and unfreeze alike on every rank"
         )
 
 

@@ -16,8 +16,9 @@ def shares(num_ranks: int, length: int, **options: Any) -> list[list[int]]:
     def program() -> list[int]:
         sampler = md.DistributedSampler(range(length), **options)
         sampler.set_epoch(3)
-        assert len(sampler) == len(list(sampler))
-        return list(sampler)
+        samples = list(sampler)
+        assert len(sampler) == len(samples)
+        return samples
 
     return md.simulate(program, num_ranks)
 

@@ -1,0 +1,372 @@
+"""What a program that trains may forget on one rank: an error, or one warning."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshdist as md
+from meshdist.errors import AgreementError, GradientError
+from tests.ddp.everyday_programs import batch_of, mlp
+from tests.pool import Pool
+
+Run = Callable[..., list[Any]]
+PARTED = "the replicas have parted: gradients of different models are averaged"
+
+
+@pytest.fixture(params=["simulated-2", "simulated-3", "shm-3", "gloo-2"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """``run(fn)`` on simulated ranks, and on processes over two wires."""
+    wire, num_ranks = request.param.split("-")
+    if wire == "simulated":
+        return lambda fn: md.simulate(fn, int(num_ranks))
+    pool: Pool = request.getfixturevalue("pool")
+    return lambda fn: pool.run(fn, int(num_ranks), backend=wire)
+
+
+def texts_of(run: Run, programs: list[Callable[[], Any]]) -> dict[str, list[str]]:
+    """What each program warns of, on all ranks together.
+
+    Simulated ranks share the filters of warnings, so that they are caught around all of them.
+    """
+    if "simulated" in run(md.get_backend):
+        return {one.__name__: sorted(warned(lambda one=one: run(one))) for one in programs}
+    found = run(lambda: {one.__name__: warned(one) for one in programs})
+    return {name: [text for one in found for text in one[name]] for name in found[0]}
+
+
+def is_odd() -> bool:
+    return md.get_rank() == 1
+
+
+class Sgd:
+    """Plain steps; torch's optimizers load much where a process makes its first."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.1) -> None:
+        self.parameters = list(model.parameters())
+        self.lr = lr
+
+    def zero_grad(self) -> None:
+        for one in self.parameters:
+            one.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for one in self.parameters:
+            if one.grad is not None:
+                one -= self.lr * one.grad
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    rows = batch_of(step, size=12)[md.get_rank() :: md.get_world_size()]
+    return (model(rows.to(next(model.parameters()).dtype)) - 1).square().mean()
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    num_steps: int = 5,
+    before_step: Callable[[float], Any] = lambda _: None,
+) -> None:
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        before_step(loss.item())
+        optimizer.step()
+
+
+def warned(program: Callable[[], Any]) -> list[str]:
+    """What ``program`` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program()
+    return [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+# -- replicas that part ---------------------------------------------------------------------------
+
+
+def weights_loaded_on_one_rank() -> None:
+    model = md.DDP(mlp())
+    if is_odd():
+        model.load_state_dict({name: one + 1 for name, one in mlp().state_dict().items()})
+    train(model, Sgd(model))
+
+
+def weights_drawn_anew() -> None:
+    model = md.DDP(mlp())
+    torch.manual_seed(md.get_rank())
+    model.module[0].reset_parameters()
+    train(model, Sgd(model))
+
+
+def weights_never_made_equal() -> None:
+    net = mlp()
+    torch.manual_seed(md.get_rank())
+    net[0].reset_parameters()
+    model = md.DDP(net, init_sync=False)
+    train(model, Sgd(model))
+
+
+def another_learning_rate() -> None:
+    model = md.DDP(mlp())
+    train(model, Sgd(model, 0.1 + 0.01 * is_odd()))
+
+
+def another_optimizer() -> None:
+    model = md.DDP(mlp())
+    train(model, torch.optim.Adam(model.parameters()) if is_odd() else Sgd(model))
+
+
+def a_schedule_on_one_rank() -> None:
+    model = md.DDP(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(5):
+        train(model, optimizer, 1)
+        if step == 1 and is_odd():
+            schedule.step()
+
+
+def steps_on_one_rank() -> None:
+    model = md.DDP(mlp())
+    train(model, Sgd(model) if is_odd() else Sgd(nn.Linear(1, 1)))
+
+
+def clipping_by_its_own_loss() -> None:
+    model = md.DDP(mlp())
+    clip = nn.utils.clip_grad_norm_
+    train(model, Sgd(model), before_step=lambda loss: clip(model.parameters(), 0.1 * loss))
+
+
+def noise_on_averages() -> None:
+    model = md.DDP(mlp())
+    torch.manual_seed(md.get_rank())
+
+    def add_noise(_: float) -> None:
+        for one in model.parameters():
+            one.grad += 0.01 * torch.randn_like(one)
+
+    train(model, Sgd(model), before_step=add_noise)
+
+
+def steps_under_no_sync() -> None:
+    model = md.DDP(mlp())
+    optimizer = Sgd(model)
+    for step in range(10):
+        with contextlib.nullcontext() if step % 2 else model.no_sync():
+            train(model, optimizer, 1)
+
+
+def another_scale() -> None:
+    model = md.DDP(mlp().float())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if is_odd() else 4.0)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def a_hook_that_sends_nothing() -> None:
+    def hook(_: object, bucket: md.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = md.DDP(mlp())
+    model.register_comm_hook(None, hook)
+    train(model, Sgd(model))
+
+
+def eval_on_one_rank() -> None:
+    model = md.DDP(nn.Sequential(mlp(), nn.Dropout(0.5)))
+    if is_odd():
+        model.eval()
+    train(model, Sgd(model))
+
+
+PARTING = [
+    weights_loaded_on_one_rank,
+    weights_drawn_anew,
+    weights_never_made_equal,
+    another_learning_rate,
+    another_optimizer,
+    a_schedule_on_one_rank,
+    steps_on_one_rank,
+    clipping_by_its_own_loss,
+    noise_on_averages,
+    steps_under_no_sync,
+    another_scale,
+    a_hook_that_sends_nothing,
+    eval_on_one_rank,
+]
+
+
+def test_replicas_that_part_are_warned_of_once_on_every_rank(run: Run) -> None:
+    num_ranks = len(run(md.get_rank))
+    is_simulated = "simulated" in run(md.get_backend)
+    chosen = PARTING if is_simulated else [another_learning_rate, eval_on_one_rank]
+    for mistake, texts in texts_of(run, chosen).items():
+        assert [text.splitlines()[0] for text in texts] == [PARTED] * num_ranks, mistake
+
+
+def test_the_warning_names_the_rank_that_differs_and_its_fix_finds_the_step(run: Run) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (md.get_world_size(),), mesh_dim_names=("dp",))
+        model = md.DDP(mlp())
+        train(model, Sgd(model, 0.1 + 0.01 * is_odd()), 1)
+        with mesh, pytest.raises(md.UnequalError) as error:
+            md.assert_equal(model, "dp")
+        return error.value.found.splitlines()[0]
+
+    for found in run(program):
+        assert found.startswith("module.0.weight, shape (6, 4), float64: rank 1 differs")
+    for rank, text in enumerate(texts_of(run, [another_learning_rate])["another_learning_rate"]):
+        where, expected, parted, fix = text.splitlines()[1:]
+        assert where == f"  where:    rank {rank}, backward 4 over the world"
+        assert "equal parameters on every rank, and eval() on all or none" in expected
+        assert "norms of the parameters: rank 1 differs from rank 0" in parted
+        assert "learning rate" in fix
+        assert "md.assert_equal(model, 'dp')" in fix
+
+
+def wrapped_over(hook: Callable[..., Any] | None = None, state: Any = None) -> nn.Module:
+    model = md.DDP(mlp())
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    return model
+
+
+def in_a_join() -> None:
+    model = md.DDP(mlp())
+    with model.join():
+        train(model, Sgd(model), 5 + 40 * is_odd())
+    train(model, Sgd(model), 5)
+
+
+def many_steps() -> None:
+    model = md.DDP(mlp())
+    train(model, Sgd(model), 35)
+
+
+def local_sgd() -> None:
+    hooks = md.comm_hooks
+    alone = [md.new_group([rank]) for rank in range(md.get_world_size())][md.get_rank()]
+    model = wrapped_over(hooks.post_localSGD_hook, hooks.PostLocalSGDState(None, alone, 1))
+    averager = md.PeriodicModelAverager(period=4, warmup_steps=1)
+    optimizer = Sgd(model)
+    for step in range(35):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+
+
+def no_messages() -> None:
+    model = wrapped_over(md.comm_hooks.noop_hook)
+    train(model, Sgd(model))
+
+
+def a_copy() -> None:
+    model = md.DDP(mlp())
+    train(model, Sgd(model), 2)
+    clone = copy.deepcopy(model)
+    train(clone, Sgd(clone))
+
+
+def test_replicas_that_stay_equal_or_part_on_purpose_are_not_warned_of(run: Run) -> None:
+    programs = [in_a_join, many_steps, local_sgd, no_messages, a_copy]
+    assert texts_of(run, programs) == {one.__name__: [] for one in programs}
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+def test_a_layer_that_came_behind_the_wrapper_is_refused(run: Run) -> None:
+    def program() -> str:
+        model = md.DDP(mlp())
+        model.module.append(nn.Linear(3, 3).double())
+        with pytest.raises(GradientError) as error:
+            train(model, Sgd(model))
+        return str(error.value)
+
+    for rank, text in enumerate(run(program)):
+        lines = text.splitlines()
+        assert lines[0] == (
+            "3.weight came into the module after it was wrapped: its gradient is local"
+        )
+        assert f"rank {rank}, backward 4 over " in lines[1]
+        assert "del ddp, and wrap the model again" in lines[3]
+
+
+def test_a_parameter_frozen_on_one_rank_is_an_error_on_all(run: Run) -> None:
+    def program(is_late: bool) -> str:
+        model = md.DDP(mlp())
+        optimizer = Sgd(model)
+        train(model, optimizer, 3)
+        optimizer.zero_grad()
+        loss = loss_of(model, 0) if is_late else None
+        if is_odd():
+            model.module[0].weight.requires_grad_(False)
+        (loss_of(model, 0) if loss is None else loss).backward()
+        with pytest.raises(GradientError) as error:
+            model.check_gradients()
+        model.module[0].weight.requires_grad_(False)  # what the fix says
+        train(model, optimizer, 2)
+        return str(error.value)
+
+    for texts in run(lambda: [program(is_late) for is_late in (True, False)]):
+        for text in texts:
+            assert "rank 1: 0.weight (index 0)" in text
+            assert "freeze and unfreeze alike on every rank" in text
+
+
+# -- averagers and samplers -----------------------------------------------------------------------
+
+
+def four_times(function: Callable[..., None], *args: Any) -> None:
+    for _ in range(4):
+        function(*args)
+
+
+def test_averagers_whose_steps_differ_are_an_error_on_all(run: Run) -> None:
+    def program(is_loaded: bool) -> str:
+        weight = nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        averager = md.PeriodicModelAverager(period=3 if is_odd() and not is_loaded else 2)
+        averager.step = int(is_odd() and is_loaded)  # a state that one rank has loaded
+        with pytest.raises(AgreementError) as error:
+            four_times(averager.average_parameters, [weight])
+        return str(error.value)
+
+    for loaded, periods in run(lambda: (program(True), program(False))):
+        assert "step: rank" in loaded
+        assert "rank 1: 2" in loaded
+        assert "rank 1: 3" in periods
+        assert "let step and period be equal on every rank" in periods
+
+
+def test_an_epoch_that_was_not_set_is_warned_of_once() -> None:
+    def epochs(is_told: bool, **options: Any) -> None:
+        sampler = md.DistributedSampler(range(8), 2, 0, **options)
+        for epoch in range(4):
+            if is_told:
+                sampler.set_epoch(epoch)
+            list(torch.utils.data.DataLoader(range(8), sampler=sampler))
+
+    assert warned(lambda: epochs(is_told=True)) == []
+    assert warned(lambda: epochs(is_told=False, shuffle=False)) == []
+    assert warned(lambda: epochs(is_told=False)) == [
+        "samples come in the order of epoch 0 again: call sampler.set_epoch(epoch) before each "
+        "epoch, or pass shuffle=False"
+    ]
