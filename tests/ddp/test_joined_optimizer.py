@@ -94,6 +94,16 @@ def test_steps_are_those_of_one_device(backend: str, pool: Pool) -> None:
             torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("num_steps", [[3], [0, 2], [2, 0, 5, 1, 5], [1, 4, 3, 2, 0]], ids=str)
+def test_any_number_of_ranks(num_steps: list[int], backend: str, pool: Pool) -> None:
+    for by_all in (True, False):
+        expected = of_one_device(num_steps, by_all)
+        for weights in pool.run(trained, len(num_steps), num_steps, by_all, backend=backend):
+            torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_a_context_that_does_not_know_the_optimizer_refuses_its_step(pool: Pool) -> None:
     def program() -> list[str]:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
