@@ -152,7 +152,7 @@ class Sharded(md.Joinable):
 
 
 def test_a_sharded_optimizer_beside_a_model() -> None:
-    """A joined rank still owns its weight: its hook updates it from gradients that DDP gives it."""
+    """A joined rank still owns its weight: its hook updates it, by the gradient that it has kept."""
 
     def program() -> list[float]:
         layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
@@ -172,6 +172,7 @@ def test_a_sharded_optimizer_beside_a_model() -> None:
     assert first == second
     # The first step halves both. In the second rank 1's gradients are halved: rank 0 has none.
     assert second[1] == pytest.approx(0.5 - 0.5 * 0.5 * 0.5)
+    assert second[0] == 0.0  # by the first step's gradient, 1
 
 
 def test_a_hook_that_calls_what_no_rank_with_data_calls_is_refused() -> None:
