@@ -152,7 +152,7 @@ class Sharded(md.Joinable):
 
 
 def test_a_sharded_optimizer_beside_a_model() -> None:
-    """A joined rank still owns its weight: its hook updates it, by the gradient that it has kept."""
+    """A joined rank still owns its weight: its hook updates it by the gradient that it kept."""
 
     def program() -> list[float]:
         layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
