@@ -216,6 +216,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "operator_errors",
             "type_errors",
             "marked_parameters",
+            "provenance",
             "leaf_buckets",
             "sparse_sums",
             "detail_checks",

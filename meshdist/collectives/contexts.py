@@ -37,6 +37,7 @@ from .type_errors import (
 )
 
 __all__ = [
+    "PASSED",
     "PLAIN_TENSORS",
     "ContextMode",
     "asleep",
@@ -53,6 +54,11 @@ PLAIN_TENSORS = frozenset({torch.Tensor, Parameter, UninitializedParameter, Unin
 keep_marks_in_parameters()
 
 
+PASSED = "places of typed contexts that passed"
+"""Under which a mesh notes the places of the program at which contexts were opened whose backward,
+or whose end, was reached: nothing is noted there any more."""
+
+
 class ContextMode(TorchFunctionMode):
     """The state of one context of one thread.
 
@@ -64,6 +70,7 @@ class ContextMode(TorchFunctionMode):
         is_asleep: whether ``md.untyped()`` has paused it.
         owners: by axis, the name of what reduces gradients over it behind the backward, and so
             needs a loss that varies there.
+        place: of the program, where it was opened.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -73,12 +80,24 @@ class ContextMode(TorchFunctionMode):
         self.casts = Casts(mesh)
         self.is_asleep = False
         self.owners: dict[str, str] = {}
+        self.place: object = None
         # Types of which any number join to the same. At debug level DETAIL none is settled: there
         # the leaves that take part are noted, in the order of their first use, which ranks share.
         self.is_checked = is_checked()
         self.settled: set[str] = set() if self.is_checked else {INVARIANT}
         self.leaves: dict[int, torch.Tensor] = {}
         self.joins: dict[Any, Join] = {}  # by the operands' types, and by linearity where it counts
+
+    def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
+        """Note what made ``result``, in a context that notes it (``provenance``)."""
+
+    def stop_notes(self) -> None:
+        """Note no more: here, and in contexts that are opened at this place later."""
+
+    def note_next_time(self) -> bool:
+        """Whether this context has notes; if not, the next one that is opened here has."""
+        self.mesh.notes[PASSED].discard(self.place)
+        return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
         """The text of the type of an operand, checked.

@@ -16,6 +16,7 @@ from .leaf_names import names_of
 from .verb_kinds import KINDS
 
 __all__ = [
+    "axes_argument",
     "foreign_axis",
     "foreign_leaf",
     "foreign_mesh",
@@ -229,19 +230,7 @@ def refused_join(
 def refused_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
-    """A backward of what is not one number on all ranks."""
-    kinds = kinds_in(type_of(loss))
-    varying = [axis for axis in axes if kinds[axis] == "V"]
-    if varying:
-        return AxisTypeError(
-            f"{verb} of a loss that varies over {shown(varying)}",
-            where=where(mesh, varying),
-            expected="one loss, equal on all ranks",
-            found=f"loss: {tensor_text(loss)}",
-            fix=f"say how the ranks' losses make one: loss = lax.pmean(loss, {_named(varying)}), "
-            "or lax.psum; or ask for that of each rank's own: give the gradient outright, "
-            "torch.ones_like(loss)",
-        )
+    """A backward of a loss whose gradient would be a summand on each rank."""
     return AxisTypeError(
         f"{verb} of a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
@@ -249,7 +238,7 @@ def refused_loss(
         "each rank, and would be counted once a rank",
         found=f"loss: {tensor_text(loss)}",
         fix="where a term of parameters alone, as a weight penalty, stands beside a mean, move it "
-        f"inside: loss = lax.pmean(loss + term, {_named(axes)})",
+        f"inside: loss = lax.pmean(loss + term, {axes_argument(axes)})",
     )
 
 
@@ -280,7 +269,7 @@ def foreign_leaf(
         "a cast their sum",
         found=f"leaf: {tensor_text(leaf)}, cast where it met varying values",
         fix=f"wrap all that is trained in one module; or take it without {owner}, with "
-        f"lax.pmean(loss, {_named(axes)}); or detach the leaf",
+        f"lax.pmean(loss, {axes_argument(axes)}); or detach the leaf",
     )
 
 
@@ -296,7 +285,8 @@ def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -
     )
 
 
-def _named(axes: Sequence[str]) -> str:
+def axes_argument(axes: Sequence[str]) -> str:
+    """Axes as the argument of a verb: ``'dp'``, or ``('dp', 'tp')``."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -318,16 +308,16 @@ def refused_write(
     was, becomes = next(iter(changes.values()))
     axes = [axis for axis, change in changes.items() if change == (was, becomes)]
     cast = (
-        f"buf = lax.pvary(buf, {_named(axes)})"
+        f"buf = lax.pvary(buf, {axes_argument(axes)})"
         if becomes == "V"
-        else f"buf = lax.pcast(buf, {_named(axes)}, to={_word(becomes)!r})"
+        else f"buf = lax.pcast(buf, {axes_argument(axes)}, to={_word(becomes)!r})"
     )
     fix = f"cast it before: {cast}"
     if becomes == "V" and target.is_leaf and target.requires_grad:
         fix = (
             f"write what is equal over {shown(axes)}: a norm of gradients, say, whose squares are "
             f"summed there by lax.psum; or, where each rank has its own part of the target, "
-            f"md.annotate(target, varying={_named(axes)})"
+            f"md.annotate(target, varying={axes_argument(axes)})"
         )
     return AxisTypeError(
         f"{name} would turn what it writes, {_word(was)} over {shown(axes)}, into {_word(becomes)}",
@@ -365,7 +355,7 @@ def unseeded_draw(
     source = "torch's own generator" if is_own else "a generator of the program's"
     given = "" if is_own else ", generator=g"
     rest = [axis for axis in mesh.axis_names if axis not in axes]
-    alike = f"seed, differ_over={_named(rest)}{given}" if rest else f"seed{given}"
+    alike = f"seed, differ_over={axes_argument(rest)}{given}" if rest else f"seed{given}"
     return AxisTypeError(
         f"{operation} draws from a state that md.seed did not set",
         where=where(mesh, axes),
@@ -373,8 +363,8 @@ def unseeded_draw(
         "it is not known whether ranks draw the same",
         found="\n".join([f"{source}, {why}", *([operands_text(operands)] if operands else [])]),
         fix=f"on every rank: md.seed({alike}) where the result is to be equal along "
-        f"{shown(axes)}; md.seed(seed, differ_over={_named(mesh.axis_names)}{given}) where each "
-        "rank draws its own",
+        f"{shown(axes)}; md.seed(seed, differ_over={axes_argument(mesh.axis_names)}{given}) where "
+        "each rank draws its own",
     )
 
 

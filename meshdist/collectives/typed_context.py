@@ -7,6 +7,8 @@ context, and gives the results the join of the operands' types.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +21,14 @@ from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, INVARIANT, Join
-from .contexts import ContextMode, asleep, collect, find_mode, innermost_mode, mark
+from .contexts import PASSED, ContextMode, asleep, collect, find_mode, innermost_mode, mark
 from .custom_functions import calls_seen
+from .detail_checks import is_checked
 from .list_operations import run_on_items
 from .number_reads import warn_of_number
 from .operation_rules import OPERATIONS, Kind, Operation, argument, draws, written_tensors
 from .operator_errors import OPERATORS, passing
+from .provenance import note_result
 from .seeding import type_of_draw
 from .torch_private import are_transforms_active
 from .type_errors import mesh_text, type_of
@@ -81,10 +85,14 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     mesh = _checked(get_current_mesh() if mesh is None else mesh)
     outer = innermost_mode()
     if outer is None:
-        mode = TypedMode(mesh)
+        place = _opening_place()
+        passed = mesh.notes.setdefault(PASSED, set())
+        mode = (TypedMode if place in passed and not is_checked() else NotingMode)(mesh)
+        mode.place = place
         with mesh, calls_seen(), mode:
             try:
                 yield mesh
+                mode.stop_notes()
             finally:
                 mode.casts.close()
         return
@@ -97,6 +105,14 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         )
     with mesh, asleep(outer, is_asleep=False):
         yield mesh
+
+
+def _opening_place() -> tuple[object, int]:
+    """The instruction of the program that opens the context."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
 
 
 def _checked(mesh: object) -> DeviceMesh:
@@ -365,6 +381,48 @@ class TypedMode(ContextMode):
     def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom Function, as any other operation."""
         return self._run(Operation(function.__name__), call, args, kwargs)
+
+
+class NotingMode(TypedMode):
+    """The mode until its first backward has begun: results are noted (``provenance``)."""
+
+    num_noted = 0
+
+    @leave_untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not self.is_asleep:
+            self.note(result, OPERATIONS[func].name, (args, kwargs))
+        return result
+
+    def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = super().apply(function, call, args, kwargs)
+        self.note(result, function.__name__, (args, kwargs))
+        return result
+
+    def note(self, result: Any, name: str, operands: Any) -> None:
+        results: list[torch.Tensor] = []
+        collect(result, results)
+        for one in results:
+            if one.grad_fn is not None:
+                found: list[torch.Tensor] = []
+                collect(operands, found)
+                note_result(self.num_noted, one, name, found)
+                self.num_noted += 1
+        if self.num_noted > _MOST_NOTES:
+            self.stop_notes()
+
+    def stop_notes(self) -> None:
+        self.mesh.notes[PASSED].add(self.place)
+        if not self.is_checked:
+            self.__class__ = TypedMode  # type: ignore[assignment]
+
+    def note_next_time(self) -> bool:
+        return True
+
+
+_MOST_NOTES = 100_000
+"""Results that are noted in a context without a backward."""
 
 
 def _ignores(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:

@@ -12,6 +12,7 @@ from .axis_types import ATTRIBUTE, REDUCED_BY_OWNER, gradient_type, kinds_in, wi
 from .contexts import ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .operation_rules import argument
+from .provenance import varying_loss
 from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
 from .verb_kinds import GRADIENT_KINDS
 
@@ -103,10 +104,15 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
                 for axis, kind in kinds_in(text).items()
                 if kind in "RV" and axis not in mode.owners
             ]
+            varying = [axis for axis in wrong if kinds_in(text)[axis] == "V"]
+            if varying:
+                is_noted = mode.note_next_time()
+                raise varying_loss(loss, varying, mode.mesh, verb, is_noted=is_noted)
             if wrong:
                 raise refused_loss(loss, wrong, mode.mesh, verb)
         else:
             gradients[place] = _cast_gradient(mode, verb, loss, gradient)
+    mode.stop_notes()
     return gradients if is_listed else given if given is None else gradients[0]
 
 

@@ -78,6 +78,7 @@ class TypedVerb:
         def call(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
             result = self._cast(on_tensor, x) if self._verb == "pcast" else on_tensor(x, group)
             result.__dict__[ATTRIBUTE] = text
+            self._mode.note(result, self._verb, [x])
             return result
 
         return call

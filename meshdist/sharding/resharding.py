@@ -161,6 +161,7 @@ class Resharding:
         with NotSeen():
             result = mark_spec(self._moved(x), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
+        mode.note(result, request.verb, [x])
         return result
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
