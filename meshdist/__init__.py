@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import lazy_loader
 
@@ -33,24 +34,23 @@ __all__ = ["__version__", *(name for name in _names if name != "breakpoint")]
 
 
 def _where_else(name: str) -> str | None:
-    """The message for a name that torch.distributed has and this package lacks."""
+    """The message for a name that torch.distributed or JAX has and this package lacks."""
     text: str | None = import_module(".absent_names", __name__).where_else(name)
     return text
 
 
-class _AbsentModules:
-    """Stands last among Python's finders: the import of an absent name says where to go."""
+def _refuse_absent(name: str, *_: object) -> None:
+    """Let the import of an absent name say where to go; stands last among Python's finders.
 
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        package, _, last = name.rpartition(".")
-        text = _where_else(last) if package == __name__ else None
-        if text is not None:
-            # Not ModuleNotFoundError, which `from meshdist import NAME` would put aside.
-            raise ImportError(text, name=name)
+    ``from meshdist import FSDP`` puts aside what ``__getattr__`` raises, and tries the import of
+    ``meshdist.FSDP``. Of that it puts a ModuleNotFoundError aside, so a finder has to raise.
+    """
+    package, _, last = name.rpartition(".")
+    if package == __name__ and (text := _where_else(last)) is not None:
+        raise ImportError(text, name=name)
 
 
-sys.meta_path.append(_AbsentModules)
+sys.meta_path.append(SimpleNamespace(find_spec=_refuse_absent))  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> object:

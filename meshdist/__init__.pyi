@@ -103,6 +103,7 @@ from .errors import (
     DtypeError as DtypeError,
     GradientError as GradientError,
     GroupClosedError as GroupClosedError,
+    GroupKindError as GroupKindError,
     JoinError as JoinError,
     KindError as KindError,
     LengthError as LengthError,

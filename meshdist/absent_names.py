@@ -1,4 +1,4 @@
-"""Where to go for what torch.distributed has and meshdist does not, by name.
+"""Where to go for what torch.distributed or JAX has and meshdist does not, by name.
 
 Imports the standard library alone: an import that fails must not load torch to say why.
 """
@@ -16,18 +16,24 @@ _NAMES = {
     "": "AllToAllOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions "
     "BroadcastOptions BuiltinCommHookType GatherOptions GroupName Logger ProcessGroupGloo "
     "ProcessGroupMPI ProcessGroupNCCL ProcessGroupUCC ProcessGroupXCCL RankType ReduceOptions "
-    "ReduceScatterOptions Reducer ScatterOptions default_pg_timeout get_pg_count record_comm "
-    "shrink_group supports_complex",
-    "fsdp": "BackwardPrefetch CPUOffload CPUOffloadPolicy DataParallelMeshDims FSDPModule "
+    "ReduceScatterOptions Reducer ScatterOptions _make_nccl_premul_sum default_pg_timeout "
+    "get_pg_count record_comm shrink_group supports_complex",
+    "checkpoint": "FileSystemReader FileSystemWriter async_save load save",
+    "elastic.utils.data": "ElasticDistributedSampler",
+    "fsdp": "BackwardPrefetch CPUOffload CPUOffloadPolicy DataParallelMeshDims FSDP FSDPModule "
     "FullOptimStateDictConfig FullStateDictConfig FullyShardedDataParallel "
     "LocalOptimStateDictConfig LocalStateDictConfig MixedPrecisionPolicy OffloadPolicy "
     "OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig "
     "ShardingStrategy StateDictConfig StateDictSettings StateDictType UnshardHandle fully_shard "
     "register_fsdp_forward_method share_comm_ctx",
+    "fsdp.sharded_grad_scaler": "ShardedGradScaler",
+    "nn": "RemoteModule",
     "optim": "DistributedOptimizer ZeroRedundancyOptimizer as_functional_optim",
+    "optim.named_optimizer": "NamedOptimizer",
     "pipelining": "Pipe PipelineStage Schedule1F1B ScheduleDualPipeV ScheduleGPipe "
     "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
     "ScheduleZBVZeroBubble SplitPoint build_stage pipe_split pipeline",
+    "rpc": "RRef init_rpc remote rpc_async rpc_sync shutdown",
     "tensor": "DTensor Partial Placement Replicate Shard distribute_module distribute_tensor rand",
     "tensor.parallel": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
     "PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel parallelize_module",
@@ -37,6 +43,8 @@ _MODULES = (
     "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn optim "
     "pipelining remote_device rpc run tensor utils"
 )
+# Torch has it under another name, in that module.
+_THERE = {"FSDP": "FullyShardedDataParallel as FSDP", "NamedOptimizer": "_NamedOptimizer"}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _HOMES |= dict.fromkeys(_MODULES.split(), "")
 
@@ -48,6 +56,7 @@ _OURS = {
     "Replicate": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
     "Shard": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
     "algorithms": "meshdist.Join, meshdist.comm_hooks, meshdist.PeriodicModelAverager",
+    "_make_nccl_premul_sum": "meshdist.ReduceOp.premul_sum(factor)",
     "device_mesh": "from meshdist import DeviceMesh, init_device_mesh",
     "distribute_tensor": "meshdist.device_put",
     "distributed_c10d": "the same names from meshdist; what begins with _ is torch's alone",
@@ -56,6 +65,26 @@ _OURS = {
     "run": "the command meshdist run, which takes torchrun's flags",
     "tensor": "meshdist.ShardedArray",
 }
+# Where to go in place of names of JAX's, of rooms of ours, and of what torch imports.
+_INSTEAD = {
+    "meshdist.lax.{}": "axis_index axis_size pbroadcast pcast pmax pmean pmin ppermute pshuffle "
+    "psum psum_scatter pswapaxes pvary ragged_all_to_all",
+    "meshdist.comm_hooks.{}": "DDPCommHookType PostLocalSGDState PowerSGDState allreduce_hook "
+    "batched_powerSGD_hook bf16_compress_hook bf16_compress_wrapper fp16_compress_hook "
+    "fp16_compress_wrapper hook_with_zero_step hook_with_zero_step_interleaved noop_hook "
+    "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
+    "register_ddp_comm_hook",
+    "a plain function, which each rank calls on its own shards; inside of "
+    "`with meshdist.typed(mesh):` kinds are checked as in shard_map": "shard_map pmap",
+    "torch.compile; verbs end its graphs": "jit pjit",
+    "torch.func.{}, or backward()": "grad jvp value_and_grad vjp vmap",
+    "meshdist.make_mesh; meshdist.Layout is a mesh without processes": "AbstractMesh Mesh",
+    "meshdist.get_world_size()": "device_count process_count",
+    "meshdist.get_rank()": "process_index",
+    "meshdist.reshard": "with_sharding_constraint",
+    "typing_extensions.deprecated": "deprecated",
+}
+_PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
 # Torch's own that communicate in a world of torch's, which our wires can serve.
 _IN_A_WORLD = [
     "algorithms",
@@ -70,7 +99,7 @@ _IN_A_WORLD = [
 
 
 def where_else(name: str) -> str | None:
-    """The message for a name of torch.distributed that meshdist lacks; None for any other name.
+    """The message for a name of torch's or JAX's that meshdist lacks; None for any other name.
 
     Example:
         >>> print(where_else("fully_shard"))
@@ -79,11 +108,13 @@ def where_else(name: str) -> str | None:
           fix:      from torch.distributed.fsdp import fully_shard; the world: \
 torch.distributed.init_process_group('shm')
     """
+    if name in _PLACES:
+        return explain(f"{_PACKAGE} has no {name}", fix=_PLACES[name].format(name))
     home = _HOMES.get(name)
     if home is None:
         return None
     expected = "torch's own"
-    fix = f"from {_TORCH}.{home} import {name}" if home else f"from {_TORCH} import {name}"
+    fix = f"from {'.'.join(filter(None, (_TORCH, home)))} import {_THERE.get(name, name)}"
     if (home or name).partition(".")[0] in _IN_A_WORLD:
         expected += ", in a world of torch's, which meshdist's wires can serve"
         fix += f"; the world: {_TORCH}.init_process_group('shm')"

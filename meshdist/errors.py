@@ -35,6 +35,7 @@ __all__ = [
     "DtypeError",
     "GradientError",
     "GroupClosedError",
+    "GroupKindError",
     "JoinError",
     "KindError",
     "LengthError",
@@ -68,11 +69,15 @@ class ArgumentError(MeshdistError, ValueError, RuntimeError):
     """An argument has a value that the call cannot serve; nothing was sent."""
 
 
-class KindError(MeshdistError, TypeError, ValueError):
+class KindError(ArgumentError, TypeError):
     """An argument has the wrong type; nothing was sent."""
 
 
-class LengthError(ArgumentError, IndexError):
+class GroupKindError(KindError, AttributeError, KeyError):
+    """What is given as a group is none; nothing was sent."""
+
+
+class LengthError(ArgumentError, IndexError, TypeError):
     """A list has another length than the call needs; nothing was sent."""
 
 
@@ -80,7 +85,7 @@ class PicklingError(KindError, pickle.PicklingError, AttributeError):
     """An object cannot be pickled; nothing was sent."""
 
 
-class ShapeError(ArgumentError):
+class ShapeError(ArgumentError, IndexError):
     """A tensor's shape does not fit the call or the group."""
 
 
@@ -104,7 +109,7 @@ class PatternError(ArgumentError):
     column: int = 0
 
 
-class AxisError(MeshError, KeyError):
+class AxisError(MeshError, KeyError, IndexError, TypeError):
     """A mesh has no such axis, or an axis is named twice.
 
     Attributes:
@@ -114,7 +119,7 @@ class AxisError(MeshError, KeyError):
     axis: str = ""
 
 
-class NotInGroupError(ArgumentError):
+class NotInGroupError(ArgumentError, KeyError, IndexError):
     """This rank is no member of the group or mesh that the call names."""
 
 

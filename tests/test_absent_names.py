@@ -11,12 +11,23 @@ from types import ModuleType
 import pytest
 
 import meshdist
+from meshdist import comm_hooks, lax
 from meshdist.absent_names import where_else
+
+# What torch says of itself while its own modules are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Torch's homes of what programs import.
 HOMES = ("", ".fsdp", ".optim", ".pipelining", ".tensor", ".tensor.parallel")
+# What people type besides: names of torch's deeper modules, of JAX, of rooms of ours.
+TYPED = """
+FSDP NamedOptimizer ElasticDistributedSampler RRef RemoteModule ShardedGradScaler save
+load async_save rpc_sync init_rpc _make_nccl_premul_sum deprecated shard_map jit pjit pmap
+vmap grad value_and_grad Mesh psum pmean ppermute axis_index process_index device_count
+with_sharding_constraint
+"""
 # Modules of Python's that torch.distributed has as attributes, and its logger.
 NOT_TORCHS = {"log", "logging", "sys", "timedelta", "torch", "traceback", "typing"}
 
@@ -46,14 +57,33 @@ def test_every_name_that_torch_has_and_meshdist_lacks_says_where_it_is() -> None
     assert wrong == []
 
 
+@pytest.mark.parametrize("name", [*TYPED.split(), *comm_hooks.__all__, *lax.__all__])
+def test_what_people_type_is_never_a_bare_attribute_error(name: str) -> None:
+    if hasattr(meshdist, name):
+        return
+    for read in (lambda: getattr(meshdist, name), lambda: exec(f"from meshdist import {name}")):
+        with pytest.raises(
+            (AttributeError, ImportError), match=r"meshdist has no [\s\S]*fix: "
+        ) as e:
+            read()
+    line = str(e.value).partition("fix:")[2].partition("; the world:")[0].strip()
+    statement = line.rpartition("; or torch's: ")[2]
+    if statement.startswith("from torch"):
+        exec(statement)
+
+
 def test_the_ours_that_are_named_exist() -> None:
     from meshdist import absent_names
 
-    for name, text in absent_names._OURS.items():
+    named = {name: text.format(name) for name, text in absent_names._PLACES.items()}
+    for name, text in (absent_names._OURS | named).items():
         words = text.replace(",", " ").replace(";", " ").split()
         for word in words:
             if word.startswith("meshdist.") and word != "meshdist.":
-                assert hasattr(meshdist, word.split(".")[1]), (name, word)
+                found: object = meshdist
+                for part in word.partition("(")[0].split(".")[1:]:
+                    assert hasattr(found, part), (name, word)
+                    found = getattr(found, part)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +119,16 @@ def test_the_ours_that_are_named_exist() -> None:
             "import meshdist; meshdist.nn.functional",
             "AttributeError: meshdist has no nn",
             "meshdist.lax, whose verbs have gradients",
+        ),
+        (
+            "from meshdist import FSDP",
+            "ImportError: meshdist has no FSDP",
+            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP; the world: ",
+        ),
+        (
+            "from meshdist import shard_map",
+            "ImportError: meshdist has no shard_map",
+            "meshdist.typed(mesh)",
         ),
         (
             "from meshdist import ProcessGroupGloo",

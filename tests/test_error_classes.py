@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshdist as md
 from tests.pool import Pool
@@ -42,7 +43,13 @@ def begin(library: Any, backend: Any = "gloo", **arguments: Any) -> None:
     library.init_process_group(backend, **{"store": store, "rank": 0, "world_size": 1, **arguments})
 
 
+def mesh_of(library: Any) -> Any:
+    make = init_device_mesh if library is dist else library.init_device_mesh
+    return make("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+
+
 WITHOUT_A_WORLD: dict[str, Misuse] = {
+    "an init_method that is a number": lambda d: begin(d, store=None, init_method=3),
     "a verb": lambda d: d.all_reduce(x()),
     "a barrier": lambda d: d.barrier(),
     "get_rank": lambda d: d.get_rank(),
@@ -136,6 +143,16 @@ IN_A_WORLD: dict[str, Misuse] = {
     "new_subgroups of no size": lambda d: d.new_subgroups(),
     "subgroups of no ranks": lambda d: d.new_subgroups_by_enumeration([]),
     "subgroups that overlap": lambda d: d.new_subgroups_by_enumeration([[0], [0]]),
+    "new_group of no ranks": lambda d: d.new_group([]),
+    "ranks of a text": lambda d: d.get_process_group_ranks("tp"),
+    "ranks of no member": lambda d: d.get_process_group_ranks(d.GroupMember.NON_GROUP_MEMBER),
+    "all_gather, list of None": lambda d: d.all_gather([None], x()),
+    "reduce_scatter, list of None": lambda d: d.reduce_scatter(x(), [None]),
+    "all_gather_object, None": lambda d: d.all_gather_object(None, 1),
+    "a device that is none": lambda d: d.broadcast_object_list([1], 0, device="nope"),
+    "a group of an axis that is not there": lambda d: mesh_of(d).get_group(5),
+    "the size of an axis that is not there": lambda d: mesh_of(d).size(5),
+    "a mesh cut by a number": lambda d: mesh_of(d)[0],
     "a world twice": lambda d: d.init_process_group("gloo"),
     "get_rank of a destroyed group": lambda d: d.get_rank(destroyed(d)),
     "get_backend of a destroyed group": lambda d: d.get_backend(destroyed(d)),

@@ -124,7 +124,9 @@ def meet(
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yield once the store that all ranks share, this rank and the world's size, all joined.
+    """Return an iterator of one element: the store that all share, this rank, the world's size.
+
+    Arguments are checked at once; ``next`` waits until all ranks have joined.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or a scheme of
@@ -139,12 +141,17 @@ def rendezvous(
     """
     timeout = kwargs.pop("timeout", None)
     check_timeout(timeout)
+    if not isinstance(url, str):
+        raise KindError("url must be a str", expected="for example 'env://'", found=f"{url!r}")
+    _check_arguments(url, rank, world_size, None)
+    return _meetings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
+
+
+def _meetings(
+    url: str, rank: int, world_size: int, timeout: timedelta, arguments: dict[str, Any]
+) -> Iterator[tuple[Store, int, int]]:
     joined = meet(
-        url,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout or DEFAULT_TIMEOUT,
-        handler_arguments=kwargs,
+        url, rank=rank, world_size=world_size, timeout=timeout, handler_arguments=arguments
     )
     yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(

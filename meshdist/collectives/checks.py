@@ -26,6 +26,7 @@ from ..wires.layouts import find_layout
 
 __all__ = [
     "SUM",
+    "check_flag",
     "check_not_expanded",
     "check_reducible",
     "check_stored",
@@ -186,6 +187,15 @@ def _whole(rank: Any, argument: str, verb: str) -> int:
         f"{verb}: {argument} must be a rank, a whole number",
         found=f"{rank!r}, a {type(rank).__name__}",
     )
+
+
+def check_flag(async_op: object, verb: str) -> None:
+    """Raise KindError where ``async_op`` is neither true nor false by itself, such as a text."""
+    if not hasattr(type(async_op), "__bool__"):
+        raise KindError(
+            f"{verb}: async_op must be True or False",
+            found=f"{async_op!r}, a {type(async_op).__name__}",
+        )
 
 
 def find_whole_numbers(given: Any) -> list[int] | None:

@@ -23,6 +23,7 @@ from ..wires.operations import Operation, Terms
 from ..wires.work import Work
 from .checks import (
     as_wire_tensor,
+    check_flag,
     check_reducible,
     forbid_gradient,
     note_write,
@@ -182,6 +183,7 @@ class Collective:
             start, async_op, result: as for the function ``run``.
             tensor, sent, taken: as for ``Channel.enter``.
         """
+        check_flag(async_op, self.name)
         channel = self._open_channel(tensor)
         channel.enter(self.name, tensor, self.op, self.root, sent, taken, title=self.title)
         return self._run(channel, start, async_op, result)
@@ -199,6 +201,7 @@ class Collective:
         members' layouts may differ: where the wire sees to it, or the members compare them. In a
         reduction on a device they disagree where layouts differ. Else it is copied.
         """
+        check_flag(async_op, self.name)
         tensors = tensor if isinstance(tensor, list) else [tensor]
         channel = self._open_channel(tensor)
         handed = self._enter_as_they_lie(channel, tensor, tensors, async_op)
@@ -340,7 +343,7 @@ class Collective:
             if given is None or (isinstance(given, (list, tuple)) and not given):
                 return ()
             root = self.group.ranks[self.root or 0]
-            raise ArgumentError(
+            raise (ArgumentError if isinstance(given, (list, tuple)) else KindError)(
                 f"{self.name}: {argument} is given on a rank that is not the {role}",
                 where=self.here,
                 expected=f"None or [] on all ranks but rank {root}, the {role}",
@@ -350,7 +353,7 @@ class Collective:
         each = ", one entry per member" if length == self.group.size() else ""
         if given is None:
             name = "src" if role == "source" else "dst"
-            raise ArgumentError(
+            raise KindError(
                 f"{self.name} needs {argument} on this rank{role and f', the {role}'}",
                 where=self.here,
                 expected=f"a list or tuple{each}",

@@ -40,7 +40,7 @@ __all__ = [
 
 @verb()
 def all_reduce_coalesced(
-    tensors: list[Any],
+    tensors: Any,
     op: Reduction = ReduceOp.SUM,
     group: GroupLike = None,
     async_op: bool = False,
@@ -49,7 +49,8 @@ def all_reduce_coalesced(
 
     Args:
         tensors: arrays of any shapes, equal in number, sizes and dtypes on all members; written
-            in place. They must not overlap in memory, nor may one be listed twice.
+            in place. They must not overlap in memory, nor may one be listed twice. A tensor is a
+            list of itself.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: that of one ``all_reduce`` of all of them together, where the wire can join them.
@@ -67,6 +68,7 @@ def all_reduce_coalesced(
         [([2.0], [1, 1]), ([2.0], [1, 1])]
     """
     call = Collective("all_reduce_coalesced", group, is_elementwise=True)
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     buffers = [call.write(one, "tensors") for one in call.check_list(tensors, "tensors")]
     kind = call.take_op(op, *buffers)
     _check_devices(call, buffers, "tensors")

@@ -21,6 +21,7 @@ from ..runtime.timeouts import check_timeout
 from ..wires.work import Work, joined
 from . import bodies
 from .checks import (
+    check_flag,
     first_cuda_device,
     get_peer,
 )
@@ -273,6 +274,7 @@ def barrier(
         CollectiveTimeoutError: a member did not come; the text names it.
     """
     assert isinstance(group, ProcessGroup)  # the mark has found it
+    check_flag(async_op, "barrier")
     check_timeout(timeout)
     device = None if device_ids is None else first_cuda_device(device_ids, "barrier")
     is_on_cuda = device is not None and "cuda" in group.backends

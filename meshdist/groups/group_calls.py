@@ -16,7 +16,7 @@ import torch
 from ..bootstrap.world import World, get_usable_world
 from ..checking.nesting import never_nested
 from ..error_text import ranks_text
-from ..errors import ArgumentError, KindError, NotInGroupError
+from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
 from ..runtime.timeouts import check_timeout
 from ..wires.names import backends_in, parse_backends
 from ..wires.registry import get_wire
@@ -71,6 +71,8 @@ def new_group(
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
     check_timeout(timeout)
     _check_device_id(device_id)
+    if group_desc is not None and not isinstance(group_desc, str):
+        raise KindError("group_desc must be a str", found=f"{group_desc!r}")
     backends = backends_in(world, world.backends if backend is None else parse_backends(backend))
     if world.rank not in members:
         return GroupMember.NON_GROUP_MEMBER
@@ -315,7 +317,7 @@ def _checked_ranks(
         what = "is empty" if not members else "names a rank twice"
         if wrong:
             what = f"names {ranks_text(wrong)}, outside the world"
-        raise ArgumentError(
+        raise (ArgumentError if members else LengthError)(
             f"the list of ranks {what}",
             where=f"rank {world.rank} of {world.size}",
             expected=f"different ranks from 0 to {world.size - 1}",

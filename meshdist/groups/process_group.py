@@ -15,7 +15,7 @@ from ..error_text import ranks_text
 from ..errors import (
     BackendError,
     GroupClosedError,
-    KindError,
+    GroupKindError,
     MeshdistError,
     NotInGroupError,
 )
@@ -422,7 +422,7 @@ def resolve_group(group: object) -> ProcessGroup:
 
     Raises:
         NotInGroupError: this rank is no member.
-        KindError: not one of these.
+        GroupKindError: not one of these.
     """
     if group is None:
         found = get_usable_world().group
@@ -439,7 +439,7 @@ def resolve_group(group: object) -> ProcessGroup:
             expected="verbs on a group only by its members",
             fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
         )
-    raise KindError(
+    raise GroupKindError(
         f"{group!r} is not a group of meshdist",
         expected="a ProcessGroup, a mesh such as mesh['tp'], or None for the world",
         found=f"{type(group).__module__}.{type(group).__qualname__}",

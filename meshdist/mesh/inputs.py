@@ -186,7 +186,7 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
             found=f"{type(ranks).__name__}: {error}",
         ) from error
     if array.ndim == 0:
-        raise MeshError(
+        raise (MeshError if array.dtype.kind in "iu" else KindError)(
             "the ranks of a mesh have at least one dim",
             expected="an array such as [0, 1, 2, 3] or [[0, 1], [2, 3]]",
             found=str(array),

@@ -425,11 +425,12 @@ class Layout:
         if isinstance(axes, str):
             axes = (axes,)
         try:
-            indices = tuple(map(self.axis_index, axes))
+            axes = tuple(axes)
         except TypeError as error:
             raise AxisError(
                 f"axes are a sequence of names or indices, not {axes!r}", where=self._text
             ) from error
+        indices = tuple(map(self.axis_index, axes))
         if not indices:
             raise AxisError("no axes named", where=self._text, expected="at least one axis")
         if len(set(indices)) != len(indices):

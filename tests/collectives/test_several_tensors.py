@@ -331,3 +331,12 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
         assert "found:    an entry of tensor_list (3,), tensor_list[0] (2,)" in found[2]
         assert "found:    an entry of tensor_list int32, tensor_list[0] float32" in found[3]
         assert found[5].endswith("expected: dst_tensor from 0 to 1")
+
+
+def test_a_tensor_is_a_list_of_itself() -> None:
+    def program() -> list[float]:
+        x = torch.ones(2)
+        md.all_reduce_coalesced(x)
+        return x.tolist()
+
+    assert md.simulate(program, 2) == [[2.0, 2.0]] * 2

@@ -86,3 +86,15 @@ def test_memory_of_a_device_asks_no_other_member() -> None:
         return flat_memory(4, torch.float32, torch.device("meta"), md.group.WORLD).device
 
     assert md.simulate(program, 2) == [torch.device("meta")] * 2
+
+
+def test_a_gradient_that_is_a_view_takes_detach() -> None:
+    def program() -> bool:
+        model = md.DDP(torch.nn.Linear(2, 2, bias=False))
+        weight = model.module.weight
+        for _ in range(3):
+            model(torch.full((1, 2), float(md.get_rank()))).sum().backward()
+            weight.grad.detach_()
+        return weight.grad.tolist() == [[1.5, 1.5]] * 2
+
+    assert md.simulate(program, 2) == [True] * 2

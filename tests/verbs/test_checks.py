@@ -60,9 +60,9 @@ REFUSALS: list[Refusal] = [
     ("all_reduce of a list", TypeError, lambda: md.all_reduce([1.0])),
     *about_ops("all_reduce", lambda op, dtype: md.all_reduce(ones(2, dtype=dtype), op)),
     (
-        "all_reduce_coalesced of a tensor",
+        "all_reduce_coalesced of a number",
         TypeError,
-        lambda: md.all_reduce_coalesced(ones(2)),
+        lambda: md.all_reduce_coalesced(2),
     ),
     (
         "all_reduce_coalesced of numbers",
