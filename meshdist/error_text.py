@@ -6,10 +6,22 @@ loading torch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import TypeVar
 
-__all__ = ["ExplainedError", "explain", "fields_among", "first_line", "grouped_text", "ranks_text"]
+__all__ = [
+    "ExplainedError",
+    "explain",
+    "fields_among",
+    "first_line",
+    "grouped_text",
+    "ranks_text",
+    "without_frames",
+]
+
+E = TypeVar("E", bound=BaseException)
 
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
@@ -93,6 +105,19 @@ class ExplainedError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         fields = {name: getattr(self, name) for name in _LABELS}
         return partial(type(self), **fields), (self.summary,), self.__dict__
+
+
+def without_frames(error: E) -> E:
+    """A copy to keep, or to raise again: it does not hold the frames that ``error`` went through.
+
+    An error that cannot be copied is returned itself.
+    """
+    try:
+        bare = copy.copy(error)
+    except Exception:
+        return error
+    bare.__cause__, bare.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return bare
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

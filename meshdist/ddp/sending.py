@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..collectives.verbs import all_reduce
+from ..error_text import without_frames
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .bucket_list import AnyBucket, BucketList
@@ -103,7 +104,7 @@ class Sending:
                 self._behind_work.wait()
                 self._behind_work = None
         except Exception as failure:
-            self.failure = failure
+            self.failure = without_frames(failure)
             raise
         if self.timing is not None:
             self.timing.mark("comm_end")
@@ -120,7 +121,7 @@ class Sending:
             with self.calls_inside():
                 return hook.start(GradBucket(bucket.flat, *args))
         except Exception as failure:  # after which verbs of the hook's, no other rank knows
-            self.failure = failure
+            self.failure = without_frames(failure)
             raise
 
     def _average(self, sent: torch.Tensor) -> Pending:

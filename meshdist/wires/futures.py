@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..error_text import without_frames
 from ..errors import BackendError
 
 __all__ = ["Completion", "Watcher", "WorkFuture", "collecting_by_need", "get_watcher"]
@@ -123,7 +124,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
 
     def _fill_error(self, error: Exception) -> None:
         def raise_it(_: object) -> None:
-            raise error
+            raise without_frames(error)
 
         self._set_unwrap_func(raise_it)
         # torch pickles the value of a future on a device, and not every error can be pickled.

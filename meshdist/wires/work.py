@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..checking.nesting import is_nested, run_unnested
 from ..checking.tracebacks import end_here
+from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.timeouts import check_timeout
@@ -93,7 +94,7 @@ class Work:
             if self._future is not None:
                 self._complete()
             if self._error is not None:
-                raise self._error
+                raise without_frames(self._error)  # which a kept Work does not hold
             self._order_streams()
             return True
         except MeshdistError as error:
@@ -293,7 +294,7 @@ class Work:
         def finish(_: object) -> list[Any]:  # on streams of the future's own
             self._finish(self._timeout)
             if self._error is not None:
-                raise self._error
+                raise without_frames(self._error)
             return self._result()
 
         with self._guard:
@@ -467,7 +468,7 @@ class _Joined(Operation):
         for work in self.works:
             work._end_in_time(_UNSET)
             if work._error is not None:
-                raise work._error
+                raise without_frames(work._error)
 
     def poll(self) -> bool:
         return all(work._operation.poll() for work in self.works)
@@ -477,7 +478,7 @@ class _Joined(Operation):
             if not work._has_ended():
                 return False
             if work._error is not None:
-                raise work._error
+                raise without_frames(work._error)
         return True
 
     def bound(self, timeout: timedelta) -> None:
