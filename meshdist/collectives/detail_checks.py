@@ -6,6 +6,8 @@ there is named here: each operand that is cast, each loss, and the gradients of 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from ..checking.debug_levels import DebugLevel, get_debug_level
@@ -13,7 +15,7 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import kinds_in
 from .equal_values import check_invariant
-from .type_errors import tensor_text, type_of, where
+from .type_errors import axes_argument, tensor_text, type_of, where
 
 __all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]
 
@@ -31,7 +33,10 @@ def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
         f"an operand that is invariant by its type, {tensor_text(x)}, and meets varying ones,",
         where=where(mesh),
         expected="equal values, as its type says",
-        fix="say what it is where it is made or enters, for example md.annotate(x, varying='dp')",
+        fix=lambda far: (
+            "say what it is where it is made or enters: "
+            f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+        ),
     )
 
 
@@ -73,9 +78,28 @@ def check_gradient_of(
         f"the gradient of a leaf, {tensor_text(leaf)},",
         where=where(mesh),
         expected="equal gradients: along these axes the gradient is invariant, as the leaf is",
-        fix="a value that differs between ranks entered without a type: annotate it where it "
-        "enters, md.annotate(x, varying='dp')",
+        fix=lambda far: (
+            "a value that differs between ranks entered without a type: annotate it "
+            f"where it enters, md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+        ),
     )
+
+
+def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
+    """The axes along which values differ, as an argument: those on whose line through the group's
+    first member some rank differs from it; all of the group's where none does.
+
+    Ranks 0 to 3 of (dp=2, tp=2), of which 2 and 3 differ from 0: along 'dp', rank 2 does, and
+    along 'tp', rank 1 does not. So 'dp' is meant.
+    """
+    first, *others = (mesh.layout.coordinate_of(rank) or () for rank in group.ranks)
+    steps = {
+        rank: [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
+        for rank, other in zip(group.ranks[1:], others, strict=True)
+    }
+    own = {axes[0] for rank, axes in steps.items() if len(axes) == 1 and rank in far}
+    named = own or {axis for axes in steps.values() for axis in axes}
+    return axes_argument([axis for axis in mesh.axis_names if axis in named])
 
 
 def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:

@@ -7,7 +7,7 @@ infinity equals infinity of its sign.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -22,7 +22,13 @@ __all__ = ["check_invariant", "difference_text", "find_differing", "relative_dis
 
 
 def check_invariant(
-    x: torch.Tensor, group: ProcessGroup, what: str, *, where: str, expected: str, fix: str
+    x: torch.Tensor,
+    group: ProcessGroup,
+    what: str,
+    *,
+    where: str,
+    expected: str,
+    fix: str | Callable[[Collection[int]], str],
 ) -> None:
     """Raise the same GradientError on every member unless all hold the same ``x``.
 
@@ -32,6 +38,7 @@ def check_invariant(
         x: equal in shape and dtype on all members, without gradient.
         group: whose members compare.
         what: what ``x`` is, for the message; ``where``, ``expected`` and ``fix`` are its fields.
+            ``fix`` may be made of the ranks that differ from the group's first member.
     """
     if are_transforms_active():
         return
@@ -42,7 +49,7 @@ def check_invariant(
             where=where,
             expected=expected,
             found=difference_text(far, group.ranks[0]),
-            fix=fix,
+            fix=fix if isinstance(fix, str) else fix(far),
         )
 
 

@@ -43,6 +43,8 @@ class Kind(Enum):
     """It may draw from a random generator."""
     ITEMS = auto()
     """It does the same to the items of lists, one by one."""
+    NORM = auto()
+    """A norm, by which torch clips gradients: of tensors that vary each rank finds its own."""
     BACKWARD = auto()
     """``Tensor.backward`` and ``torch.autograd.backward``."""
     GRADIENT = auto()
@@ -137,6 +139,7 @@ _DRAWS = frozenset(
     )
 )
 
+_NORMS = ("_foreach_norm", "linalg_vector_norm")
 # A closed table: what it lacks refuses unreduced operands.
 _SHAPES = _words(
     """
@@ -255,6 +258,8 @@ def _find_operation(function: Any) -> Operation:
         kind = Kind.NUMBER
     elif name in _DRAWS:
         kind = Kind.DRAW
+    elif name in _NORMS:
+        kind = Kind.NORM
     elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         kind = Kind.ITEMS
     else:

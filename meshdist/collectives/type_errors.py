@@ -11,7 +11,7 @@ from ..checking.call_sites import call_site, program_frame, show_site
 from ..dtypes import dtype_name
 from ..errors import AxisTypeError, JoinError, KindError
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, kinds_in, shown
+from .axis_types import ATTRIBUTE, axes_of_kind, kinds_in, shown
 from .leaf_names import names_of
 from .verb_kinds import KINDS
 
@@ -23,6 +23,7 @@ __all__ = [
     "mesh_text",
     "name_of",
     "of_a_subclass",
+    "own_norm",
     "owned_loss",
     "refused_join",
     "refused_loss",
@@ -315,8 +316,8 @@ def refused_write(
     fix = f"cast it before: {cast}"
     if becomes == "V" and target.is_leaf and target.requires_grad:
         fix = (
-            f"write what is equal over {shown(axes)}: a norm of gradients, say, whose squares are "
-            f"summed there by lax.psum; or, where each rank has its own part of the target, "
+            f"write what is equal over {shown(axes)}: gradients that are clipped by one norm, as "
+            f"{_RECIPE} does it; or, where each rank has its own part of the target, "
             f"md.annotate(target, varying={axes_argument(axes)})"
         )
     return AxisTypeError(
@@ -325,6 +326,22 @@ def refused_write(
         expected=f"a target of type {{{text}}}",
         found=f"a target of {tensor_text(target)}, {why}\n{operands_text(operands)}",
         fix=fix,
+    )
+
+
+_RECIPE = "docs/axis_types.md, 'Clipping by the norm',"
+
+
+def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeError:
+    """torch's clipping of gradients, some of which are parts."""
+    axes = sorted({axis for one in operands for axis in axes_of_kind(type_of(one), "V")})
+    return AxisTypeError(
+        f"clip_grad_norm_ of gradients that vary over {shown(axes)} finds another on each rank",
+        where=where(mesh, axes),
+        expected="one norm, that of the gradients of all ranks: else replicas part",
+        found=operands_text([one for one in operands if axes_of_kind(type_of(one), "V")][:4]),
+        fix="sum the squares of each gradient over the axes along which it varies, and clip by the "
+        f"root of their sum: {_RECIPE} has the function",
     )
 
 
@@ -337,8 +354,8 @@ def unseen_history(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> Ax
         expected="a tensor that was made inside the context, a leaf, or one with a type",
         found=f"{tensor_text(tensor)} without a type, made by {made}: outside the context, by "
         "TorchScript or by an extension",
-        fix='say what it is: md.annotate(x, varying="dp"), or md.annotate(x) where it is equal on '
-        "all ranks",
+        fix=f"say what it is: md.annotate(x, varying={mesh.axis_names[0]!r}), for example, or "
+        "md.annotate(x) where it is equal on all ranks",
     )
 
 

@@ -8,19 +8,22 @@ context, and gives the results the join of the operands' types.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from ..checking.call_sites import is_between
 from ..errors import KindError, MeshdistError, MeshError
 from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import leave_untraced
-from .axis_types import ATTRIBUTE, INVARIANT, Join
+from .axis_types import ATTRIBUTE, INVARIANT, Join, axes_of_kind
 from .contexts import PASSED, ContextMode, asleep, collect, find_mode, innermost_mode, mark
 from .custom_functions import calls_seen
 from .detail_checks import is_checked
@@ -31,7 +34,7 @@ from .operator_errors import OPERATORS, passing
 from .provenance import note_result
 from .seeding import type_of_draw
 from .torch_private import are_transforms_active
-from .type_errors import mesh_text, type_of
+from .type_errors import mesh_text, own_norm, type_of
 from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_grad
 
 __all__ = ["typed", "untyped"]
@@ -370,7 +373,11 @@ class TypedMode(ContextMode):
         if kind is Kind.SET_DATA:
             set_data(self, *args)
             return func(*args)
-        if kind is Kind.ITEMS:
+        if kind is Kind.NORM:
+            operands = self._operands(operation, args, kwargs)
+            if any(axes_of_kind(type_of(one), "V") for one in operands) and _is_clipping():
+                raise own_norm(operands, self.mesh)
+        if kind is Kind.ITEMS or (kind is Kind.NORM and isinstance(args[0], (list, tuple))):
             return run_on_items(self, operation, func, args, kwargs)
         if kind is Kind.DRAW and draws(operation, args, kwargs):
             operands = self._operands(operation, args, kwargs)
@@ -423,6 +430,19 @@ class NotingMode(TypedMode):
 
 _MOST_NOTES = 100_000
 """Results that are noted in a context without a backward."""
+
+
+def _is_clipping() -> bool:
+    """Whether the call is one of ``torch.nn.utils.clip_grad_norm_``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_between[frame.f_code.co_filename]:
+        if (frame.f_code.co_name, frame.f_code.co_filename) == ("clip_grad_norm_", _CLIPPING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CLIPPING = inspect.getfile(torch.nn.utils.clip_grad_norm_)
 
 
 def _ignores(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:

@@ -463,5 +463,29 @@ def test_operands_losses_and_gradients_that_only_claim_to_be_invariant_are_named
 
 
 @pytest.mark.usefixtures("detail")
+@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "tp")])
+def test_the_fix_names_the_axes_along_which_values_differ(axes: tuple[str, ...]) -> None:
+    def cast(number: float) -> None:
+        w = torch.full((3,), number, requires_grad=True)
+        w * md.annotate(torch.ones(3), varying=("dp", "tp"))
+
+    def gradient(number: float) -> None:
+        (torch.zeros(3, requires_grad=True) * number).sum().backward()
+
+    named = f"md.annotate(x, varying={axes if len(axes) > 1 else repr(*axes)})"
+
+    def program(how: Callable[[float], None]) -> str:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        number = 1.0 + sum(mesh.get_local_rank(axis) for axis in axes)
+        with md.typed(mesh), pytest.raises(GradientError) as caught:
+            how(number)
+        return str(caught.value)
+
+    for how in (cast, gradient):
+        for text in md.simulate(program, 4, args=(how,)):
+            assert named in text, text
+
+
+@pytest.mark.usefixtures("detail")
 def test_what_is_right_passes_at_detail() -> None:
     assert on_line(lambda mesh: steps(mesh, layers(3, 4, 1), 2)) == [[4, 1]] * 2

@@ -271,7 +271,7 @@ def test_a_history_that_the_context_did_not_see() -> None:
     text = refusal(AxisTypeError, lambda mesh: outside + 1)
     assert text.startswith("an operand of add has a history that the context did not see\n")
     assert "made by MulBackward0" in text
-    assert 'md.annotate(x, varying="dp")' in text
+    assert "md.annotate(x, varying='dp'), for example" in text
 
     def annotated(mesh: md.DeviceMesh) -> str:
         with md.typed(mesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -177,14 +178,36 @@ def test_a_gradient_that_was_widened_does_not_reach_a_parameter() -> None:
         optimizer = torch.optim.SGD([whole, part], lr=0.1)
         x = varying(torch.ones(3), "tp")
         lax.psum(((whole + part) * x).sum(), "tp").backward()
-        torch.nn.utils.clip_grad_norm_([whole, part], 0.1)
+        norm = sum(one.grad.square().sum() for one in (whole, part)).sqrt()
+        torch.nn.utils.clip_grads_with_norm_([whole, part], 0.1, norm)
         optimizer.step()
 
     text = refusal(AxisTypeError, body)
     assert "would turn what it writes, invariant over 'tp', into varying\n" in text
     assert "which requires a gradient" in text
-    assert "a norm of gradients, say, whose squares are summed there by lax.psum" in text
+    assert "clipped by one norm, as docs/axis_types.md, 'Clipping by the norm', does it" in text
     assert "md.annotate(target, varying='tp')" in text
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("is_all_cut", [False, True])
+@pytest.mark.parametrize("norm", [2.0, math.inf])
+def test_torchs_clipping_of_parts_is_refused(
+    foreach: bool | None, is_all_cut: bool, norm: float
+) -> None:
+    def body(mesh: md.DeviceMesh) -> None:
+        whole, part = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+        varying(part, "tp")
+        lax.psum(((whole + part) * varying(torch.ones(3), "tp")).sum(), "tp").backward()
+        torch.nn.utils.clip_grad_norm_([whole], 0.1, norm, foreach=foreach)  # equal: as it is
+        torch.nn.utils.get_total_norm([part.grad], norm, foreach=foreach)  # for a sum of its own
+        clipped = [part] if is_all_cut else [whole, part]
+        torch.nn.utils.clip_grad_norm_(clipped, 0.1, norm, foreach=foreach)
+
+    text = refusal(AxisTypeError, body)
+    assert text.startswith("clip_grad_norm_ of gradients that vary over 'tp' finds another on each")
+    assert "float32[3]{V:tp}" in text and "test_typed_gradients.py:" in text
+    assert "docs/axis_types.md, 'Clipping by the norm', has the function" in text
 
 
 @pytest.mark.parametrize("how", ["sgd", "foreach", "fused"])
