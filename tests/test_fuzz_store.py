@@ -149,7 +149,11 @@ def as_bytes(text: str) -> bytes:
 CARD = my_card().to_json()
 ABORT = {"kind": "abort", "rank": 1, "labels": ["group"], "reason": "enough", "group": "the world"}
 DISAGREEMENT = dict.fromkeys(("summary", "where", "expected", "found", "fix"), "text")
-ANSWER = {"calls": [{"label": "group", "sequence": 3, "text": "barrier()"}], "about": None}
+ANSWER = {
+    "calls": [{"label": "group", "sequence": 3, "text": "barrier()"}],
+    "about": None,
+    "now": "train.py:8 in step",
+}
 MEMBER = {"card": CARD, "rank": 1, "size": 2, "tag": 7, "words": {"key": 5, "address": [1, 2, 3]}}
 Readers = dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]]]
 READERS: Readers = {

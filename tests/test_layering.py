@@ -41,6 +41,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "launching": (
             "guard",
+            "questions",
             "rank_environment",
             "child_processes",
             "root_cause",
@@ -67,6 +68,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "header_table",
             "debug_levels",
             "call_sites",
+            "program_stacks",
             "tracebacks",
             "nesting",
             "calls",

@@ -48,7 +48,7 @@ def one_frame(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except MeshdistError as error:
+        except (MeshdistError, KeyboardInterrupt) as error:
             __tracebackhide__ = True
             end_here(error)
             raise

@@ -306,6 +306,8 @@ class Agreements:
                 text = "runs, and has called no verb"
             else:
                 text = answer["calls"][-1]["text"]
+            if answer is not None and answer["now"]:
+                text += f"; now at {answer['now']}"
             lines.append(f"rank {rank}: {text}")
         return CollectiveTimeoutError(
             f"{ranks_text(missing)} did not come within {meeting.timeout.total_seconds():g} s "

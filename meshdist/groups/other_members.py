@@ -25,6 +25,7 @@ __all__ = ["MembersOfWorld", "last_call_text", "silent_ranks"]
 _LIFE_SIGN_S = 1.0
 _LEAVING_S = 1.0
 _STOPPED = "is stopped, by SIGSTOP or a debugger"
+_NO_VERB = "runs, and has called no verb"
 _SILENT = "gives no answer: it has ended or is stopped"
 
 
@@ -158,9 +159,8 @@ def last_call_text(answer: Answer | None) -> str:
     """The last call in a rank's answer, or that it gave none (None)."""
     if answer is None:
         return _SILENT
-    if not answer["calls"]:
-        return "runs, and has called no verb"
-    return f"last {answer['calls'][-1]['text']}"
+    text = f"last {answer['calls'][-1]['text']}" if answer["calls"] else _NO_VERB
+    return f"{text}; now at {answer['now']}" if answer["now"] else text
 
 
 def _silence(endings: Endings, rank: int) -> str:

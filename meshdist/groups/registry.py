@@ -23,8 +23,10 @@ from typing import Any, Protocol
 from ..bootstrap.bounded_store import read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
+from ..checking.program_stacks import find_place, stack_text
 from ..checking.recorder import Recorder
 from ..errors import StoreError
+from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.endings import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
@@ -125,6 +127,7 @@ class Registry:
             self.endings.announce()
             self.header_tables.publish()
             abort, look = self._abort_as_told, self._look
+            self._answerer = Answerer(self.where)
             self._signals = SignalThread(world, world.handle, self.answer, abort, look)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
@@ -286,7 +289,7 @@ class Registry:
         recorders.append(("", self.beside_wires))
         used = [(label, recorder) for label, recorder in recorders if recorder.moment]
         used.sort(key=lambda one: one[1].moment)
-        calls = [
+        calls: list[dict[str, Any]] = [
             {"label": label, "sequence": recorder.sequence, "text": call.heading}
             for label, recorder in used
             if (call := recorder.find_note()) is not None
@@ -294,11 +297,20 @@ class Registry:
         text = None
         if about and asked is not None:  # a message may be on its way and not noted yet
             text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
-        return {"calls": calls, "about": text}
+        now = find_place(self.world.thread_id, calls[-1]["text"] if calls else "")
+        return {"calls": calls, "about": text, "now": now}
+
+    def where(self) -> str:
+        """The stack of this rank's program, and its last verb; in lines, each with its end."""
+        answer = self.answer({})
+        last = answer["calls"][-1]["text"] if answer["calls"] else "none so far"
+        verb = f"last verb: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
+        return f"{stack_text(self.world.thread_id)}  {verb}\n"
 
     def _look(self) -> None:
         if self.look is not None:
             self.look()
+        self._answerer.look()
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
@@ -306,6 +318,7 @@ class Registry:
         if self._signals is not None:
             self._signals.stop()
             self._signals = None
+            self._answerer.close()
         opened = self.all_opened()
         for entry in opened:
             for user in entry.users:

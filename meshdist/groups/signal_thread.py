@@ -47,6 +47,8 @@ class Answer(TypedDict):
     """Its last call on each communicator (label, sequence, text), the most recent last."""
     about: str | None
     """The one call that was asked about; None where it has not come there yet."""
+    now: str
+    """The place of the program where it is; "" where that is in its last call."""
 
 
 class SignalThread:
@@ -208,7 +210,8 @@ def parse_answer(value: Any) -> Answer:
         {"label": str(one["label"]), "sequence": int(one["sequence"]), "text": str(one["text"])}
         for one in value["calls"]
     ]
-    return {"calls": calls, "about": None if value["about"] is None else str(value["about"])}
+    about = None if value["about"] is None else str(value["about"])
+    return {"calls": calls, "about": about, "now": str(value["now"])}
 
 
 def collect(

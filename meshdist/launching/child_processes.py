@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from ..runtime.deadlines import Grace
 from . import guard
 from .guard import MARK, REMOVE_AFTER, Family
+from .questions import FOLDER, ask_where, read_answers
 
 __all__ = ["GRACE_S", "Ending", "Guard", "Launch", "remove_after"]
 
@@ -30,6 +31,7 @@ GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
 
 _POLL_S = 0.02
+_ANSWER_S = 1.0  # ranks look for questions four times a second
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Launch:
         inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
         child = subprocess.Popen(
             command,
-            env=environment,
+            env={**environment, FOLDER: self.directory},
             pass_fds=inherited,
             start_new_session=True,
             bufsize=0,
@@ -172,6 +174,16 @@ class Launch:
         if handle is not None:
             self._selector.unregister(handle)
             os.close(handle)
+
+    def ask_where(self) -> dict[int, bytes]:
+        """Ask the ranks that run where they are; "" for one that should answer and does not."""
+        running, grace = {*self.running}, Grace(_ANSWER_S)
+        ask_where(self.directory)
+        while True:
+            answers = read_answers(self.directory)
+            if all(answers.values()) or grace.is_over or self.hurried:
+                return {rank: text for rank, text in answers.items() if rank in running}
+            self.step(_POLL_S)
 
     def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
         """End all children that still run, and then what they have started.

@@ -21,7 +21,7 @@ from ..runtime.deadlines import Grace
 from .child_processes import GRACE_S, Ending, Launch
 from .output import Output, Sink
 from .rank_environment import LaunchError, rank_environment, reserve_port
-from .reports import Report, grouped, summary_of, text_of
+from .reports import Report, grouped, places_text, summary_of, text_of
 from .root_cause import Failure, find_cause
 from .streams import LOOK_S, Console, Stream, show
 from .terminals import open_terminal
@@ -306,13 +306,18 @@ class _Job:
             launch.stop(((signal.SIGTERM, self._patience_s(_STOPPING_S)),))
             self._drain()
             return self._report(ended, stopped)
+        places: dict[int, bytes] = {}
         if received is not None:
             self._say_what_ends(received)
+        if received == signal.SIGINT:
+            places = launch.ask_where()
+            show(sys.stderr, places_text(places))
         is_quick = received == signal.SIGINT and self._stopping_s is None
         by_signal = ((received or signal.SIGTERM, self._patience_s(GRACE_S)),)
         launch.stop(_ON_INTERRUPT if is_quick else by_signal)
         self._drain()
-        self._show([one for one in self._take_reports() if not one.is_of_interrupt])
+        # Where a rank has said where it is, its traceback of the interrupt says the same again.
+        self._show([one for one in self._take_reports() if not one.is_of_interrupt(places)])
         self._flush()
         return 0 if received is None else 128 + received
 

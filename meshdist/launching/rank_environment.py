@@ -12,6 +12,7 @@ What a started process finds in its environment:
                                    MASTER_ADDR and MASTER_PORT, on which it is to listen
     MESHDIST_DIRECTORY             on one host, where the user names no address: the launch's own
                                    directory, in which the ranks meet
+    MESHDIST_QUESTIONS             the launch's own directory, in which it asks where ranks are
     MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
     OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE      unless they are set: what is faster for most programs
 

@@ -9,7 +9,7 @@ text is equal but for the line about the rank's own call.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -17,7 +17,7 @@ from ..error_text import ranks_text
 from .child_processes import Ending
 from .root_cause import Failure, quotes_another
 
-__all__ = ["Report", "are_equal", "grouped", "summary_of", "text_of", "with_end"]
+__all__ = ["Report", "are_equal", "grouped", "places_text", "summary_of", "text_of", "with_end"]
 
 _PLACE = re.compile(rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\bpid \d+\b|\b0x[0-9a-f]+\b)")
 # The text of an error below the last frame, in two parts: around the line about the own call.
@@ -31,16 +31,19 @@ class Report:
     rank: int
     text: bytes
 
-    @property
-    def is_of_interrupt(self) -> bool:
-        """Whether it says no more than that its rank, or another, was interrupted by Ctrl-C.
+    def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
+        """Whether it adds nothing to the interrupt by Ctrl-C.
+
+        Args:
+            places: where ranks were then, as far as they have said.
 
         Example:
-            >>> Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt").is_of_interrupt
-            True
+            >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
+            >>> report.is_of_interrupt({0: b"at home"}), report.is_of_interrupt({})
+            (True, False)
         """
         is_own = self.text.rstrip().splitlines()[-1:] == [b"KeyboardInterrupt"]
-        return is_own or quotes_another(self.text)
+        return (is_own and bool(places.get(self.rank))) or quotes_another(self.text)
 
 
 def are_equal(one: Report, other: Report) -> bool:
@@ -125,6 +128,29 @@ def text_of(group: Sequence[Report]) -> bytes:
         if group[0].rank not in ranks
     ]
     return text[: own.start(4)] + b"".join(lines) + text[own.start(4) :]
+
+
+def places_text(places: Mapping[int, bytes]) -> bytes:
+    """Where ranks are, equal places together.
+
+    Example:
+        >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
+        meshdist: ranks 0, 2 were here:
+          at home
+        meshdist: rank 1 did not answer where: stopped, or inside one long call
+    """
+    silent = sorted(rank for rank, text in places.items() if not text)
+    told = [Report(rank, text) for rank, text in sorted(places.items()) if text]
+    parts = [
+        f"meshdist: {ranks_text(one.rank for one in group)} {'was' if len(group) == 1 else 'were'} "
+        "here:\n".encode()
+        + text_of(group)
+        for group in grouped(told)
+    ]
+    if silent:
+        text = "did not answer where: stopped, or inside one long call"
+        parts.append(f"meshdist: {ranks_text(silent)} {text}\n".encode())
+    return b"".join(parts)
 
 
 def summary_of(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..bootstrap.world import World, find_world, world_here
-from ..checking.tracebacks import enter_program
+from ..checking.tracebacks import end_here, enter_program
 from ..errors import ArgumentError, KindError
+from ..groups.registry import get_registry
+from ..launching.reports import places_text
+from ..launching.streams import show
 from ..wires.simulated.communicator import DEVICE_TYPES
 from ..wires.simulated.scheduler import Scheduler
 from ..wires.simulated.store import SimulatedStore
@@ -82,6 +86,7 @@ def simulate(
     scheduler: Scheduler[T] = Scheduler(size)
     store = SimulatedStore()
     shared_notes: dict[Hashable, Any] | None = {} if compare_gradients else None
+    running: dict[int, World] = {}
 
     def program_of_rank(rank: int) -> T:
         world = World(
@@ -94,6 +99,7 @@ def simulate(
             origin="simulated",
             shared_notes=shared_notes,
         )
+        running[rank] = world
         own_args, own_kwargs = copies[rank]
         copies[rank] = ((), {})  # the rank alone holds its arguments now
         with world_here(world):
@@ -104,14 +110,22 @@ def simulate(
                 with suppress(Exception):  # the rank's own exception is the one to raise
                     _close(world)
                 raise
+            finally:
+                del running[rank]
             _close(world)
             return result
 
+    def show_places() -> None:
+        places = {
+            rank: get_registry(world).where().encode() for rank, world in dict(running).items()
+        }
+        show(sys.stderr, places_text(places))
+
     try:
-        return scheduler.run(program_of_rank)
+        return scheduler.run(program_of_rank, show_places)
     except BaseException as error:
         __tracebackhide__ = True
-        enter_program(error)
+        (end_here if isinstance(error, KeyboardInterrupt) else enter_program)(error)
         raise
 
 

@@ -39,6 +39,8 @@ from ..errors import (
 )
 from ..launching.child_processes import Ending, Launch
 from ..launching.rank_environment import rank_environment, reserve_port
+from ..launching.reports import places_text
+from ..launching.streams import show
 from ..runtime.deadlines import Deadline, Grace
 from ..runtime.timeouts import check_timeout
 from .spawned import is_loading_main
@@ -274,10 +276,14 @@ class _Team:
     def results(self, timeout: timedelta | None) -> list[Any]:
         """Wait for all ranks and return their results; raise at the first failure."""
         deadline = Deadline(timeout)
-        while self._launch.running and self._launch.failed is None and self._find_mute() is None:
-            if deadline.is_over:
-                self._raise_timeout(timeout)
-            self._step(None if timeout is None else deadline.left_s)
+        try:
+            while self._launch.running and not self._launch.failed and self._find_mute() is None:
+                if deadline.is_over:
+                    self._raise_timeout(timeout)
+                self._step(None if timeout is None else deadline.left_s)
+        except KeyboardInterrupt:
+            self._show_places()
+            raise
         self._collect_followers()
         if self._launch.failed is not None:
             self._raise_first_failure()
@@ -287,6 +293,16 @@ class _Team:
             fix = "let the function return: os._exit ends a process before it answers"
             self._raise_failure(mute, None, summary, "", fix)
         return [self._result(rank) for rank in sorted(self._answers)]
+
+    def _show_places(self) -> None:
+        """Show where the ranks are, and end them by the interrupt that this process has got."""
+        places = self._launch.ask_where()
+        self._launch.stop(((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0)))
+        for rank, answer in self._answers.items():  # a rank without a world has its traceback
+            kind, value = answer.find()
+            if kind == "failure" and isinstance(value[1], KeyboardInterrupt):
+                places[rank] = places.get(rank) or value[2].encode()
+        show(sys.stderr, places_text(places))
 
     def _find_mute(self) -> int | None:
         """The first rank that has ended without an answer, if one has."""

@@ -515,16 +515,20 @@ def test_without_an_mpiexec(
 
 
 @linux
-def test_ctrl_c_shows_one_line(script: Script) -> None:
+def test_ctrl_c_shows_tracebacks_of_ranks_without_a_world_once(script: Script) -> None:
     with start("-n", 3, script("say(rank); time.sleep(60)")) as job:
         assert job.stdout is not None
         for _ in range(3):
             job.stdout.readline()
         job.send_signal(signal.SIGINT)
         _, errors = job.communicate(timeout=20)
-    assert errors == (
-        "meshdist: interrupted; ending 3 rank(s) of this host (Ctrl-C again kills them at once)\n"
+    first, title, *report = errors.splitlines()
+    assert first == (
+        "meshdist: interrupted; ending 3 rank(s) of this host (Ctrl-C again kills them at once)"
     )
+    assert title == "meshdist: ranks 0-2 reported:"
+    assert report[0] == "Traceback (most recent call last):"
+    assert report.count("KeyboardInterrupt") == 1 and report[-1] == "KeyboardInterrupt"
     assert job.returncode == 130
 
 

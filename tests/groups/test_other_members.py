@@ -31,7 +31,7 @@ LOST = md.StoreError("rank 0 does not answer")
 def answer(*calls: tuple[str, int], about: str | None = None) -> dict[str, Any]:
     """That a rank has called these on communicators, as label and number."""
     texts = [{"label": label, "sequence": n, "text": f"call {n} on {label}"} for label, n in calls]
-    return {"calls": texts, "about": about}
+    return {"calls": texts, "about": about, "now": ""}
 
 
 class Asked:
@@ -73,6 +73,7 @@ def test_the_last_call_of_a_rank() -> None:
     assert last_call_text(answer()) == "runs, and has called no verb"  # type: ignore[arg-type]
     two: Any = answer(("a", 1), ("b", 2))
     assert last_call_text(two) == "last call 2 on b"
+    assert last_call_text({**two, "now": "x.py:3 in f"}) == "last call 2 on b; now at x.py:3 in f"
 
 
 def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:

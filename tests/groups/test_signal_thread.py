@@ -53,7 +53,7 @@ def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
         thread_of(
             server.clone(),
             rank,
-            lambda about, rank=rank: {"calls": [call_of(rank)], "about": str(about)},
+            lambda about, rank=rank: {"calls": [call_of(rank)], "about": str(about), "now": ""},
             lambda message, rank=rank: aborted.append((rank, message["reason"])),
         )
         for rank in (0, 1)
@@ -61,10 +61,12 @@ def test_an_abort_reaches_every_rank_and_questions_are_answered() -> None:
     try:
         world = World(0, 2, server, {})
         assert ask(world, (0, 1)) == {
-            rank: {"calls": [call_of(rank)], "about": "{}"} for rank in (0, 1)
+            rank: {"calls": [call_of(rank)], "about": "{}", "now": ""} for rank in (0, 1)
         }
         about = {"label": "group/1", "sequence": 7}
-        assert ask(world, (1,), about) == {1: {"calls": [call_of(1)], "about": str(about)}}
+        assert ask(world, (1,), about) == {
+            1: {"calls": [call_of(1)], "about": str(about), "now": ""}
+        }
         assert post(world, {"kind": "abort", "reason": "enough"}) == 3
         assert until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(0, "enough"), (1, "enough")]

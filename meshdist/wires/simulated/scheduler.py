@@ -181,8 +181,14 @@ class Scheduler(Generic[T]):
         self._switching = threading.Lock()
         self._all_over = threading.Event()
 
-    def run(self, body: Callable[[int], T]) -> list[T]:
+    def run(
+        self, body: Callable[[int], T], interrupted: Callable[[], object] = lambda: None
+    ) -> list[T]:
         """Call ``body(rank)`` on every rank and return the results by rank.
+
+        Args:
+            body: the program.
+            interrupted: called at Ctrl-C, while the ranks are where they were.
 
         Raises:
             The first exception of a rank itself, with the rank as its attribute ``rank``, after
@@ -200,7 +206,7 @@ class Scheduler(Generic[T]):
         ]
         try:
             with collecting_by_need():
-                self._run_threads(threads)
+                self._run_threads(threads, interrupted)
         finally:
             callers.restore()
         if self._failure is not None:
@@ -212,7 +218,9 @@ class Scheduler(Generic[T]):
                 del error
         return self._results
 
-    def _run_threads(self, threads: list[threading.Thread]) -> None:
+    def _run_threads(
+        self, threads: list[threading.Thread], interrupted: Callable[[], object]
+    ) -> None:
         started: list[threading.Thread] = []
         try:
             for rank, thread in zip(self.ranks, threads, strict=True):
@@ -225,8 +233,12 @@ class Scheduler(Generic[T]):
             # interruption of the outer one reaches between two slices only.
             while not self._all_over.wait(0.5):
                 pass
-        except BaseException:
-            self._stop(started)
+        except BaseException as error:
+            try:
+                if isinstance(error, KeyboardInterrupt):
+                    interrupted()
+            finally:
+                self._stop(started)
             raise
         finally:
             for thread in started:
