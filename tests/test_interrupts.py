@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import meshdist as md
 
 ROOT = Path(__file__).resolve().parents[1]
