@@ -58,7 +58,7 @@ def opening_error(
         f"{group} could not be opened on wire {wire.name!r}",
         where=where,
         found="\n".join(filter(None, (_text_of(failure, ranks), silent))),
-        fix=f"name another backend, for example {wire.replacement or 'gloo'!r}"
+        fix=failure.fix or f"name another backend, for example {wire.replacement or 'gloo'!r}"
         if isinstance(failure, WireRefused)
         else "see that all of these ranks come to this point, and that no one has ended",
     )

@@ -23,6 +23,9 @@ class WireFailure(Exception):
     limit: timedelta | None = None
     """How long the caller was ready to wait, where that is not the group's timeout."""
 
+    fix: str = ""
+    """What mends it, where the wire knows."""
+
 
 class WireTimeout(WireFailure):
     """An operation was not finished in time."""

@@ -23,6 +23,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -51,7 +52,7 @@ from .communicator import (
     plain_text,
 )
 from .dropped_messages import DroppedMessages
-from .gloo_devices import connects_late, gloo_devices, gloo_interfaces
+from .gloo_devices import agreed_devices, check_interfaces, connects_late
 from .substitutes import GLOO
 
 __all__ = ["GlooCommunicator", "GlooWire"]
@@ -374,14 +375,16 @@ class GlooWire(Wire):
         kind: Any = ProcessGroupGloo
         given = isinstance(opening.options, kind._Options)
         options = opening.options if given else kind._Options()
-        devices = gloo_devices(gloo_interfaces(opening.is_one_host))
-        options._devices = devices.made
         options._timeout = opening.timeout / _CONNECT_TIMEOUTS
         try:
+            devices = agreed_devices(opening)
+            options._devices = devices.made
             with devices.hearing():
                 group = kind(opening.store, opening.rank, len(opening.ranks), options)
             options._timeout = opening.timeout
         except RuntimeError as error:
+            with suppress(RuntimeError):  # the store may be lost
+                check_interfaces(opening)
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
         return GlooCommunicator(

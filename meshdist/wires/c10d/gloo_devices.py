@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from functools import cache, partial
@@ -9,10 +10,14 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
-from ..failures import WireFailure
+from ...bootstrap.bounded_store import read_jsons
+from ...error_text import grouped_text
+from ...runtime.deadlines import Deadline, wait_until
+from ..failures import WireRefused
+from ..opening import Opening
 from .gloo_listeners import Devices
 
-__all__ = ["connects_late", "gloo_devices", "gloo_interfaces"]
+__all__ = ["agreed_devices", "check_interfaces", "connects_late", "gloo_devices", "gloo_interfaces"]
 
 _LOOPBACK = ("127.0.0.1",)
 _YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
@@ -29,6 +34,47 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
     if named:
         return tuple(name.strip() for name in named.split(",") if name.strip())
     return _LOOPBACK if is_one_host else ()
+
+
+def agreed_devices(opening: Opening) -> Devices:
+    """The devices for a group whose members all have as many.
+
+    Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
+    is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
+    open two connections on one side and one on the other: the first waits for ever.
+
+    Raises:
+        WireRefused: a member has no such interface, or not all have as many.
+    """
+    names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    said: dict[str, object] = {"count": len(names) or 1, "text": named or "not set"}
+    try:
+        devices = gloo_devices(names)
+    except WireRefused as refusal:
+        opening.store.set(
+            f"interfaces/{opening.rank}", json.dumps({"count": 0, "text": str(refusal)})
+        )
+        raise
+    opening.store.set(f"interfaces/{opening.rank}", json.dumps(said))
+    if named:
+        keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
+        wait_until(lambda: opening.store.check(keys), Deadline(opening.timeout))
+        check_interfaces(opening)
+    return devices
+
+
+def check_interfaces(opening: Opening) -> None:
+    """Raise WireRefused where what members have said of their interfaces does not fit."""
+    keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
+    there = [place for place, key in enumerate(keys) if opening.store.check([key])]
+    said = read_jsons(
+        opening.store,
+        [keys[place] for place in there],
+        lambda it: (int(it["count"]), str(it["text"])),
+    )
+    if len({count for count, _ in said}) > 1:
+        texts = [(opening.ranks[place], text) for place, (_, text) in zip(there, said, strict=True)]
+        raise _refusal(f"GLOO_SOCKET_IFNAME does not fit between the ranks\n{grouped_text(texts)}")
 
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
@@ -56,7 +102,13 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
         return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     except RuntimeError as error:
         there = ", ".join(name for _, name in socket.if_nameindex())
-        raise WireFailure(
+        raise _refusal(
             f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface that has no address "
             f"here; this host has {there}"
         ) from error
+
+
+def _refusal(text: str) -> WireRefused:
+    refusal = WireRefused(text)
+    refusal.fix = "list interfaces that the host has, as many on every rank, or unset the variable"
+    return refusal

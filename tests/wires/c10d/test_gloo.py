@@ -295,6 +295,56 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        (["nosuch0", "nosuch0"], []),
+        (["nosuch0", "lo", "lo"], ["rank 0: {missing}", "ranks 1-2: lo"]),
+        (["lo,lo", "lo"], ["rank 0: lo,lo", "rank 1: lo"]),
+        (["lo", "lo", "lo", "lo", "lo,lo"], ["ranks 0-3: lo", "rank 4: lo,lo"]),
+        ([None, "lo,lo"], ["rank 0: not set", "rank 1: lo,lo"]),
+        (["lo", None], None),
+        (["lo,lo", "lo,lo", "lo,lo"], None),
+    ],
+)
+def test_interfaces_are_compared_as_a_group_opens(
+    pool, tmp_path, named: list[str | None], found: list[str] | None
+) -> None:
+    def program(rank: int) -> str:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if named[rank] is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = named[rank]
+        store = md.FileStore(str(tmp_path / "store"), len(named))
+        limit = timedelta(seconds=4 if None in named and found else 30)
+        try:
+            md.init_process_group(
+                "gloo", store=store, rank=rank, world_size=len(named), timeout=limit
+            )
+            x = torch.ones(1)
+            md.all_reduce(x)
+            md.destroy_process_group()
+        except md.BackendError as error:
+            return f"{error.summary}\n{error.found}\n{error.fix}"
+        return str(x.item())
+
+    missing = "GLOO_SOCKET_IFNAME=nosuch0 names an interface that has no address here; this host "
+    for rank, text in enumerate(pool.call(program, len(named))):
+        if found is None:
+            assert text == str(float(len(named)))
+            continue
+        summary, *lines, fix = text.splitlines()
+        assert summary == "the world could not be opened on wire 'gloo'"
+        assert "or unset the variable" in fix
+        if named[rank] == "nosuch0":
+            assert len(lines) == 1
+            assert lines[0].startswith(missing)
+        else:
+            assert lines[0] == "GLOO_SOCKET_IFNAME does not fit between the ranks"
+            expected = [one.format(missing=missing) for one in found]
+            pairs = zip(lines[1:], expected, strict=True)
+            assert all(line.startswith(one) for line, one in pairs)
+
+
 @pytest.mark.parametrize("lazily", ["0", "1"])
 def test_groups_may_connect_on_demand(pool, lazily: str) -> None:
     def program() -> list[float]:
