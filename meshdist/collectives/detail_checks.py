@@ -86,11 +86,8 @@ def check_gradient_of(
 
 
 def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """The axes along which values differ, as an argument: those on whose line through the group's
-    first member some rank differs from it; all of the group's where none does.
-
-    Ranks 0 to 3 of (dp=2, tp=2), of which 2 and 3 differ from 0: along 'dp', rank 2 does, and
-    along 'tp', rank 1 does not. So 'dp' is meant.
+    """The axes along which a step from the group's first member leads to a rank that differs, as
+    an argument: 'dp' where ranks 2 and 3 of (dp=2, tp=2) differ. All axes where no step does.
     """
     first, *others = (mesh.layout.coordinate_of(rank) or () for rank in group.ranks)
     steps = {

@@ -39,14 +39,7 @@ _NOTE = "meshdist: where types joined"
 
 @dataclass(frozen=True)
 class _Leaf:
-    """An operand without a history, which varies over some axis.
-
-    Args:
-        tensor: the operand, while it lives.
-        axes: over which it varies.
-        is_trained: whether it requires a gradient; a batch does not.
-        text: its dtype, shape and type.
-    """
+    """An operand without a history, which varies over ``axes``; a batch is not trained."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -61,15 +54,11 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Joined:
-    """The operation that made a value.
+    """The operation that made a value which varies over ``axes``.
 
     Args:
-        number: how many results were noted before.
-        name: of the operation.
-        axes: over which its result varies.
         leaves: those of its operands that vary and have no history, or what they are made of.
         is_of_leaves: whether it is made of parameters alone, as ``weight.T``: it joins nothing.
-        site: the line of the program.
     """
 
     number: int
@@ -148,15 +137,14 @@ def varying_loss(
         joins = _find_joins(loss, axis) if is_noted else []
         with_leaves = [one for one in joins if one.leaves_over(axis)]
         bringing = [one for one in with_leaves if not one.is_of_leaves] or with_leaves
-        is_trained = any(leaf.is_trained for one in bringing for leaf in one.leaves_over(axis))
-        is_data = any(not leaf.is_trained for one in bringing for leaf in one.leaves_over(axis))
+        of = {leaf.is_trained for one in bringing for leaf in one.leaves_over(axis)}
         if not joins:
             means.append(axis)
             continue
         first, last = (bringing or joins)[0], (bringing or joins)[-1]
         by = ", by " * bool(bringing) + " and ".join(map(str, first.leaves_over(axis)))
         found.append(f"varying over {axis!r} since {first}{by}")
-        if is_data and not is_trained:
+        if of == {False}:
             means.append(axis)
             continue
         if last is not first and bringing:
@@ -165,9 +153,9 @@ def varying_loss(
         fixes.append(
             f"behind {last}, each rank along {axis!r} holds its part; sum the parts there: "
             f"y = lax.psum(y, {axis!r})"
-            + (f", or gather them: lax.all_gather(y, {axis!r})" if is_trained else "")
+            + (f", or gather them: lax.all_gather(y, {axis!r})" if True in of else "")
         )
-        if is_data:
+        if False in of:
             fixes.append(f"or, if the batch differs along {axis!r}, lax.pmean(loss, {axis!r})")
     if means:
         unknown = "" if len(found) > 1 else "where the batch varies, "

@@ -8,11 +8,9 @@ context, and gives the results the join of the operands' types.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -416,7 +414,7 @@ class NotingMode(TypedMode):
                 collect(operands, found)
                 note_result(self.num_noted, one, name, found)
                 self.num_noted += 1
-        if self.num_noted > _MOST_NOTES:
+        if self.num_noted > 100_000:  # in a context without a backward
             self.stop_notes()
 
     def stop_notes(self) -> None:
@@ -428,21 +426,14 @@ class NotingMode(TypedMode):
         return True
 
 
-_MOST_NOTES = 100_000
-"""Results that are noted in a context without a backward."""
-
-
 def _is_clipping() -> bool:
     """Whether the call is one of ``torch.nn.utils.clip_grad_norm_``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_between[frame.f_code.co_filename]:
-        if (frame.f_code.co_name, frame.f_code.co_filename) == ("clip_grad_norm_", _CLIPPING):
+    frame = sys._getframe(1)
+    while is_between[frame.f_code.co_filename] and frame.f_back is not None:
+        if frame.f_code.co_name == "clip_grad_norm_":
             return True
         frame = frame.f_back
     return False
-
-
-_CLIPPING = inspect.getfile(torch.nn.utils.clip_grad_norm_)
 
 
 def _ignores(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:

@@ -65,9 +65,19 @@ def spec_of(
     """
     entries: list[Entry] = []
     axes = known_axes if layout is None else layout.names or ()
-    for dim in side.dims:
-        if pattern.result is None and not dim.axes and not set(axes).isdisjoint(dim.names):
-            _refuse_bare_axis(pattern, dim, axes)
+    for dim in side.dims if pattern.result is None else ():
+        name = next((name for name in dim.names if name in axes), None)
+        if name is not None and not dim.axes:
+            raise column_error(
+                pattern.text,
+                dim.column,
+                expected="names of dims that are not names of mesh axes",
+                found=f"{name!r}, an axis of the mesh, as the name of a dim that no axis cuts",
+                fix=f'where {name!r} cuts the dim, write "f@{name}"; to annotate that ranks along '
+                f"it hold their own values, md.annotate(x, varying={name!r}); else name the dim "
+                "otherwise",
+                summary="this pattern names a whole dim as an axis",
+            )
     for dim in _spread(pattern, side, ndim):
         for axis in dim.axes:
             _check_axis(pattern, axis, layout, dim.column)
@@ -76,20 +86,6 @@ def spec_of(
         _check_axis(pattern, axis, layout, pattern.text.find("{"))
     return PartitionSpec(
         *entries, unreduced=frozenset(side.unreduced), reduced=frozenset(side.reduced)
-    )
-
-
-def _refuse_bare_axis(pattern: Pattern, dim: Dim, axes: Collection[str]) -> NoReturn:
-    """Raise of a whole dim that is named as an axis: ``"tp"`` where ``"f@tp"`` is meant."""
-    name = next(name for name in dim.names if name in axes)
-    raise column_error(
-        pattern.text,
-        dim.column,
-        expected="names of dims that are not names of mesh axes",
-        found=f"{name!r}, an axis of the mesh, as the name of a dim that no axis cuts",
-        fix=f'where {name!r} cuts the dim, write "f@{name}"; to annotate that ranks along it hold '
-        f"their own values, md.annotate(x, varying={name!r}); else name the dim otherwise",
-        summary="this pattern names a whole dim as an axis",
     )
 
 
