@@ -22,25 +22,21 @@ SECTIONS = [
 AWAITED_NAMES = """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_multigpu all_gather_object
     all_gather_single all_reduce_coalesced all_reduce_multigpu all_to_all all_to_all_single
-    assert_equal AxisOptions barrier batch_isend_irecv broadcast broadcast_multigpu
-    broadcast_object_list destroy_process_group device_put DeviceMesh DeviceMesh.abort
-    DeviceMesh.close DeviceMesh.concatenate DeviceMesh.flatten DeviceMesh.from_definition
-    DeviceMesh.from_group DeviceMesh.from_torch DeviceMesh.open_group DeviceMesh.refined
-    DeviceMesh.to_torch DeviceMesh.transpose DeviceMesh.unflatten DeviceMesh.warmup
-    DistributedSampler empty from_dtensor from_placements full gather gather_object get_rank
-    get_world_size group init_device_mesh init_process_group irecv isend lax.all_gather
-    lax.all_to_all lax.axis_index lax.pbroadcast lax.pcast lax.pmax lax.pmean lax.pmin
-    lax.ppermute lax.pshuffle lax.psum lax.psum_scatter lax.pswapaxes lax.pvary
-    lax.ragged_all_to_all make_array_from_callback make_array_from_process_local_data make_mesh
-    monitored_barrier NamedSharding new_group new_subgroups new_subgroups_by_enumeration ones P
-    P2POp PartitionSpec plan randn recv recv_object_list reduce reduce_multigpu reduce_op
-    reduce_scatter reduce_scatter_single reduce_scatter_tensor ReduceOp reshard scatter
-    scatter_object_list seed send send_object_list shard ShardedArray shared_empty simulate
-    spawn split_group to_dtensor to_placements unshard Work zeros
-
-    accumulate_gradients annotate comm_hooks DDP DistributedDataParallel GradBucket
-    GradientBuckets HierarchicalModelAverager Join Joinable JoinHook MixedPrecision
-    PeriodicModelAverager PostLocalSGDOptimizer typed uneven untyped VaryingNumberWarning
+    AxisOptions barrier batch_isend_irecv broadcast broadcast_multigpu broadcast_object_list
+    destroy_process_group device_put DeviceMesh DeviceMesh.abort DeviceMesh.close
+    DeviceMesh.concatenate DeviceMesh.flatten DeviceMesh.from_definition DeviceMesh.from_group
+    DeviceMesh.from_torch DeviceMesh.open_group DeviceMesh.refined DeviceMesh.to_torch
+    DeviceMesh.transpose DeviceMesh.unflatten DeviceMesh.warmup empty from_dtensor
+    from_placements full gather gather_object get_rank get_world_size group init_device_mesh
+    init_process_group irecv isend lax.all_gather lax.all_to_all lax.axis_index lax.pbroadcast
+    lax.pmax lax.pmean lax.pmin lax.ppermute lax.pshuffle lax.psum lax.psum_scatter
+    lax.pswapaxes lax.ragged_all_to_all make_array_from_callback
+    make_array_from_process_local_data make_mesh monitored_barrier NamedSharding new_group
+    new_subgroups new_subgroups_by_enumeration ones P P2POp PartitionSpec plan randn recv
+    recv_object_list reduce reduce_multigpu reduce_op reduce_scatter reduce_scatter_single
+    reduce_scatter_tensor ReduceOp reshard scatter scatter_object_list send send_object_list
+    shard ShardedArray shared_empty spawn split_group to_dtensor to_placements unshard Work
+    zeros
     """
 AWAITED = set(AWAITED_NAMES.split())
 

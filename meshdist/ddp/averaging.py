@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..checking.call_sites import call_site
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
@@ -235,6 +236,12 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
         "let step and period be equal on every rank",
         options={"step": step},
     )
+    if not chosen:
+        text = (
+            "an averager found no parameter with a gradient, and averages nothing: call it behind "
+            "step() and before zero_grad(), with a list of parameters, as an iterator ends"
+        )
+        warnings.warn_explicit(text, UserWarning, *(call_site() or (__file__, 0)))
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for one in chosen.values():
         alike.setdefault((one.dtype, one.device), []).append(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,7 @@ class GradientBuckets:
         self._paths = LeafPaths(accessors, "GradientBuckets.ready")
         self._works: list[Work] = []
         self._begin_round()
+        self._views = views
         self.views: Any = structure.unflatten(views)
 
     def _check(self, likes: list[torch.Tensor]) -> None:
@@ -180,8 +182,16 @@ class GradientBuckets:
         What was not said to be ready is sent as it lies in its view. The next round begins.
 
         Raises:
+            GradientError: an array was put in the place of a view; nothing more is sent.
             CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as ``all_reduce``.
         """
+        held = flattened(self.views)[1]
+        if len(held) != len(self._views) or any(map(is_not, held, self._views)):
+            raise GradientError(
+                "an array was put in the place of a view of GradientBuckets",
+                expected="the views as they were made, with gradients written into them",
+                fix="write views['w'][...] = gradient in place of views['w'] = gradient",
+            )
         try:
             while len(self._works) < len(self._flats):
                 self._start()

@@ -44,6 +44,9 @@ from .streams import is_capturing
 
 __all__ = ["Reducer"]
 
+_MANY = 8
+"""So many local backwards, and none between them that is averaged, are warned of."""
+
 
 class Reducer(ReductionSetup):
     """Keeps gradients averaged over a group; made and changed as a ``ReductionSetup``."""
@@ -203,14 +206,19 @@ class Reducer(ReductionSetup):
         if task == self._early_task:  # and no output
             self._early_task = None
             self._early.clear()
-            if task != self._local_task and (self._awaits_backward or not self._sees_outputs):
+            if task == self._local_task:
+                return
+            self._num_local += 1
+            if self._awaits_backward or not self._sees_outputs:
                 self._warn_of_local()
+            elif self._num_local == _MANY:  # the program trains so: it does not look only
+                self._warn_of_local(num_local=_MANY)
 
-    def _warn_of_local(self) -> None:
+    def _warn_of_local(self, num_local: int = 0) -> None:
         """Warn, once, of a backward that stays local, where one that is averaged is expected."""
         if not self._has_warned:
             self._has_warned = True
-            self._reports.warn_of_local(sees_outputs=self._sees_outputs)
+            self._reports.warn_of_local(sees_outputs=self._sees_outputs, num_local=num_local)
 
     def _enter(self) -> None:
         """A backward has reached the outputs of a synchronised forward."""
@@ -231,6 +239,7 @@ class Reducer(ReductionSetup):
             self._is_running = at_end_of_task(self._finish)
             self._takes_any = False
             self._awaits_backward = False
+            self._num_local = 0
             for bucket in self.buckets:
                 bucket.backward_begins()
             if task == self._early_task:

@@ -76,6 +76,7 @@ class ReductionSetup(ABC):
         self._takes_any = False  # the next backward counts, since nothing tells which one is meant
         self._early: list[tuple[int, Hook, torch.Tensor]] = []  # gradients before any output's:
         self._early_task: int | None = None  # of this backward, which may yet reach one
+        self._num_local = 0  # backwards since the last one that was averaged
         self._local_task: int | None = None  # one that reached an output under no_sync
         self._has_warned = False
         self._has_graph = False  # gradients of that backward could be differentiated again

@@ -33,11 +33,15 @@ class Reports:
         """Makes the same for another group."""
         self._where = f"rank {group.world.rank}, in {group.group_name}"
 
-    def warn_of_local(self, *, sees_outputs: bool) -> None:
+    def warn_of_local(self, *, sees_outputs: bool, num_local: int) -> None:
         """Warn at the program's line of a backward that reaches parameters and no outputs."""
         frame = program_frame(sys._getframe(1))
         summary = "a backward reached parameters of a DistributedDataParallel"
-        if sees_outputs:
+        if num_local:
+            summary += f" and none of its outputs, {num_local} times in a row"
+            expected = "steps that are made of forwards through the wrapper"
+            fix = "call model(x), the wrapper, in place of model.module(x) or of parts of it"
+        elif sees_outputs:
             summary += " and none of its outputs, while a forward waits for its own"
             expected = "a loss of tensors that a synchronised forward has returned, in lists, "
             expected += "tuples, dicts or dataclasses"

@@ -210,7 +210,7 @@ def test_a_rank_that_has_left_the_loop_counts_for_nothing() -> None:
     assert md.simulate(program, 3) == [1.5, 1.5, 0.0]
 
 
-def test_without_any_gradient_nothing_changes() -> None:
+def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
     def program() -> float:
         weight = nn.Parameter(torch.full((1,), float(md.get_rank())))
         averager = md.PeriodicModelAverager(2)
@@ -219,7 +219,10 @@ def test_without_any_gradient_nothing_changes() -> None:
         averager.average_parameters([])
         return weight.item()
 
-    assert md.simulate(program, 2) == [0.0, 1.0]
+    with pytest.warns(UserWarning, match="found no parameter with a gradient") as caught:
+        assert md.simulate(program, 2) == [0.0, 1.0]
+    assert len(caught) == 4  # the first and the third call, on both ranks
+    assert "behind step() and before zero_grad(), with a list" in str(caught[0].message)
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -331,6 +331,74 @@ def test_a_parameter_frozen_on_one_rank_is_an_error_on_all(run: Run) -> None:
             assert "freeze and unfreeze alike on every rank" in text
 
 
+# -- training past the wrapper --------------------------------------------------------------------
+
+
+def the_module_is_called() -> None:
+    model = md.DDP(mlp())
+    train(model.module, Sgd(model), 20)
+
+
+def the_module_is_called_behind_a_step() -> None:
+    model = md.DDP(mlp())
+    train(model, Sgd(model), 3)
+    train(model.module, Sgd(model), 20)
+
+
+def parts_are_called_between_evaluations() -> None:
+    model = md.DDP(mlp())
+    for _ in range(10):
+        train(nn.Sequential(*model.module), Sgd(model), 1)
+        with torch.no_grad():
+            loss_of(model, 0)
+
+
+def seven_looks_between_steps() -> None:
+    model = md.DDP(mlp())
+    for _ in range(5):
+        train(model, Sgd(model), 1)
+        for step in range(7):
+            loss_of(model.module, step).backward()
+
+
+def sums_under_no_sync() -> None:
+    model = md.DDP(mlp())
+    with model.no_sync():
+        for step in range(20):
+            loss_of(model, step).backward()
+
+
+def test_steps_that_never_go_through_the_wrapper_are_warned_of_once(run: Run) -> None:
+    num_ranks = len(run(md.get_rank))
+    mistakes = [the_module_is_called, the_module_is_called_behind_a_step]
+    for texts in texts_of(run, [*mistakes, parts_are_called_between_evaluations]).values():
+        assert len(texts) == num_ranks
+        for text in texts:
+            assert "and none of its outputs, 8 times in a row" in text
+            assert "call model(x), the wrapper, in place of model.module(x)" in text
+    quiet = [seven_looks_between_steps, sums_under_no_sync]
+    assert texts_of(run, quiet) == {one.__name__: [] for one in quiet}
+
+
+def test_an_array_in_the_place_of_a_view_is_refused(run: Run) -> None:
+    def program() -> tuple[str, list[float]]:
+        gradients = md.GradientBuckets({"w": torch.ones(2)})
+        view, mine = gradients.views["w"], torch.full((2,), 1.0 + md.get_rank())
+        gradients.views["w"] = mine
+        with pytest.raises(GradientError) as error:
+            gradients.wait()
+        gradients.views["w"] = view
+        gradients.views["w"][...] = mine  # what the fix says
+        return str(error.value), gradients.wait()["w"].tolist()
+
+    found = run(program)
+    mean = (1 + len(found)) / 2
+    for text, averages in found:
+        assert text.startswith("an array was put in the place of a view of GradientBuckets")
+        assert "views['w'][...] = gradient" in text
+        assert averages == [mean] * 2
+
+
 # -- averagers and samplers -----------------------------------------------------------------------
 
 
@@ -370,3 +438,145 @@ def test_an_epoch_that_was_not_set_is_warned_of_once() -> None:
         "samples come in the order of epoch 0 again: call sampler.set_epoch(epoch) before each "
         "epoch, or pass shuffle=False"
     ]
+
+
+# -- what nothing notices -------------------------------------------------------------------------
+
+
+def weights_behind(steps: Callable[[nn.Module, Sgd], None]) -> list[float]:
+    model = md.DDP(mlp())
+    steps(model, Sgd(model))
+    return [one.sum().item() for one in model.parameters()]
+
+
+def test_without_a_sampler_all_ranks_take_the_steps_of_one() -> None:
+    def program() -> list[float]:
+        def steps(model: nn.Module, optimizer: Sgd) -> None:
+            (model(batch_of(0)) - 1).square().mean().backward()
+            optimizer.step()
+
+        return weights_behind(steps)
+
+    assert md.simulate(program, 2) == md.simulate(program, 1) * 2
+
+
+def test_batches_of_unequal_sizes_count_alike() -> None:
+    def program() -> float:
+        model = md.DDP(nn.Linear(1, 1, bias=False))
+        model(torch.full((1 + 3 * md.get_rank(), 1), 1.0 + md.get_rank())).mean().backward()
+        return model.module.weight.grad.item()
+
+    assert md.simulate(program, 2) == [1.5] * 2  # of one device with all samples: 9 / 5
+
+
+def test_gradients_that_were_not_zeroed_are_added_to_and_averaged() -> None:
+    def program(zeroes: bool) -> float:
+        model = md.DDP(nn.Linear(1, 1, bias=False))
+        for _ in range(2):
+            if zeroes or is_odd():
+                model.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+        return model.module.weight.grad.item()
+
+    assert md.simulate(program, 2, (True,)) == [1.0] * 2
+    assert md.simulate(program, 2, (False,)) == [1.5] * 2
+
+
+def test_steps_inside_of_no_sync_alone_are_each_ranks_own() -> None:
+    def program() -> list[float]:
+        def steps(model: nn.Module, optimizer: Sgd) -> None:
+            with model.no_sync():
+                train(model, optimizer)
+
+        return weights_behind(steps)
+
+    first, second = md.simulate(program, 2)
+    assert first != second
+
+
+def test_samplers_of_different_seeds_read_some_samples_twice() -> None:
+    def program() -> list[int]:
+        return list(md.DistributedSampler(range(12), seed=md.get_rank()))
+
+    first, second = md.simulate(program, 2)
+    assert set(first) & set(second)
+
+
+def test_a_sampler_over_the_world_gives_ranks_of_one_replica_different_samples() -> None:
+    def program() -> tuple[list[int], list[int]]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        shares = md.DistributedSampler(range(8), mesh["dp"], shuffle=False)
+        return list(md.DistributedSampler(range(8), shuffle=False)), list(shares)
+
+    (of_first, right), (of_second, as_right), *_ = md.simulate(program, (2, 2))
+    assert set(of_first).isdisjoint(of_second)
+    assert right == as_right
+
+
+def test_views_that_are_not_written_again_are_averaged_again() -> None:
+    def program() -> list[float]:
+        gradients = md.GradientBuckets({"w": torch.ones(1)})
+        gradients.views["w"][...] = float(md.get_rank())
+        gradients.wait()
+        return gradients.wait()["w"].tolist()
+
+    assert md.simulate(program, 2) == [[0.5]] * 2
+
+
+def test_uneven_data_without_a_join_context_deadlock() -> None:
+    def program() -> None:
+        model = md.DDP(mlp())
+        train(model, Sgd(model), 3 + md.get_rank())
+
+    with pytest.raises(md.DeadlockError) as error:
+        md.simulate(program, 2)
+    assert "rank 0: returned" in str(error.value)
+
+
+def typed_gradient(enter: Callable[[], Any], is_behind: bool = False) -> list[float]:
+    def program() -> float:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        weight = nn.Parameter(torch.ones(1))
+        x = md.annotate(torch.ones(1) + md.get_rank(), varying="dp")
+        with md.typed(mesh), enter():
+            loss = (weight * x).sum()
+            if not is_behind:
+                loss.backward()
+        if is_behind:
+            loss.backward()
+        return weight.grad.item()
+
+    return md.simulate(program, 2)
+
+
+def test_a_backward_behind_a_typed_context_takes_any_loss() -> None:
+    assert typed_gradient(contextlib.nullcontext, is_behind=True) == [3.0] * 2
+    with pytest.raises(md.AxisTypeError, match="backward of a loss that varies over 'dp'"):
+        typed_gradient(contextlib.nullcontext)
+
+
+def test_steps_in_an_untyped_context_are_each_ranks_own() -> None:
+    assert typed_gradient(md.untyped) == [1.0, 2.0]
+
+
+def test_eval_of_a_synchronised_norm_on_one_rank_is_told_on_all() -> None:
+    def program() -> None:
+        net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+        model = md.DDP(md.SyncBatchNorm.convert_sync_batchnorm(net))
+        if is_odd():
+            model.eval()
+        train(model, Sgd(model))
+
+    with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
+        md.simulate(program, 2)
+
+
+def test_a_hook_on_one_rank_alone_is_told_on_all() -> None:
+    def program() -> None:
+        model = md.DDP(mlp())
+        if is_odd():
+            model.register_comm_hook(None, md.comm_hooks.bf16_compress_hook)
+        train(model, Sgd(model))
+
+    with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
+        md.simulate(program, 2)
