@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from types import CodeType, FrameType
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ __all__ = [
     "program_frame",
     "show_site",
     "stack_above",
+    "warn_caller",
 ]
 
 Site: TypeAlias = tuple[str, int] | None
@@ -53,6 +55,14 @@ def call_site() -> Site:
     frame = program_frame(sys._getframe(1))
     file = frame.f_code.co_filename
     return None if is_between[file] else (file, frame.f_lineno)
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line of the program that led here, however many frames lie between."""
+    frame = program_frame(sys._getframe(1))
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, category, *place, registry=registry)
 
 
 def show_site(site: Site) -> str:

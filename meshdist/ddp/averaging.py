@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checking.call_sites import call_site
+from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
@@ -241,7 +240,7 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
             "an averager found no parameter with a gradient, and averages nothing: call it behind "
             "step() and before zero_grad(), with a list of parameters, as an iterator ends"
         )
-        warnings.warn_explicit(text, UserWarning, *(call_site() or (__file__, 0)))
+        warn_caller(text)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for one in chosen.values():
         alike.setdefault((one.dtype, one.device), []).append(one)
@@ -273,10 +272,9 @@ def _check_period(period: object) -> None:
 
 def _warn_of_one(longest: int) -> None:
     if longest == 1:
-        warnings.warn(
+        warn_caller(
             "averaging parameters at every step sends as much as averaging gradients, which "
-            "DistributedDataParallel does while the backward runs",
-            stacklevel=3,
+            "DistributedDataParallel does while the backward runs"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
@@ -160,7 +160,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.mixed_precision = mixed_precision
         self.device_ids, self.output_device = find_devices(module, device_ids, output_device)
         if check_reduction:
-            warnings.warn(_ALWAYS_CHECKED, FutureWarning, stacklevel=2)
+            warn_caller(_ALWAYS_CHECKED, FutureWarning)
         self.dim = dim
         older, newer = broadcast_buffers, forward_sync_buffers
         refuse_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)

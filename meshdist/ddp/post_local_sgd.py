@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
+from ..checking.call_sites import warn_caller
 from .averaging import ModelAverager
 
 __all__ = ["PostLocalSGDOptimizer"]
@@ -71,9 +71,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
-            warnings.warn(
-                "the state has no step of an averager: steps count from 0, warm-up included",
-                stacklevel=2,
+            warn_caller(
+                "the state has no step of an averager: steps count from 0, warm-up included"
             )
         self.averager.step = state_dict.get("step", 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from ..checking.call_sites import warn_caller
 from ..errors import GradientError, KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
@@ -74,12 +74,10 @@ class TorchMethods:
             GradientError: a backward has been run.
         """
         if self.static_graph:
-            warnings.warn("static_graph is True already", stacklevel=2)
+            warn_caller("static_graph is True already")
             return
         if self.find_unused_parameters:
-            warnings.warn(
-                "find_unused_parameters has no effect beside a static graph", stacklevel=2
-            )
+            warn_caller("find_unused_parameters has no effect beside a static graph")
         self.reducer.change_options("static_graph", is_static=True)
         self.static_graph = True
         self.logger.note("static_graph", 1)

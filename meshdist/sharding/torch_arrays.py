@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from ..arrays import as_tensor
-from ..checking.call_sites import program_frame
+from ..checking.call_sites import program_frame, warn_caller
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import DtypeError, KindError, MeshError
@@ -155,14 +154,13 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
     x.mesh.notes[place] = True
     here, there = (one.placement(x.shape).dims for one in (x.sharding, held))
     places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
-    warnings.warn(
+    warn_caller(
         explain(
             "to_dtensor reshards: torch holds this array otherwise",
             expected=_cells_text(there, places, x.mesh.axis_names),
             found=_cells_text(here, places, x.mesh.axis_names),
             fix=f"reshard before, where it is meant: x.reshard({held!r})",
-        ),
-        stacklevel=3,
+        )
     )
 
 

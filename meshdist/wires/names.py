@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from ..bootstrap.world import World
+from ..checking.call_sites import warn_caller
 from ..errors import ArgumentError, KindError
 from .c10d.registered import RegisteredWire, adopt_torch_backends
 from .hierarchical.communicator import HierarchicalWire as HierarchicalWire  # registers itself
@@ -71,10 +71,7 @@ class Backend(str):
             devices: the device types it serves; None means cpu and cuda, with a warning.
         """
         if devices is None:
-            warnings.warn(
-                f"register_backend({name!r}) names no devices: cpu and cuda are assumed",
-                stacklevel=2,
-            )
+            warn_caller(f"register_backend({name!r}) names no devices: cpu and cuda are assumed")
             devices = ("cpu", "cuda")
         kinds = frozenset([devices] if isinstance(devices, str) else devices)
         register_wire(RegisteredWire(name.lower(), func, kinds, extended_api))

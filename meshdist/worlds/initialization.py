@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,6 +26,7 @@ from ..bootstrap.world import (
     install_world,
     remove_world,
 )
+from ..checking.call_sites import warn_caller
 from ..checking.tracebacks import one_frame
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
@@ -112,10 +112,9 @@ def init_process_group(
         backends = _available(backends)
     is_mpi = set(backends.values()) == {"mpi"}
     if is_mpi and (rank != -1 or world_size != -1):
-        warnings.warn(
+        warn_caller(
             f"rank={rank} and world_size={world_size} are ignored with backend 'mpi': mpiexec "
-            "assigns both",
-            stacklevel=2,
+            "assigns both"
         )
         rank = world_size = -1
     found = find_world()
