@@ -26,8 +26,8 @@ def keep_marks_in_parameters() -> None:
     new = Parameter.__new__
 
     @wraps(new)
-    def marked(cls: type[Parameter], data: Any = None, requires_grad: bool = True) -> Parameter:
-        made = new(cls, data, requires_grad)
+    def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
+        made = new(cls, data, *rest, **named)
         marks = getattr(data, "__dict__", {})
         if ATTRIBUTE in marks and REDUCED_BY_OWNER not in marks:
             kept = (ATTRIBUTE, SPEC_ATTRIBUTE)
