@@ -219,3 +219,14 @@ def test_what_torch_asserts_is_an_error_with_a_text(name: str) -> None:
     ours = errors_of(md, {name: misuse})[name]
     assert type(theirs) is kind
     assert isinstance(ours, md.MeshdistError) and not isinstance(ours, AssertionError)
+
+
+def test_one_wire_for_all_pairs_is_the_backend(pool: Pool) -> None:
+    def program(rank: int) -> tuple[str, str]:
+        begin(md, "cpu:gloo,cuda:gloo")
+        try:
+            return md.get_backend(), md.get_backend_config()
+        finally:
+            md.destroy_process_group()
+
+    assert pool.call(program, 1) == [("gloo", "cpu:gloo,cuda:gloo")]
