@@ -3,6 +3,7 @@
 #   VENV         where that environment lies (default: .venv)
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
 #   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
+#   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
 #   WIRE, COUNT, EXITS, SEED   of soak-faults: over what, how many faults and exits, drawn from what
 
 PYTHON      ?= python3
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer clean
+.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer torch-versions clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -70,6 +71,9 @@ wheels: $(VENV)/.made ## an sdist, a wheel for each Python that is here, a pure 
 
 newcomer: $(VENV)/.made ## what the README and the tutorial say to type, in an empty folder, with a built wheel
 	$(BIN)/python packaging/newcomer.py
+
+torch-versions: $(VENV)/.made ## tests, demo and torch programs under torch 2.11 to 2.15; see packaging/torch_versions.md
+	$(BIN)/python packaging/torch_versions.py $(TORCH_VERSIONS) $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
 clean: ## remove the virtual environment, build output and caches
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

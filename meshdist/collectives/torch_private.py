@@ -16,11 +16,14 @@ from .instruments import watchers
 
 __all__ = [
     "BackwardHookFunction",
+    "FunctionMeta",
     "NotSeen",
     "OverloadPacket",
     "SingleLevelFunction",
     "are_transforms_active",
+    "bare_apply",
     "call_function",
+    "is_apply_bare",
     "is_mode_enabled",
     "is_wrapped",
     "mode_at",
@@ -63,7 +66,14 @@ SingleLevelFunction = function_module._SingleLevelFunction
 OverloadPacket = _ops.OpOverloadPacket
 """The class of the functions of ``torch.ops``, each with its overloads."""
 
-_bare_apply = _C._FunctionBase.__dict__["apply"]
+bare_apply = _C._FunctionBase.__dict__["apply"]
+"""What runs a custom Function, in torch's core."""
+
+is_apply_bare = vars(Function)["apply"] is bare_apply
+"""Whether that is what programs call (2.15), or what the ``apply`` that they call looks up."""
+
+FunctionMeta = function_module.FunctionMeta
+"""The class of all custom Functions, of which torch's core asks their parts."""
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead
 
 
@@ -79,7 +89,7 @@ def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torc
     if are_transforms_active():
         result = function.apply(x, *rest)
     else:
-        result = _bare_apply(function, _unwrapped_if_dead(x), *rest)
+        result = bare_apply(function, _unwrapped_if_dead(x), *rest)
     return result
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist import lax
 from meshdist.collectives.axis_types import ATTRIBUTE
-from meshdist.collectives.torch_private import SingleLevelFunction
+from meshdist.collectives.torch_private import SingleLevelFunction, is_apply_bare
 from meshdist.errors import AxisTypeError
 from tests.collectives.typed_cases import F64, in_mesh, kinds, refusal, varying
 
@@ -54,11 +54,16 @@ def data(mesh: md.DeviceMesh) -> torch.Tensor:
     return varying(torch.tensor(1.0 + mesh.get_local_rank("dp"), dtype=F64))
 
 
+def product() -> Any:
+    """The function as a program has it: on a torch that shows it to us, captured before."""
+    return Product.apply if is_apply_bare else captured
+
+
 def test_operands_are_cast_and_results_marked_by_an_apply_that_was_captured_too() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         w = torch.tensor(2.0, dtype=F64, requires_grad=True)
         with md.typed(mesh):
-            y = captured(w, data(mesh))
+            y = product()(w, data(mesh))
             first, second = Both.apply(w, data(mesh))
             found = kinds(y), kinds(first), kinds(second), kinds(Product.apply(w, w))
             lax.psum(y + first, "dp").backward()
@@ -67,12 +72,21 @@ def test_operands_are_cast_and_results_marked_by_an_apply_that_was_captured_too(
     assert in_mesh(body, shape=(4,)) == [("V:dp", "V:dp", "V:dp", "", 1.0 + 2 + 3 + 4 + 4)] * 4
 
 
+@pytest.mark.skipif(not is_apply_bare, reason="this torch shows us a captured apply")
+def test_a_captured_apply_that_is_not_seen_is_refused() -> None:
+    text = refusal(AxisTypeError, lambda mesh: captured(torch.ones((), dtype=F64), data(mesh)))
+    assert text.startswith(
+        "Product.apply was taken from its class before the typed context began\n"
+    )
+    assert "fix:      call Product.apply(...) itself" in text
+
+
 def test_double_backward_through_casts() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         w = torch.tensor(2.0, dtype=F64, requires_grad=True)
         with md.typed(mesh):
             x = data(mesh)
-            loss = lax.psum((w * x).sin() + captured(w, w) * x, "dp")
+            loss = lax.psum((w * x).sin() + product()(w, w) * x, "dp")
             (grad,) = torch.autograd.grad(loss, w, create_graph=True)
             assert kinds(grad) == ""
             ((grad * w) ** 2).backward()
@@ -135,14 +149,17 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
 
 
 def test_apply_is_torchs_own_outside_and_while_only_other_threads_have_contexts() -> None:
-    assert "apply" not in vars(SingleLevelFunction)
+    holder, name = (
+        (type(Function), "__getattribute__") if is_apply_bare else (SingleLevelFunction, "apply")
+    )
+    assert name not in vars(holder)
 
     def body(mesh: md.DeviceMesh) -> Any:
         found: list[Any] = []
 
         def other() -> None:
             x = varying(torch.ones(2))
-            found.append("apply" in vars(SingleLevelFunction))
+            found.append(name in vars(holder))
             found.append(kinds(captured(x, torch.ones(2))))
 
         with md.typed(mesh):
@@ -151,11 +168,11 @@ def test_apply_is_torchs_own_outside_and_while_only_other_threads_have_contexts(
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-            found.append(kinds(captured(data(mesh), data(mesh))))
+            found.append(kinds(product()(data(mesh), data(mesh))))
         return found
 
     assert in_mesh(body, shape=(1,)) == [[True, "", "V:dp"]]
-    assert "apply" not in vars(SingleLevelFunction)
+    assert name not in vars(holder)
 
 
 def test_functions_inside_functions_see_no_context() -> None:

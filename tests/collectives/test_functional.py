@@ -354,7 +354,7 @@ def test_double_backward() -> None:
 
 
 # torch's own first use of forward mode compiles its rules with what torch itself deprecates.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_forward_mode() -> None:
     def body(rank: int, group: Any) -> Any:
         x = forward_ad.make_dual(torch.ones(2), torch.full((2,), float(rank)))

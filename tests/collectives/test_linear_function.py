@@ -174,7 +174,7 @@ def wrong_of_all() -> list[str]:
     """All transforms of all verbs; a process alone has forward mode for itself."""
     with warnings.catch_warnings():
         # torch's first use of forward mode compiles its rules with what torch itself deprecates.
-        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own call
         return wrong_of_verbs(True) + wrong_of_others(True)
 
 

@@ -482,7 +482,7 @@ def test_printing_and_shapes_warn_of_nothing() -> None:
 # -- transforms, subclasses, compiled code --------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     "transform",
     [
@@ -513,7 +513,7 @@ def test_transforms_of_invariant_values(level: str) -> None:
     assert inside(body) == ([0.0, 2.0, 4.0], [0.0, 2.0, 4.0], "V:dp")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_derivatives_pass_casts() -> None:
     def body() -> Any:
         with forward_ad.dual_level():
