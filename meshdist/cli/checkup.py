@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from ..runtime.hosts import find_version, num_cores
 
 __all__ = [
+    "check_torch_world",
     "check_wire",
     "find_shared_words_problem",
     "find_device_types",
@@ -30,6 +31,7 @@ __all__ = [
     "find_machine",
     "find_mpi",
     "find_versions",
+    "find_untested_torch",
     "find_wires",
     "loopback",
     "network_variables",
@@ -44,6 +46,7 @@ _VARIABLES = re.compile(
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _MPI_S = 20.0
+_NEWEST_TORCH = (2, 15)
 T = TypeVar("T")
 _ASK_MPI = """
 import json
@@ -72,6 +75,15 @@ def find_versions() -> dict[str, str | None]:
         found[package] = find_version(distribution)
     found["meshdist"] = found["meshdist"] or "a checkout that is not installed"
     return found
+
+
+def find_untested_torch(version: str | None) -> str | None:
+    """What to say of a torch newer than every one that was tested; None for all others."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    if found is None or (int(found[1]), int(found[2])) <= _NEWEST_TORCH:
+        return None
+    newest = ".".join(map(str, _NEWEST_TORCH))
+    return f"torch {version} is newer than {newest}, the newest that meshdist was tested with"
 
 
 def find_machine() -> dict[str, Any]:
@@ -212,33 +224,56 @@ def find_shared_words_problem() -> str | None:
 
 def loopback(wire: str, num_calls: int) -> float:
     """On each of two ranks: all-reduce, compare; return the seconds per call of a small one."""
-    import torch
-
     from ..collectives.verbs import all_reduce, barrier
-    from ..errors import BackendError
     from ..worlds.initialization import destroy_process_group, get_rank, init_process_group
 
     init_process_group(wire, timeout=timedelta(seconds=20))
     try:
-        numbers = torch.arange(100_000)
-        total = numbers * (1 + get_rank())
-        all_reduce(total)
-        if not torch.equal(total, 3 * numbers):
-            raise BackendError(
-                f"an all-reduce over {wire!r} gave wrong numbers",
-                expected="the sum of both ranks' tensors",
-                fix="do not use this wire here",
-            )
-        small = torch.zeros(2)
-        for _ in range(num_calls // 10):
-            all_reduce(small)
-        barrier()
-        begin = time.perf_counter()
-        for _ in range(num_calls):
-            all_reduce(small)
-        return (time.perf_counter() - begin) / num_calls
+        return _seconds_per_call(wire, get_rank(), num_calls, all_reduce, barrier)
     finally:
         destroy_process_group()
+
+
+def torch_loopback(url: str, num_calls: int) -> float:
+    """As ``loopback``, by torch's calls in a world of torch's own over ``shm``."""
+    import torch.distributed as torch_distributed
+
+    from ..torch_process_groups.offering import offer
+
+    offer()
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=20)
+    torch_distributed.init_process_group("shm", url, rank=rank, world_size=2, timeout=limit)
+    try:
+        verbs = torch_distributed.all_reduce, torch_distributed.barrier
+        return _seconds_per_call("torch's shm", rank, num_calls, *verbs)
+    finally:
+        torch_distributed.destroy_process_group()
+
+
+def _seconds_per_call(
+    wire: str, rank: int, num_calls: int, all_reduce: Callable[..., Any], barrier: Callable[[], Any]
+) -> float:
+    import torch
+
+    from ..errors import BackendError
+
+    numbers = torch.arange(100_000)
+    total = numbers * (1 + rank)
+    all_reduce(total)
+    if not torch.equal(total, 3 * numbers):
+        raise BackendError(
+            f"an all-reduce over {wire!r} gave wrong numbers",
+            expected="the sum of both ranks' tensors",
+            fix="do not use this wire here",
+        )
+    small = torch.zeros(2)
+    for _ in range(num_calls // 10):
+        all_reduce(small)
+    barrier()
+    begin = time.perf_counter()
+    for _ in range(num_calls):
+        all_reduce(small)
+    return (time.perf_counter() - begin) / num_calls
 
 
 def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
@@ -253,21 +288,38 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, A
         ``wire``; ``latency_s``, seconds per all-reduce of 8 bytes, None where it failed;
         ``seconds``, how long the whole check took; ``error``, what went wrong, or "".
     """
-    from ..errors import MeshdistError
     from ..worlds.simulation import simulate
     from ..worlds.spawning import spawn
+
+    def run() -> list[float]:
+        if wire == "simulated":
+            return simulate(loopback, 2, args=(wire, num_calls))
+        if wire == "mpi":
+            return _loopback_under_mpiexec(num_calls, timeout_s)
+        limit = timedelta(seconds=timeout_s)
+        return spawn(loopback, (wire, num_calls), nprocs=2, timeout=limit)
+
+    return _outcome(wire, run)
+
+
+def check_torch_world(timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
+    """As ``check_wire``, in a world of torch's own over its backend ``shm``."""
+    from ..worlds.spawning import spawn
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments, limit = (f"file://{folder}/world", num_calls), timedelta(seconds=timeout_s)
+        return _outcome(
+            "torch's shm", lambda: spawn(torch_loopback, arguments, nprocs=2, timeout=limit)
+        )
+
+
+def _outcome(wire: str, run: Callable[[], list[float]]) -> dict[str, Any]:
+    from ..errors import MeshdistError
 
     begin = time.perf_counter()
     latency, error = None, ""
     try:
-        if wire == "simulated":
-            latencies = simulate(loopback, 2, args=(wire, num_calls))
-        elif wire == "mpi":
-            latencies = _loopback_under_mpiexec(num_calls, timeout_s)
-        else:
-            limit = timedelta(seconds=timeout_s)
-            latencies = spawn(loopback, (wire, num_calls), nprocs=2, timeout=limit)
-        latency = max(latencies)
+        latency = max(run())
     except MeshdistError as failure:
         error = str(failure.__cause__ or failure)
     took = time.perf_counter() - begin

@@ -12,12 +12,14 @@ from ..launching.rank_environment import HUGE_PAGES
 from ..verb_table import VERBS
 from .arguments import Parser
 from .checkup import (
+    check_torch_world,
     check_wire,
     find_device_types,
     find_gpus,
     find_machine,
     find_mpi,
     find_shared_words_problem,
+    find_untested_torch,
     find_versions,
     find_wires,
     network_variables,
@@ -98,6 +100,8 @@ def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
         for wire in wires
         if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
     ]
+    if timeout_s is not None and any(one["name"] == "shm" and one["available"] for one in wires):
+        report["checks"].append(check_torch_world(timeout_s))
 
 
 def _print(report: dict[str, Any], *, whole_table: bool) -> None:
@@ -106,7 +110,9 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     is_terminal = sys.stdout.isatty()
     console = Console(width=None if is_terminal else _WIDTH, highlight=False)
     versions = report["versions"]
-    _section(console, "versions", [(name, versions[name] or "-") for name in versions])
+    rows = [(name, versions[name] or "-") for name in versions]
+    untested = find_untested_torch(versions["torch"])
+    _section(console, "versions", rows + ([("warning", untested)] if untested else []))
     machine = report["machine"]
     shown = [
         ("host", machine["host"]),

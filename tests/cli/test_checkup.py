@@ -16,6 +16,7 @@ import meshdist as md
 from meshdist.checking import shared_words
 from meshdist.cli import checkup
 from meshdist.cli.checkup import (
+    check_torch_world,
     check_wire,
     find_device_types,
     find_gpus,
@@ -23,6 +24,7 @@ from meshdist.cli.checkup import (
     find_machine,
     find_mpi,
     find_shared_words_problem,
+    find_untested_torch,
     find_versions,
     find_wires,
     network_variables,
@@ -40,6 +42,19 @@ def test_versions() -> None:
     assert list(found) == [
         *("python", "meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree"),
     ]
+
+
+def test_a_torch_that_is_newer_than_those_tested_is_named() -> None:
+    text = "torch 2.99.1+cpu is newer than 2.15, the newest that meshdist was tested with"
+    assert find_untested_torch("2.99.1+cpu") == text
+    assert find_untested_torch("3.0.0") is not None
+    assert [find_untested_torch(one) for one in ("2.11.0", "2.15.9", None)] == [None] * 3
+
+
+def test_torchs_own_world_over_shared_memory() -> None:
+    found = check_torch_world(60.0, num_calls=10)
+    assert (found["wire"], found["error"]) == ("torch's shm", "") and found["latency_s"] > 0
+    assert check_torch_world(0.1)["error"]
 
 
 def test_machine() -> None:
