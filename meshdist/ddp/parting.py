@@ -39,21 +39,27 @@ class Parting:
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._module = module
         self._parameters = parameters
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Begin again, as over another group, whose ranks may have counted otherwise."""
         self._num_backwards = 0
         self._next = _FIRST  # equal on every rank
         self._differing: dict[int, float] | None = None  # by rank; None where nothing is to tell
 
-    @unseen
-    @torch.no_grad()
     def backward_ends(self, group: ProcessGroup, *, is_compared: bool) -> None:
         """Count a backward, which all ranks come to; compare where that is due, and meant."""
         self._num_backwards += 1
-        if self._num_backwards < self._next:
-            return
-        self._next *= _GROWTH
+        if self._num_backwards >= self._next:
+            self._next *= _GROWTH
+            if is_compared and not is_capturing(self._parameters[0].device):
+                self._compare(group)
+
+    @unseen
+    @torch.no_grad()
+    def _compare(self, group: ProcessGroup) -> None:
+        """Learn which ranks differ from the first."""
         device = self._parameters[0].device
-        if not is_compared or is_capturing(device):
-            return
         real = (torch.view_as_real(one) if one.is_complex() else one for one in self._parameters)
         parts = [one.reshape(-1)[:_NUM_ELEMENTS].to(device) for one in real]
         norms = torch._foreach_norm(parts, 2, dtype=torch.float64)

@@ -58,6 +58,8 @@ class Sending:
         self._group = group
         if self.hook is not None:
             self.hook.group = group
+        if self.parting is not None:
+            self.parting.count_anew()
 
     def find_scale(self, device: torch.device) -> float | None:
         """By what gradients are multiplied as they are copied; None where the wire averages.

@@ -580,3 +580,19 @@ def test_a_hook_on_one_rank_alone_is_told_on_all() -> None:
 
     with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
         md.simulate(program, 2)
+
+
+def test_backwards_are_counted_anew_in_another_group() -> None:
+    def program() -> list[float]:
+        alone = [md.new_group([rank]) for rank in range(2)][md.get_rank()]
+        model = md.DDP(mlp(), process_group=alone)
+        train(model, Sgd(model), 1 + 2 * md.get_rank())
+        with torch.no_grad():
+            for one in model.parameters():
+                one.fill_(0.1)
+        model._update_process_group(md.new_group())
+        train(model, Sgd(model), 6)
+        return [one.sum().item() for one in model.parameters()]
+
+    first, second = md.simulate(program, 2)
+    assert first == second
