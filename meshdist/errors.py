@@ -7,14 +7,20 @@ written for torch.distributed would catch in its place. The text follows one for
 
 from __future__ import annotations
 
+import os
 import pickle
+from types import TracebackType
+from typing import cast
 
+import torch
 from torch.distributed import (
+    DebugLevel,
     DistBackendError,
     DistError,
     DistNetworkError,
     DistStoreError,
     QueueEmptyError,
+    get_debug_level,
 )
 
 from .error_text import ExplainedError
@@ -57,12 +63,38 @@ __all__ = [
 ]
 
 
+_HIDDEN = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__)
+)
+
+
 def __dir__() -> list[str]:
     return __all__
 
 
 class MeshdistError(ExplainedError):
     """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows: without our frames and torch's, except at level DETAIL.
+
+        IPython asks an exception that has this method; by itself it always shows the last frame.
+        """
+        from IPython import get_ipython  # type: ignore[import-not-found, unused-ignore]
+
+        frames = []
+        shown = self.__traceback__
+        while shown is not None:
+            if not shown.tb_frame.f_code.co_filename.startswith(_HIDDEN):
+                frames.append((shown.tb_frame, shown.tb_lasti, shown.tb_lineno))
+            shown = shown.tb_next
+        for frame in reversed(frames):
+            shown = TracebackType(shown, *frame)
+        if get_debug_level() == DebugLevel.DETAIL or len(frames) < 2:  # the first is IPython's own
+            shown = self.__traceback__
+        show = get_ipython().InteractiveTB
+        lines = show.structured_traceback(type(self), self, shown, tb_offset=show.tb_offset)
+        return cast("list[str]", lines)
 
 
 class ArgumentError(MeshdistError, ValueError, RuntimeError):

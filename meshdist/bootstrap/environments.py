@@ -321,12 +321,25 @@ class _Reader:
                 "mesh: init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', "
                 "rank=..., world_size=...)"
             )
+        ways = ways_to_start(commands)
+        if not self.wrong and not commands and ways[0].startswith("meshdist.simulate"):
+            return RendezvousError(
+                "a notebook or console is one process: no launcher has started others beside it",
+                where=f"process {os.getpid()}, init_method env://",
+                expected="what ranks do in a function, which simulated ranks of this process call, "
+                "or processes of their own",
+                found=self._found(),
+                fix="def program():\n"
+                "    ...  # make the mesh here, and use it\n"
+                "meshdist.simulate(program, 4)\n"
+                "or, as processes: meshdist.spawn(program, nprocs=4)",
+            )
         return RendezvousError(
             "the environment does not say where this process belongs: " + "; ".join(parts),
             where=f"process {os.getpid()}, init_method env://",
             expected=expected,
             found=self._found(),
-            fix="start the program with one of:\n" + "\n".join(ways_to_start(commands)) + own,
+            fix="start the program with one of:\n" + "\n".join(ways) + own,
         )
 
     def _found(self) -> str:

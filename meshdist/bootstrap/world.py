@@ -161,6 +161,14 @@ class World:
                 fix="start the child with the start method 'spawn', or let it only read "
                 "get_rank() and get_world_size()",
             )
+        if self.is_closed and self.is_simulated:
+            raise GroupClosedError(
+                "the simulated ranks of this world have ended: simulate has returned",
+                where=f"rank {self.rank} of {self.size}",
+                expected="calls that communicate inside of the function that simulate calls",
+                fix="communicate there, and return the whole, x.reshard(md.P()). What "
+                "a rank held can still be read: x.local, x.shape, x.sharding, x.visualize()",
+            )
         if self.is_closed:
             raise GroupClosedError(
                 "the world was closed",

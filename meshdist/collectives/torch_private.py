@@ -11,6 +11,8 @@ from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction
 
+from ..checking.tracebacks import end_here
+from ..errors import MeshdistError
 from ..runtime.untraced import leave_untraced
 from .instruments import watchers
 
@@ -104,9 +106,14 @@ def unseen(function: _F) -> _F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not watchers:
-            return function(*args, **kwargs)
-        with NotSeen():
-            return function(*args, **kwargs)
+        try:
+            if not watchers:
+                return function(*args, **kwargs)
+            with NotSeen():
+                return function(*args, **kwargs)
+        except MeshdistError as error:
+            __tracebackhide__ = True
+            end_here(error)
+            raise
 
     return cast(_F, leave_untraced(call))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..checking.tracebacks import end_here
 from ..errors import ArgumentError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import leave_untraced
@@ -362,6 +363,8 @@ def notes_errors(method: F) -> F:
         except MeshdistError as error:
             if self.logger is not None:
                 self.logger.note_error(error)
+            __tracebackhide__ = True
+            end_here(error)
             raise
 
     return cast(F, leave_untraced(noting))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..mesh.drawing import draw
 from ..mesh.spec import NamedSharding
@@ -10,7 +11,28 @@ from ..mesh.splits import box_text
 from ..mesh.svg import draw_svg
 from .shardings import array_type
 
-__all__ = ["draw_sharding", "draw_sharding_svg"]
+__all__ = ["Drawing", "SvgDrawing", "draw_sharding", "draw_sharding_svg"]
+
+
+class Drawing(str):
+    """A text that consoles and notebooks show as it is, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+class SvgDrawing(str):
+    """An SVG document that notebooks draw."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
 
 
 def draw_sharding(

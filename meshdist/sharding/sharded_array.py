@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..arrays import Array, as_tensor, shape_text
+from ..checking.tracebacks import one_frame
 from ..collectives.axis_types import ATTRIBUTE
 from ..collectives.carried_specs import mark_spec
 from ..dtypes import dtype_name
@@ -23,7 +24,7 @@ from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import Box, box_text, index_of, shape_of
 from .elementwise import ElementwiseArray
 from .metadata import describe_array
-from .pictures import draw_sharding, draw_sharding_svg
+from .pictures import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
 from .requests import on_mesh, whole_shape
 from .shardings import (
     array_type,
@@ -146,6 +147,8 @@ class ShardedArray(ElementwiseArray):
     def visualize(self, *, svg: bool = False, width: int | None = None) -> str:
         """Return a picture: the mesh, and which part each rank holds; nothing is sent.
 
+        It is a str that a console or a notebook's cell shows as a picture.
+
         Args:
             svg: an SVG document instead of text.
             width: columns of text, or pixels, to fill at most; 80 or 900 by default.
@@ -161,8 +164,8 @@ class ShardedArray(ElementwiseArray):
         what = (self.shape, self.dtype, self.sharding)
         rank = self.mesh.get_rank()
         if svg:
-            return draw_sharding_svg(*what, rank=rank, width=width or 900)
-        return draw_sharding(*what, rank=rank, width=width)
+            return SvgDrawing(draw_sharding_svg(*what, rank=rank, width=width or 900))
+        return Drawing(draw_sharding(*what, rank=rank, width=width))
 
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""
@@ -189,6 +192,7 @@ class ShardedArray(ElementwiseArray):
         """
         return self.reshard(whole_sharding(self.mesh)).local
 
+    @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
         """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
 

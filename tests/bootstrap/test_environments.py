@@ -230,5 +230,5 @@ def test_a_notebook_is_told_what_works_there(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(md.RendezvousError) as caught:
         read_surroundings({}, rank=-1, world_size=-1, is_mpi_asked=False)
-    assert "meshdist.simulate(fn, 4)" in str(caught.value)
+    assert "meshdist.simulate(program, 4)" in str(caught.value)
     assert "meshdist run" not in str(caught.value)
