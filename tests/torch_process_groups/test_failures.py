@@ -180,7 +180,7 @@ def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout(pool: Pool) 
     assert after == (
         "group '0' (ranks 0-1) cannot be used after a failure\n"
         "  where:    rank 0\n"
-        "  found:    all_reduce failed before: not finished in time\n"
+        "  found:    all_reduce failed before: its timeout has passed\n"
         "  fix:      make a new group on the ranks that are left"
     )
 
@@ -196,7 +196,7 @@ def test_who_comes_late_does_not_meet_a_later_call(pool: Pool) -> None:
         return caught(md.AbortedError, lambda: dist.all_reduce(x))
 
     early, late = on_torch(pool, program, 2)
-    assert "all_reduce failed before: not finished in time" in early
+    assert "all_reduce failed before: its timeout has passed" in early
     assert late.startswith("all_reduce on group '0' (ranks 0-1)")
 
 

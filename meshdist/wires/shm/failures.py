@@ -35,7 +35,7 @@ def failure_of(
     cause = failure.status if status == known["ABORTED"] else status
     text = failure.text
     if cause == known["TIMEOUT"]:
-        return WireTimeout(text or "not finished in time")
+        return WireTimeout(text or "its timeout has passed")
     if cause == known["MISMATCH"]:
         if message is None:
             return MembersDisagree(text or "the members' calls differ", number)
