@@ -100,7 +100,7 @@ class FastPath {
     Collective call{Verb::all_gather_v, {names::all_gather.object}};
     Plain plain;
     if (!is_ready(true) || !entry_.read(x, plain) ||
-        !read_apart(outs, plain, call.outs, call.written)) {
+        !read_apart(outs, plain, call.outs, call.written) || share_memory(call.outs, plain)) {
       return false;
     }
     call.in = plain.address;
@@ -112,7 +112,9 @@ class FastPath {
     Collective call{Verb::gather, {names::gather.object}};
     Plain plain;
     if (!is_ready() || !entry_.read(x, plain)) return false;
-    if (is_me(root) ? !read_apart(outs, plain, call.outs, call.written) : !outs.is_none()) {
+    if (is_me(root) ? !read_apart(outs, plain, call.outs, call.written) ||
+                          share_memory(call.outs, plain)
+                    : !outs.is_none()) {
       return false;
     }
     call.header.root = root;
@@ -173,7 +175,8 @@ class FastPath {
     if (!is_ready(true) ||
         !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
         !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
-        overlaps_any(first.item, call.ins, call.in_counts, call.outs, call.out_counts)) {
+        overlaps_any(first.item, call.ins, call.in_counts, call.outs, call.out_counts) ||
+        overlap_each_other(first.item, call.outs, call.out_counts)) {
       return false;
     }
     return exchange(call, first);
@@ -276,6 +279,10 @@ class FastPath {
   bool read_apart(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept) {
     return entry_.read_list(list, like, addresses, kept) &&
            !overlaps_any(like, {like.address}, addresses);
+  }
+
+  static bool share_memory(const Addresses& outs, const Plain& like) {
+    return overlap_each_other(like.item, outs, {like.count});
   }
 
   // `part` has one member's part, which goes to and comes from each of an uneven call where the call

@@ -69,6 +69,16 @@ bool overlaps_any(std::uint64_t item, const Addresses& some, const Counts& some_
   return false;
 }
 
+bool overlap_each_other(std::uint64_t item, const Addresses& some, const Counts& counts) {
+  const auto end = [&](std::size_t i) { return some[i] + counts[counts.size() > 1 ? i : 0] * item; };
+  for (std::size_t i = 1; i < some.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      if (some[i] < end(j) && some[j] < end(i)) return true;
+    }
+  }
+  return false;
+}
+
 std::uint64_t row_of(const Plain& whole) {
   std::uint64_t row = 1;
   for (int i = 1; i < whole.num_dims; ++i) row *= static_cast<std::uint64_t>(whole.dims[i]);

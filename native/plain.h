@@ -31,6 +31,10 @@ bool overlaps_any(std::uint64_t item, const Addresses& some, const Counts& some_
 // Whether any of `some` reaches into any of `others`: addresses of tensors as large as `like`.
 bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& others);
 
+// Whether two of `some` have memory in common, of which the i-th has `counts[i]` elements of `item`
+// bytes, or all have `counts[0]`.
+bool overlap_each_other(std::uint64_t item, const Addresses& some, const Counts& counts);
+
 // Whether `whole` is one `block` per member: flat, joined along dim 0, or stacked.
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size);
 

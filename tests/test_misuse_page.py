@@ -18,28 +18,6 @@ SECTIONS = [
     "Harmless",
 ]
 
-# Each leaves this list with its row.
-AWAITED_NAMES = """
-    all_gather all_gather_coalesced all_gather_into_tensor all_gather_multigpu all_gather_object
-    all_gather_single all_reduce_coalesced all_reduce_multigpu all_to_all all_to_all_single
-    AxisOptions barrier batch_isend_irecv broadcast broadcast_multigpu broadcast_object_list
-    destroy_process_group device_put DeviceMesh DeviceMesh.abort DeviceMesh.close
-    DeviceMesh.concatenate DeviceMesh.flatten DeviceMesh.from_definition DeviceMesh.from_group
-    DeviceMesh.from_torch DeviceMesh.open_group DeviceMesh.refined DeviceMesh.to_torch
-    DeviceMesh.transpose DeviceMesh.unflatten DeviceMesh.warmup empty from_dtensor
-    from_placements full gather gather_object get_rank get_world_size group init_device_mesh
-    init_process_group irecv isend lax.all_gather lax.all_to_all lax.axis_index lax.pbroadcast
-    lax.pmax lax.pmean lax.pmin lax.ppermute lax.pshuffle lax.psum lax.psum_scatter
-    lax.pswapaxes lax.ragged_all_to_all make_array_from_callback
-    make_array_from_process_local_data make_mesh monitored_barrier NamedSharding new_group
-    new_subgroups new_subgroups_by_enumeration ones P P2POp PartitionSpec plan randn recv
-    recv_object_list reduce reduce_multigpu reduce_op reduce_scatter reduce_scatter_single
-    reduce_scatter_tensor ReduceOp reshard scatter scatter_object_list send send_object_list
-    shard ShardedArray shared_empty spawn split_group to_dtensor to_placements unshard Work
-    zeros
-    """
-AWAITED = set(AWAITED_NAMES.split())
-
 
 def rows_of(section: str) -> list[list[str]]:
     """Return the cells of a section's rows, its head first."""
@@ -90,8 +68,7 @@ def test_every_name_has_a_row_or_is_harmless() -> None:
     harmless = [name for row in HARMLESS for name in names_in(row[0])]
     assert len(harmless) == len(set(harmless))
     assert with_rows & set(harmless) == set()
-    assert with_rows.isdisjoint(AWAITED), "take them from AWAITED"
-    assert with_rows | set(harmless) | AWAITED == public_names()
+    assert with_rows | set(harmless) == public_names()
 
 
 def test_every_named_test_exists() -> None:

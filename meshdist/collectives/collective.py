@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -184,6 +185,7 @@ class Collective:
             tensor, sent, taken: as for ``Channel.enter``.
         """
         check_flag(async_op, self.name)
+        self._check_apart()
         channel = self._open_channel(tensor)
         channel.enter(self.name, tensor, self.op, self.root, sent, taken, title=self.title)
         return self._run(channel, start, async_op, result)
@@ -203,6 +205,7 @@ class Collective:
         """
         check_flag(async_op, self.name)
         tensors = tensor if isinstance(tensor, list) else [tensor]
+        self._check_apart()
         channel = self._open_channel(tensor)
         handed = self._enter_as_they_lie(channel, tensor, tensors, async_op)
         if handed is None:
@@ -260,6 +263,29 @@ class Collective:
         )
 
     # -- checks -----------------------------------------------------------------------------------
+
+    def _check_apart(self) -> None:
+        """Raise where two of the arrays that the verb writes have memory in common.
+
+        Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of one
+        matrix, may lie among each other: of them the first elements are compared.
+        """
+        if len(self.written) < 2:
+            return
+        spans = sorted(
+            (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
+            for place, (_, data, _) in enumerate(self.written)
+            if data.numel()
+        )
+        for (start, size, place), (begin, _, other) in pairwise(spans):
+            if begin < start + size:
+                raise ArgumentError(
+                    f"{self.name} cannot write two results into the same memory",
+                    where=self.here,
+                    expected="arrays that do not overlap",
+                    found=f"those it writes, counted from 0: {place} and {other} overlap",
+                    fix="make each its own: [torch.empty_like(x) for _ in range(n)], not [x] * n",
+                )
 
     def check_alike(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]

@@ -1,4 +1,4 @@
-"""Sharded arrays made in place: each rank makes its own shard, and nothing is sent."""
+"""Sharded arrays made in place: each rank makes its own shard; what is drawn is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from ..arrays import Array, as_tensor, shape_text
-from ..errors import DtypeError, KindError, LengthError, ShapeError
+from ..collectives.objects import all_gather_object
+from ..error_text import grouped_text
+from ..errors import DtypeError, KindError, LengthError, ShapeError, UnequalError
+from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import box_text, index_of
 from .libraries import Making, in_library
@@ -144,12 +147,13 @@ def randn(
         generator: a ``torch.Generator`` or a ``numpy.random.Generator``; None takes the library's
             own.
 
-    Cost: nothing is sent. Every rank draws all numbers of the whole. On the CPU it does so in
-        pieces of some MiB, and its memory is the shard's; on other devices, and in CuPy, the whole
-        is there for a moment.
+    Cost: the first numbers are compared. Every rank draws all numbers of the whole. On the CPU it
+        does so in pieces of some MiB, and its memory is the shard's; on other devices, and in CuPy,
+        the whole is there for a moment.
 
     Raises:
-        As ``zeros``. DtypeError: no floating or complex dtype.
+        As ``zeros``. DtypeError: no floating or complex dtype. UnequalError: on every rank, where
+        generators are not in one state.
 
     Example:
         >>> import torch, meshdist as md
@@ -164,8 +168,17 @@ def randn(
     making, where, shape = _begin("randn", shape, dtype, sharding, device, like)
     _check_can_be_drawn(making.dtype)
     draw, is_in_pieces = _drawing(making, generator)
+    first: list[complex] = []
+
+    def noted(count: int) -> torch.Tensor:
+        numbers = draw(count)
+        if not first:
+            first.extend(numbers[:4].tolist())
+        return numbers
+
     box = where.box(where.mesh.get_rank(), shape)
-    drawn = draw_box(draw, shape, box) if is_in_pieces else draw_box(draw, shape, box, piece=None)
+    drawn = draw_box(noted, shape, box) if is_in_pieces else draw_box(noted, shape, box, piece=None)
+    _check_drawn_alike(where.mesh, first)
     if not _holds_values(where, shape):
         drawn.zero_()
     return ShardedArray(in_library(drawn, making.library), where, shape)
@@ -356,6 +369,22 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
     drawn_as = dtype if dtype in (np.float32, np.float64) else np.float64
     source = generator.standard_normal
     return (lambda count: _as_tensor(source(count, dtype=drawn_as), dtype)), True
+
+
+def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
+    """Raise on every rank where the first numbers differ: replicas would not be replicas."""
+    group = mesh.open_group()
+    of_all: list[Any] = [None] * group.size()
+    all_gather_object(of_all, first, group)
+    if any(one != of_all[0] for one in of_all):
+        heads = [f"{one[0]:.4g}, ..." for one in of_all]
+        raise UnequalError(
+            "randn: the ranks' generators draw different numbers",
+            where=f"mesh ({mesh.layout.axis_text()})",
+            expected="generators in one state: each rank draws the whole, and keeps its part",
+            found=grouped_text(zip(group.ranks, heads, strict=True), separator="; "),
+            fix="md.seed(0) on every rank, before the first draw",
+        )
 
 
 def _as_tensor(array: Array, dtype: Any) -> torch.Tensor:

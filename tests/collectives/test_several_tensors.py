@@ -204,24 +204,32 @@ def test_lists_of_other_lengths_on_simulated_ranks(verb: str) -> None:
 
 
 ONES = (torch.ones(2), torch.ones(2))
+
+
+def ones() -> list[torch.Tensor]:
+    return [one.clone() for one in ONES]
+
+
 ALIKE: dict[str, tuple[Any, Any]] = {  # what a wire is given looks the same
     "verbs": (
-        lambda: md.all_gather_coalesced([[*ONES], [*ONES]], [*ONES]),
+        lambda: md.all_gather_coalesced([ones(), ones()], [*ONES]),
         lambda: md.all_gather_into_tensor(torch.zeros(32).byte(), torch.ones(16).byte()),
     ),
     "lists": (
         lambda: CALLS["all_gather_multigpu"]([*ONES]),
-        lambda: md.all_gather_coalesced([[*ONES], [*ONES]], [*ONES]),
+        lambda: md.all_gather_coalesced([ones(), ones()], [*ONES]),
     ),
     "dtypes": (
         lambda: CALLS["all_gather_multigpu"]([*ONES]),
-        lambda: md.all_gather_multigpu([[x.int() for x in 2 * ONES]] * 2, [x.int() for x in ONES]),
+        lambda: md.all_gather_multigpu(
+            [[x.int() for x in 2 * ONES] for _ in "ab"], [x.int() for x in ONES]
+        ),
     ),
     "sizes": (
         lambda: md.all_gather_coalesced(
             [[torch.ones(1), torch.ones(3)] for _ in range(2)], [torch.ones(1), torch.ones(3)]
         ),
-        lambda: md.all_gather_coalesced([[*ONES], [*ONES]], [*ONES]),
+        lambda: md.all_gather_coalesced([ones(), ones()], [*ONES]),
     ),
     "lengths": (
         lambda: md.all_reduce_multigpu([torch.ones(2)]),

@@ -267,7 +267,7 @@ def test_a_rank_outside_the_mesh_makes_none() -> None:
 
     texts = md.simulate(program, 2)[1]
     assert [text.split(" ")[0] for text in texts] == ["zeros", "ones", "empty", "randn"]
-    assert all("skip the call where mesh.get_coordinate() is None" in text for text in texts)
+    assert all("skip the call if mesh.get_coordinate() is None" in text for text in texts)
 
 
 def test_processes(pool: Pool) -> None:

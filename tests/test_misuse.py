@@ -1,0 +1,201 @@
+"""Mistakes that would train on in silence end in an error, a warning, or as a page says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from tests.pool import Pool
+
+
+@pytest.fixture(params=["simulated", "shm", "gloo"])
+def on_wire(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Runs ``fn(*args)`` on so many ranks over one wire."""
+    if request.param == "simulated":
+        return lambda fn, size, *args: md.simulate(fn, size, args=args)
+    pool: Pool = request.getfixturevalue("pool")
+    return lambda fn, size, *args: pool.run(fn, size, *args, backend=request.param)
+
+
+def mesh_of_all(name: str = "a") -> md.DeviceMesh:
+    return md.init_device_mesh("cpu", (md.get_world_size(),), mesh_dim_names=(name,))
+
+
+def ending(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except md.ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def shared_results() -> list[str]:
+    size = md.get_world_size()
+    x, rows, flat = torch.full((2,), 1.0), torch.zeros(size, 2), torch.zeros(size + 1)
+    texts = [
+        ending(lambda: md.all_gather([torch.zeros(2)] * size, x)),
+        ending(lambda: md.all_gather([flat[i : i + 2] for i in range(size)], x)),
+        ending(lambda: md.all_to_all([torch.zeros(2)] * size, [x] * size)),
+        ending(
+            lambda: md.all_gather_coalesced([[flat[:2], flat[:2]] for _ in range(size)], [x, x])
+        ),
+        ending(lambda: md.all_reduce_coalesced([x, x])),
+        ending(lambda: md.all_reduce_coalesced([x, x[1:]])),
+    ]
+    columns = torch.zeros(2, size)  # these lie among each other, and share nothing
+    md.all_gather(list(columns.unbind(1)), x)
+    md.all_gather(list(rows), x)
+    assert columns.eq(1).all() and rows.eq(1).all()
+    if md.get_rank() == 0:
+        texts.append(ending(lambda: md.gather(x, [torch.zeros(2)] * size, dst=0)))
+    md.gather(x, [*rows] if md.get_rank() == 0 else None, dst=0)
+    return texts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_results_in_one_memory_are_refused_before_anything_is_sent(on_wire: Any, size: int) -> None:
+    for texts in on_wire(shared_results, size):
+        verbs = [text.partition(" ")[0] for text in texts]
+        assert verbs[:4] == ["all_gather", "all_gather", "all_to_all", "all_gather_coalesced"]
+        assert verbs[4:6] == ["all_reduce_coalesced"] * 2
+        for text in texts:
+            assert "cannot write two results into the same memory" in text
+            assert "counted from 0: 0 and 1 overlap" in text
+            assert "fix:      make each its own: [torch.empty_like(x) for _ in range(n)]" in text
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_replicas_are_drawn_from_one_state_or_refused(size: int) -> None:
+    def program() -> tuple[str, list[float]]:
+        whole = md.NamedSharding(mesh_of_all(), md.P(None))
+        with pytest.raises(md.UnequalError) as caught:
+            md.randn(3, sharding=whole)
+        md.seed(0)  # as the error says
+        return str(caught.value), md.randn(3, sharding=whole).local.tolist()
+
+    texts, drawn = zip(*md.simulate(program, size), strict=True)
+    assert set(map(str, drawn)) == {str(torch.randn(3, generator=torch.manual_seed(0)).tolist())}
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("randn: the ranks' generators draw different numbers\n")
+    assert "found:    rank 0: " in texts[0] and f"rank {size - 1}: " in texts[0]
+    assert "fix:      md.seed(0) on every rank, before the first draw" in texts[0]
+
+
+def test_wholes_that_differ_are_found_by_assert_equal() -> None:
+    def program() -> list[Any]:
+        mesh = mesh_of_all()
+        whole = torch.arange(3.0) + 10 * md.get_rank()
+        parts = md.unshard(md.shard(whole, "f@a", mesh), "f@a", mesh).tolist()
+        put = md.device_put(whole, md.NamedSharding(mesh, md.P("a"))).local.tolist()
+        with pytest.raises(md.UnequalError):
+            md.assert_equal(whole, "a", mesh=mesh)
+        from_root = md.device_put(whole, md.NamedSharding(mesh, md.P("a")), root=1).local.tolist()
+        return [parts, put, from_root]
+
+    assert md.simulate(program, 3) == [
+        [[0.0, 11.0, 22.0], [own], [sent]]
+        for own, sent in ((0.0, 10.0), (11.0, 11.0), (22.0, 12.0))
+    ]
+
+
+def test_a_copy_of_elements_is_reduced_and_lost() -> None:
+    def program() -> list[float]:
+        x = torch.ones(3)
+        md.all_reduce(x[[0, 1]])  # a copy: x stays
+        md.all_reduce(x[:1])  # a view
+        return x.tolist()
+
+    assert md.simulate(program, 3) == [[3.0, 1.0, 1.0]] * 3
+
+
+def test_a_verb_without_its_group_goes_over_the_world() -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x, y = torch.ones(1), torch.ones(1)
+        with mesh:
+            md.all_reduce(x)  # the mesh in force is for lax
+            md.all_reduce(y, group=mesh["tp"])
+        return [x.item(), y.item()]
+
+    assert md.simulate(program, 4) == [[4.0, 2.0]] * 4
+
+
+def test_verbs_in_place_carry_no_gradient() -> None:
+    def program() -> tuple[list[bool], list[float]]:
+        mesh = mesh_of_all()
+        w = torch.ones(1, requires_grad=True)
+        parts = [torch.zeros(1) for _ in range(2)]
+        md.all_gather(parts, w * 2)
+        md.lax.all_gather(w * 2, "a", mesh=mesh).sum().backward()  # which carries one
+        assert w.grad is not None
+        return [part.requires_grad for part in parts], w.grad.tolist()
+
+    assert md.simulate(program, 2) == [([False, False], [4.0])] * 2
+
+
+def test_dims_of_lax_are_the_ranks_own() -> None:
+    def program() -> tuple[int, ...]:
+        x = torch.ones(2, 2)
+        axis = md.get_rank()
+        return tuple(md.lax.all_gather(x, "a", axis=axis, tiled=True, mesh=mesh_of_all()).shape)
+
+    assert md.simulate(program, 2) == [(4, 2), (2, 4)]
+
+
+def test_a_work_is_waited_for(on_wire: Any) -> None:
+    def program() -> float:
+        x = torch.ones(1 << 16)
+        work = md.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()  # before it x may hold anything
+        return float(x.sum() / x.numel())
+
+    assert on_wire(program, 3) == [3.0] * 3
+
+
+def test_a_pattern_that_fits_by_chance_is_believed() -> None:
+    def program() -> tuple[list[int], list[int]]:
+        mesh = mesh_of_all()
+        local = md.shard(torch.arange(4.0).view(2, 2), "f@a d", mesh)
+        wrong = md.unshard(local, "f d@a", mesh)
+        carried = md.device_put(torch.arange(4.0).view(2, 2), md.NamedSharding(mesh, md.P("a")))
+        return list(wrong.shape), list(carried.full().shape)  # a ShardedArray knows how it lies
+
+    assert md.simulate(program, 2) == [([1, 4], [2, 2])] * 2
+
+
+def test_ranks_and_coordinates_on_a_permuted_mesh() -> None:
+    def program() -> tuple[int, int, list[float]]:
+        mesh = md.DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("a",))
+        x = torch.tensor([float(md.get_rank())])
+        with mesh:
+            place, whole = md.lax.axis_index("a"), md.lax.all_gather(x, "a", tiled=True)
+        return md.get_rank(), place, whole.tolist()
+
+    assert md.simulate(program, 3) == [(r, p, [2.0, 0.0, 1.0]) for r, p in ((0, 1), (1, 2), (2, 0))]
+
+
+def test_permutations_that_differ_are_told() -> None:
+    def program() -> list[str]:
+        mesh, x, rank = mesh_of_all(), torch.ones(1), md.get_rank()
+        pairs = [(0, 1), (1, 2)] if rank else [(0, 2), (1, 0)]
+        texts = []
+        with pytest.raises(md.ArgumentError) as twice:
+            md.lax.ppermute(x, "a", [(0, 1), (2, 1)], mesh=mesh)
+        for call in (
+            lambda: md.lax.ppermute(x, "a", pairs, mesh=mesh),
+            lambda: md.lax.pshuffle(x, "a", [0, 1, 2] if rank else [1, 2, 0], mesh=mesh),
+            lambda: md.lax.pbroadcast(x, "a", rank, mesh=mesh),
+        ):
+            with pytest.raises(md.AgreementError) as caught:
+                call()
+            texts.append(str(caught.value))
+        return [str(twice.value), *texts]
+
+    for twice, *texts in md.simulate(program, 3):
+        assert "destination 1 stands twice" in twice
+        assert all("the members of a group disagree about their call" in text for text in texts)
