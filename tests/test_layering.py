@@ -305,6 +305,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "streams",
             "flags",
             "graph_tasks",
+            "distributed_autograd",
             "comm_hooks.bucket",
             "comm_hooks.states",
             "comm_hooks.reducing",

@@ -34,6 +34,7 @@ from functools import partial
 import torch
 
 from ..runtime.untraced import leave_untraced
+from .distributed_autograd import ContextGradients, find_context, is_rpc_on
 from .gradient_hooks import Hook
 from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .logging_data import notes_errors
@@ -119,12 +120,13 @@ class Reducer(ReductionSetup):
             if self._is_closed:
                 return
             if is_synchronised:
-                self._enter()
+                self._enter(context_id)
             else:
                 self._local_task = current_task()
 
         if self._is_closed:
             return
+        context_id = find_context()
         seen = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         for tensor in seen:
             tensor.register_hook(output_is_reached)
@@ -220,8 +222,8 @@ class Reducer(ReductionSetup):
             self._has_warned = True
             self._reports.warn_of_local(sees_outputs=self._sees_outputs, num_local=num_local)
 
-    def _enter(self) -> None:
-        """A backward has reached the outputs of a synchronised forward."""
+    def _enter(self, context_id: int | None = None) -> None:
+        """A backward has reached the outputs of a synchronised forward, made in such a context."""
         self._refuse_traced()
         task = current_task()
         with self._lock:  # outputs on several devices come here on a thread each
@@ -236,7 +238,11 @@ class Reducer(ReductionSetup):
             self._has_graph = torch.is_grad_enabled()
             self.arrivals.backward_begins()
             self.late.clear()
-            self._is_running = at_end_of_task(self._finish)
+            finish = self._finish
+            if is_rpc_on():
+                found = ContextGradients(self.parameters, context_id, self._check_context)
+                finish = partial(self._finish_in_context, found)
+            self._is_running = at_end_of_task(finish)
             self._takes_any = False
             self._awaits_backward = False
             self._num_local = 0
@@ -267,6 +273,22 @@ class Reducer(ReductionSetup):
                     bucket.must_wait = True
                     return
                 self._sending.start(bucket)
+
+    def _check_context(self, context_id: int | None) -> int:
+        """Refuse, before anything is sent, what a context of distributed autograd cannot hold."""
+        self._has_graph = False
+        if self._options.may_lack or context_id is None:
+            self.task = None
+            raise self._reports.lacking_in_context(knows_context=context_id is not None)
+        return context_id
+
+    @torch.no_grad()
+    def _finish_in_context(self, found: ContextGradients) -> None:
+        """End a backward that may be one of distributed autograd."""
+        with found.in_place_of_grad() as came:
+            if came is not None:
+                self.arrivals.counts[:] = map(int, came)
+            self._finish()
 
     @notes_errors
     @torch.no_grad()

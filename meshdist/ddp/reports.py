@@ -205,6 +205,24 @@ class Reports:
             "backward, may be compiled",
         )
 
+    def lacking_in_context(self, *, knows_context: bool) -> GradientError:
+        """A context of distributed autograd is not known, or may not hold all gradients."""
+        expected, found, fix = (
+            "a gradient of every parameter in its context, on every rank",
+            "find_unused_parameters=True or static_graph=True",
+            "wrap without them, in a model that uses all its parameters on every rank",
+        )
+        if not knows_context:
+            expected, found = "a forward inside the context", "a forward outside"
+            fix = "run forward and backward in one `with torch.distributed.autograd.context()`"
+        return GradientError(
+            "torch.distributed.autograd.backward cannot average these gradients",
+            where=self._where,
+            expected=expected,
+            found=found,
+            fix=fix,
+        )
+
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
         """A gradient is not dense."""
         return GradientError(

@@ -1,0 +1,96 @@
+"""Gradients of ``torch.distributed.autograd.backward``, which lie in a context, not in ``.grad``.
+
+Its engine calls none of the hooks behind an accumulation, but those of the node that accumulates.
+They tell of the context; at the backward's end its gradients stand in for ``.grad`` while they are
+averaged. The private names of torch 2.13 about it stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+__all__ = ["ContextGradients", "find_context", "is_rpc_on"]
+
+
+def is_rpc_on() -> bool:
+    """Whether this process has begun torch's RPC, without which there is no such backward."""
+    rpc = getattr(torch._C, "_distributed_rpc", None)
+    return rpc is not None and rpc._is_current_rpc_agent_set()
+
+
+def find_context() -> int | None:
+    """The number of the context that this thread is inside, if RPC is on and there is one."""
+    if not is_rpc_on():
+        return None
+    try:
+        return int(torch._C._distributed_autograd._current_context()._context_id())
+    except RuntimeError:
+        return None
+
+
+class ContextGradients:
+    """What one backward brings into a context, if it is of that kind.
+
+    Args:
+        parameters: those whose gradients are averaged.
+        context_id: of the forward's context.
+        check: is given the context of a backward of that kind, returns it, and may raise.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        context_id: int | None,
+        check: Callable[[int | None], int],
+    ) -> None:
+        self._parameters = parameters
+        self._context_id = context_id
+        self._check = check
+        self._is_ordinary = self._is_distributed = False
+        self._handles: list[Any] = []
+        for one in parameters:
+            if one.requires_grad:
+                self._handles += [
+                    one.register_post_accumulate_grad_hook(self._accumulated),
+                    get_gradient_edge(one).node.register_hook(self._node_has_run),
+                ]
+
+    def _accumulated(self, _: torch.Tensor) -> None:
+        self._is_ordinary = True
+
+    def _node_has_run(self, *_: Any) -> None:
+        self._is_distributed = not self._is_ordinary
+
+    @contextmanager
+    def in_place_of_grad(self) -> Iterator[list[bool] | None]:
+        """Let ``.grad`` be the context's gradients inside, which then take what it has become.
+
+        Yields for each parameter whether there is one, or None behind an ordinary backward.
+        """
+        for handle in self._handles:
+            handle.remove()
+        if not self._is_distributed:
+            yield None
+            return
+        # Here, since torch drops the text of what a node's hook raises.
+        grads = torch.distributed.autograd.get_gradients(self._check(self._context_id))
+        found = [grads.get(one) for one in self._parameters]
+        kept = [
+            (one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters
+        ]
+        for one, grad in zip(self._parameters, found, strict=True):
+            one.grad = None if grad is None else grad.detach()
+        try:
+            yield [grad is not None for grad in found]
+        finally:
+            for one, grad, (before, copied) in zip(self._parameters, found, kept, strict=True):
+                if grad is not None and one.grad is not None:
+                    grad.copy_(one.grad)
+                one.grad = before
+                if before is not None and copied is not None:
+                    before.copy_(copied)  # it may lie in a bucket
