@@ -43,7 +43,11 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
         groups: list[Any] = []
         for axis in range(layout.ndim):
             for ranks in layout.groups_of_axis(axis):
-                group = torch_distributed.new_group(list(ranks), sort_ranks=False)
+                # Torch 2.11 sorts always, and has no such argument.
+                order: dict[str, Any] = (
+                    {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+                )
+                group = torch_distributed.new_group(list(ranks), **order)
                 if world.rank in ranks:
                     groups.append(group)
         # A rank that ended now would close its connections while others still open theirs.
