@@ -59,12 +59,13 @@ def spec_of(
 
     Raises:
         AxisError: an axis that the mesh does not have; the text shows where it stands.
-        PatternError: a dim that is not cut has the name of an axis, in a pattern of one side; one
-            with "->" says of each name on both sides what it is.
+        PatternError: a dim that is not cut has the name of an axis that cuts none, in a pattern of
+            one side; one with "->" says of each name on both sides what it is.
         ShapeError: another number of dims.
     """
     entries: list[Entry] = []
-    axes = known_axes if layout is None else layout.names or ()
+    cutting = {axis for dim in side.dims for axis in dim.axes}
+    axes = set(known_axes if layout is None else layout.names or ()) - cutting
     for dim in side.dims if pattern.result is None else ():
         name = next((name for name in dim.names if name in axes), None)
         if name is not None and not dim.axes:

@@ -8,13 +8,14 @@ import torch
 from einops import rearrange
 
 from ..arrays import describe
-from ..collectives.axis_types import ATTRIBUTE
-from ..collectives.carried_specs import mark_spec
+from ..collectives.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE
+from ..collectives.carried_specs import find_spec, mark_spec
 from ..collectives.contexts import find_mode
 from ..collectives.linear_function import LinearFunction
 from ..collectives.torch_private import NotSeen, call_function
-from ..errors import DtypeError
+from ..errors import ArgumentError, DtypeError
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.splits import Placement, split_dim
 from .carrying import Carrier
 from .plans import Plan, make_plan
@@ -128,19 +129,21 @@ class Resharding:
         request: what it asks for.
     """
 
-    __slots__ = ("_is_summed", "_join", "_request", "_take_apart", "_transfer")
+    __slots__ = ("_is_summed", "_join", "_lies", "_request", "_take_apart", "_transfer")
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._take_apart, self._join = request.take_apart, request.join
         self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
         self._transfer = get_transfer(request.plan, request.mesh)
+        self._lies: str | None = None  # what a tensor carried that was found to lie so
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """What the request makes of this rank's ``x``, in new memory; differentiable.
 
         Raises:
             DtypeError: summands that are bool.
+            ArgumentError: ``x`` carries a spec by which it lies otherwise.
             AxisTypeError: in a typed context, the type of ``x`` is not what the request says.
         """
         request = self._request
@@ -154,18 +157,44 @@ class Resharding:
             )
         mode = find_mode()
         if mode is None:
+            self._check_lies(x)
             return mark_spec(self._moved(x), request.target.spec)
         mesh, other = request.meshes
         text = typed_result(mode, request.verb, x, request.target, other)
-        x = typed_operand(mode, request.verb, x, request.source, mesh)
+        cast = typed_operand(mode, request.verb, x, request.source, mesh)
+        self._check_lies(x)
         with NotSeen():
-            result = mark_spec(self._moved(x), request.target.spec)
+            result = mark_spec(self._moved(cast), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, request.verb, [x])
         return result
+
+    def _check_lies(self, x: torch.Tensor) -> None:
+        text = x.__dict__.get(SPEC_ATTRIBUTE)
+        if text == self._lies or (carried := find_spec(x)) is None:
+            return
+        verb, source = self._request.verb, self._request.source
+        sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
+        said = _cut_dims(source.spec)
+        for axis, dim in _cut_dims(carried).items():
+            is_summand = axis in source.spec.unreduced
+            if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_summand:
+                raise ArgumentError(
+                    f"{verb}: the tensor does not lie as the left side, or the source, says",
+                    where=self._request.plan.title,
+                    expected=f"a tensor that lies as {source.spec!r}",
+                    found=f"x carries {carried!r}",
+                    fix="write how it lies; if it lies otherwise by now, md.annotate(x, ...)",
+                )
+        self._lies = text
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
         if self._take_apart is None or self._join is None:
             return self._transfer(x)
         text, sizes = self._take_apart
         return rearrange(self._transfer(rearrange(x, text, **sizes)), self._join)
+
+
+def _cut_dims(spec: PartitionSpec) -> dict[str, int]:
+    """The dim that each axis cuts."""
+    return {axis: dim for dim, entry in enumerate(spec.partitions) for axis in axes_of(entry)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import meshdist as md
 from meshdist.errors import (
     ArgumentError,
     AxisError,
+    AxisTypeError,
     KindError,
     MeshError,
     NotInGroupError,
@@ -336,3 +338,29 @@ def test_shardings() -> None:
     assert "shard: a NamedSharding has a mesh of its own" in text
     text = refusal(KindError, lambda mesh: md.shard(X, sharding(mesh.layout)))
     assert "shard needs the groups of a DeviceMesh" in text
+
+
+@pytest.mark.parametrize("left", ["f d@a", "f d"])
+def test_a_tensor_that_lies_otherwise_than_the_left_side_says_is_refused(left: str) -> None:
+    """Read otherwise it is another array, of another shape: nothing else would tell."""
+    whole = torch.arange(32.0).view(4, 8)
+
+    def program() -> list[str]:
+        mesh, found = mesh_of((2, 1)), []
+        with mesh:
+            x = md.shard(whole, "f@a d")
+            assert torch.equal(md.reshard(x, "f@a d@b -> f d"), whole)  # b has one rank
+            assert torch.equal(md.reshard(x, "(f g)@a d -> (f g) d", g=2), whole)
+            assert md.reshard(x, "f d {U:a} -> f d").shape == x.shape  # each rank's is its summand
+            for context in (nullcontext(), md.typed(mesh)):
+                with context, pytest.raises((ArgumentError, AxisTypeError)) as caught:
+                    md.reshard(x, f"{left} -> d f")
+                found.append(str(caught.value))
+            md.reshard(md.annotate(x, left), f"{left} -> d f")
+        return found
+
+    for untyped, typed in md.simulate(program, 2):
+        assert untyped.startswith("reshard: the tensor does not lie as the left side")
+        assert "found:    x carries P('a', None)" in untyped
+        assert "otherwise by now, md.annotate(x, ...)" in untyped
+        assert (typed == untyped) == (left == "f d@a")
