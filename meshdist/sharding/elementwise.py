@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from .joining import join_operands
 from .shardings import array_type, mesh_text
 
 __all__ = ["ElementwiseArray"]
-
-_Self = TypeVar("_Self", bound="ElementwiseArray")
 
 # Elementwise functions of torch without the tag: they are made of functions that have it.
 _UNTAGGED = """
@@ -49,6 +47,17 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )  # fmt: skip
 
 
+_Operator = Callable[[Any, Any], Any]
+
+
+def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
+    """The methods of one of Python's operators: with the array on the left, and on the right."""
+    return (
+        lambda self, other: _operate(function, name, self, other),
+        lambda self, other: _operate(function, name, other, self),
+    )
+
+
 class ElementwiseArray:
     """What operations on elements see of a sharded array."""
 
@@ -61,90 +70,25 @@ class ElementwiseArray:
 
     # -- Python's operators ----------------------------------------------------------------------
 
-    def __add__(self, other: Any) -> Any:
-        return _operate(operator.add, "add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _operate(operator.add, "add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _operate(operator.sub, "sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _operate(operator.sub, "sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _operate(operator.mul, "mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _operate(operator.mul, "mul", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _operate(operator.truediv, "true_divide", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _operate(operator.truediv, "true_divide", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _operate(operator.floordiv, "floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _operate(operator.floordiv, "floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _operate(operator.mod, "remainder", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _operate(operator.mod, "remainder", other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return _operate(operator.pow, "pow", self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return _operate(operator.pow, "pow", other, self)
-
-    def __and__(self, other: Any) -> Any:
-        return _operate(operator.and_, "bitwise_and", self, other)
-
-    def __rand__(self, other: Any) -> Any:
-        return _operate(operator.and_, "bitwise_and", other, self)
-
-    def __or__(self, other: Any) -> Any:
-        return _operate(operator.or_, "bitwise_or", self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return _operate(operator.or_, "bitwise_or", other, self)
-
-    def __xor__(self, other: Any) -> Any:
-        return _operate(operator.xor, "bitwise_xor", self, other)
-
-    def __rxor__(self, other: Any) -> Any:
-        return _operate(operator.xor, "bitwise_xor", other, self)
-
-    def __lshift__(self, other: Any) -> Any:
-        return _operate(operator.lshift, "bitwise_left_shift", self, other)
-
-    def __rshift__(self, other: Any) -> Any:
-        return _operate(operator.rshift, "bitwise_right_shift", self, other)
-
-    def __lt__(self, other: Any) -> Any:
-        return _operate(operator.lt, "lt", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return _operate(operator.le, "le", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return _operate(operator.gt, "gt", self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return _operate(operator.ge, "ge", self, other)
-
-    def __eq__(self, other: object) -> Any:
-        return _operate(operator.eq, "eq", self, other)
-
-    def __ne__(self, other: object) -> Any:
-        return _operate(operator.ne, "ne", self, other)
-
+    __add__, __radd__ = _both_ways(operator.add, "add")
+    __sub__, __rsub__ = _both_ways(operator.sub, "sub")
+    __mul__, __rmul__ = _both_ways(operator.mul, "mul")
+    __truediv__, __rtruediv__ = _both_ways(operator.truediv, "true_divide")
+    __floordiv__, __rfloordiv__ = _both_ways(operator.floordiv, "floor_divide")
+    __mod__, __rmod__ = _both_ways(operator.mod, "remainder")
+    __pow__, __rpow__ = _both_ways(operator.pow, "pow")
+    __and__, __rand__ = _both_ways(operator.and_, "bitwise_and")
+    __or__, __ror__ = _both_ways(operator.or_, "bitwise_or")
+    __xor__, __rxor__ = _both_ways(operator.xor, "bitwise_xor")
+    __lshift__ = _both_ways(operator.lshift, "bitwise_left_shift")[0]
+    __rshift__ = _both_ways(operator.rshift, "bitwise_right_shift")[0]
+    # A comparison's other way is that of the other operator: Python asks for it.
+    __lt__ = _both_ways(operator.lt, "lt")[0]
+    __le__ = _both_ways(operator.le, "le")[0]
+    __gt__ = _both_ways(operator.gt, "gt")[0]
+    __ge__ = _both_ways(operator.ge, "ge")[0]
+    __eq__ = _both_ways(operator.eq, "eq")[0]
+    __ne__ = _both_ways(operator.ne, "ne")[0]
     __hash__ = object.__hash__  # by identity, as of torch's tensors
 
     def __neg__(self) -> Any:

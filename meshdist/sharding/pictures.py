@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..mesh.drawing import draw
 from ..mesh.spec import NamedSharding
@@ -21,9 +20,6 @@ class Drawing(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
 
 
 class SvgDrawing(str):

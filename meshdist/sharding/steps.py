@@ -95,19 +95,43 @@ class Pad:
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Sum the local arrays of the group; every member has the sum.
+class _SendingStep:
+    """A step in which a rank sends as much as it receives, to and from each other member.
 
     Args:
         axes: the group.
         size: the number of its members.
         place: this rank's place in it.
-        shape: the local shape, before and afterwards.
     """
 
     axes: tuple[int, ...]
     size: int
     place: int
+
+    @property
+    def received(self) -> int:
+        """Elements received; a rank's own part does not travel."""
+        raise NotImplementedError
+
+    @property
+    def sent(self) -> int:
+        """Elements sent."""
+        return self.received
+
+    @property
+    def num_peers(self) -> int:
+        """How many members send to this rank."""
+        return self.size - 1
+
+
+@dataclass(frozen=True)
+class AllReduce(_SendingStep):
+    """Sum the local arrays of the group; every member has the sum.
+
+    Args:
+        shape: the local shape, before and afterwards.
+    """
+
     shape: tuple[int, ...]
 
     @property
@@ -131,20 +155,14 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(_SendingStep):
     """Gather the local arrays of the group, which have equal shapes, on every member.
 
     Args:
-        axes: the group.
-        size: the number of its members.
-        place: this rank's place in it.
         part: the local shape before.
         unpack: from the gathered buffer, the members' arrays in group order, to the result.
     """
 
-    axes: tuple[int, ...]
-    size: int
-    place: int
     part: tuple[int, ...]
     unpack: Arrangement
 
@@ -158,32 +176,16 @@ class AllGather:
         """Elements received."""
         return (self.size - 1) * math.prod(self.part)
 
-    @property
-    def sent(self) -> int:
-        """Elements sent."""
-        return self.received
-
-    @property
-    def num_peers(self) -> int:
-        """How many members send to this rank."""
-        return self.size - 1
-
 
 @dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(_SendingStep):
     """Sum the local arrays of the group; each member has an equal part of the sum.
 
     Args:
-        axes: the group.
-        size: the number of its members.
-        place: this rank's place in it.
         pack: from the local array to the buffer, whose first dim is the group: a part per member.
         shape: the local shape afterwards: one part.
     """
 
-    axes: tuple[int, ...]
-    size: int
-    place: int
     pack: Arrangement
     shape: tuple[int, ...]
 
@@ -192,32 +194,16 @@ class ReduceScatter:
         """Elements received."""
         return (self.size - 1) * math.prod(self.shape)
 
-    @property
-    def sent(self) -> int:
-        """Elements sent."""
-        return self.received
-
-    @property
-    def num_peers(self) -> int:
-        """How many members send to this rank."""
-        return self.size - 1
-
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAll(_SendingStep):
     """Exchange equal parts between all members of the group, this rank's own part included.
 
     Args:
-        axes: the group.
-        size: the number of its members.
-        place: this rank's place in it.
         pack: from the local array to the buffer, whose first dim is the group: a part per member.
         unpack: from the received buffer, laid out alike, to the result.
     """
 
-    axes: tuple[int, ...]
-    size: int
-    place: int
     pack: Arrangement
     unpack: Arrangement
 
@@ -228,28 +214,15 @@ class AllToAll:
 
     @property
     def received(self) -> int:
-        """Elements received; a rank's own part does not travel."""
+        """Elements received."""
         return math.prod(self.pack.shape[1:]) * (self.size - 1)
-
-    @property
-    def sent(self) -> int:
-        """Elements sent."""
-        return self.received
-
-    @property
-    def num_peers(self) -> int:
-        """How many members send to this rank."""
-        return self.size - 1
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(_SendingStep):
     """Send boxes to members of the group and receive boxes from them.
 
     Args:
-        axes: the group.
-        size: the number of its members.
-        place: this rank's place in it.
         sends: per member that gets something its place and the box of the local array before, by
             place; at most one box each.
         receives: per member that sends something its place and the box of the result, by place.
@@ -258,9 +231,6 @@ class Exchange:
         is_covered: whether boxes and ``kept`` fill the result; else the rest of it is zeros.
     """
 
-    axes: tuple[int, ...]
-    size: int
-    place: int
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
     kept: tuple[Box, Box] | None
