@@ -54,9 +54,8 @@ PLAIN_TENSORS = frozenset({torch.Tensor, Parameter, UninitializedParameter, Unin
 keep_marks_in_parameters()
 
 
-PASSED = "places of typed contexts that passed"
-"""Under which a mesh notes the places of the program at which contexts were opened whose backward,
-or whose end, was reached: nothing is noted there any more."""
+PASSED = "a backward has passed"
+"""Under which a mesh notes that a context's backward was reached: later contexts note nothing."""
 
 
 class ContextMode(TorchFunctionMode):
@@ -70,7 +69,6 @@ class ContextMode(TorchFunctionMode):
         is_asleep: whether ``md.untyped()`` has paused it.
         owners: by axis, the name of what reduces gradients over it behind the backward, and so
             needs a loss that varies there.
-        place: of the program, where it was opened.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -80,7 +78,6 @@ class ContextMode(TorchFunctionMode):
         self.casts = Casts(mesh)
         self.is_asleep = False
         self.owners: dict[str, str] = {}
-        self.place: object = None
         # Types of which any number join to the same. At debug level DETAIL none is settled: there
         # the leaves that take part are noted, in the order of their first use, which ranks share.
         self.is_checked = is_checked()
@@ -92,11 +89,11 @@ class ContextMode(TorchFunctionMode):
         """Note what made ``result``, in a context that notes it (``provenance``)."""
 
     def stop_notes(self) -> None:
-        """Note no more: here, and in contexts that are opened at this place later."""
+        """Note no more: here, and in the mesh's later contexts."""
 
     def note_next_time(self) -> bool:
-        """Whether this context has notes; if not, the next one that is opened here has."""
-        self.mesh.notes[PASSED].discard(self.place)
+        """Whether this context has notes; if not, the mesh's next one has."""
+        self.mesh.notes.pop(PASSED, None)
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:

@@ -86,16 +86,16 @@ def check_gradient_of(
 
 
 def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """The axes along which a step from the group's first member leads to a rank that differs, as
-    an argument: 'dp' where ranks 2 and 3 of (dp=2, tp=2) differ. All axes where no step does.
+    """As an argument, the axes that lead from the group's first member to one that differs.
+
+    Where ranks 2 and 3 of (dp=2, tp=2) differ: 'dp', which leads to rank 2 alone.
     """
-    first, *others = (mesh.layout.coordinate_of(rank) or () for rank in group.ranks)
-    steps = {
-        rank: [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
-        for rank, other in zip(group.ranks[1:], others, strict=True)
-    }
-    own = {axes[0] for rank, axes in steps.items() if len(axes) == 1 and rank in far}
-    named = own or {axis for axes in steps.values() for axis in axes}
+    first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
+    ways = [
+        [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
+        for other in others
+    ]
+    named = {axis for way in ways if len(way) == min(map(len, ways)) for axis in way}
     return axes_argument([axis for axis in mesh.axis_names if axis in named])
 
 

@@ -61,8 +61,7 @@ def type_as_text(dtype: object, dims: str, kinds: str) -> str:
 
 def mesh_text(mesh: DeviceMesh) -> str:
     """A mesh's axes and sizes: ``DeviceMesh(dp=2, tp=2)``."""
-    sizes = ", ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())
-    return f"DeviceMesh({sizes})"
+    return f"DeviceMesh({mesh.layout.axis_text()})"
 
 
 def _axes_text(mesh: DeviceMesh, axes: Sequence[str]) -> str:
@@ -74,16 +73,10 @@ def _axes_text(mesh: DeviceMesh, axes: Sequence[str]) -> str:
 
 def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
     """This rank, the axes that the message is about, and the line of the program."""
-    coordinate = mesh.get_coordinate()
-    place = (
-        ""
-        if coordinate is None
-        else ", ".join(
-            f"{axis}={one}" for axis, one in zip(mesh.axis_names, coordinate, strict=True)
-        )
-    )
+    rank = mesh.world.rank
+    place = f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of {mesh_text(mesh)}"
     about = f"; {_axes_text(mesh, axes)}" if axes else ""
-    return f"rank {mesh.world.rank} ({place}) of {mesh_text(mesh)}{about}; {show_site(call_site())}"
+    return f"{place}{about}; {show_site(call_site())}"
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
@@ -91,16 +84,12 @@ def operands_text(operands: Sequence[torch.Tensor]) -> str:
     return "\n".join(f"operand {place}: {tensor_text(one)}" for place, one in enumerate(operands))
 
 
-def _word(kind: str) -> str:
-    return KINDS[kind]
-
-
 def refused_verb(
     verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, taken: Sequence[str], argument: str
 ) -> AxisTypeError:
     """A functional verb over an axis where its operand is of a kind that it does not take."""
     kind = kinds_in(type_of(x)).get(axis, "I")
-    words = " or ".join(map(_word, taken)) or "no value at all"
+    words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
         "I": f"where data enter, say that they differ: md.annotate(batch, varying={axis!r}), after "
         f"the last copy or slice outside the context; {_fix_of_equal_values(verb, axis, argument)}",
@@ -109,7 +98,7 @@ def refused_verb(
         "R": f"cast it first: lax.pcast({argument}, {axis!r}, to='varying')",
     }
     return AxisTypeError(
-        f"{verb} over axis {axis!r} of a value that is {_word(kind)} there",
+        f"{verb} over axis {axis!r} of a value that is {KINDS[kind]} there",
         where=where(mesh, [axis]),
         expected=f"a value that is {words} over {axis!r}",
         found=f"{argument}: {tensor_text(x)}",
@@ -131,7 +120,7 @@ def refused_sharding(
         "I": f"where each rank holds a summand, say so: md.annotate(x, unreduced={axis!r})",
     }
     return AxisTypeError(
-        f"{verb} of a value that is {_word(kind)} over {axis!r}, and {_word(wanted)} there by its "
+        f"{verb} of a value that is {KINDS[kind]} over {axis!r}, and {KINDS[wanted]} there by its "
         "pattern or spec",
         where=where(mesh, [axis]),
         expected=f"a value that lies as {spec}",
@@ -249,7 +238,7 @@ def owned_loss(
     """A loss that is complete over an axis over which gradients will be divided once more."""
     kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
-        f"{verb} of a loss {_word(kind)} over {axis!r}, which {owner} owns and divides",
+        f"{verb} of a loss {KINDS[kind]} over {axis!r}, which {owner} owns and divides",
         where=where(mesh, [axis]),
         expected=f"each rank's own loss: {owner} takes the mean of the gradients over {axis!r}",
         found=f"loss: {tensor_text(loss)}",
@@ -311,7 +300,7 @@ def refused_write(
     cast = (
         f"buf = lax.pvary(buf, {axes_argument(axes)})"
         if becomes == "V"
-        else f"buf = lax.pcast(buf, {axes_argument(axes)}, to={_word(becomes)!r})"
+        else f"buf = lax.pcast(buf, {axes_argument(axes)}, to={KINDS[becomes]!r})"
     )
     fix = f"cast it before: {cast}"
     if becomes == "V" and target.is_leaf and target.requires_grad:
@@ -321,7 +310,7 @@ def refused_write(
             f"md.annotate(target, varying={axes_argument(axes)})"
         )
     return AxisTypeError(
-        f"{name} would turn what it writes, {_word(was)} over {shown(axes)}, into {_word(becomes)}",
+        f"{name} would turn what it writes, {KINDS[was]} over {shown(axes)}, into {KINDS[becomes]}",
         where=where(mesh, axes),
         expected=f"a target of type {{{text}}}",
         found=f"a target of {tensor_text(target)}, {why}\n{operands_text(operands)}",
@@ -389,9 +378,8 @@ def foreign_axis(
     axis: str, tensor: torch.Tensor, operation: str, mesh: DeviceMesh
 ) -> AxisTypeError:
     """A tensor whose type names an axis of another mesh."""
-    sizes = ", ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())
     return AxisTypeError(
-        f"axis {axis!r} of an operand of {operation} is not in mesh ({sizes})",
+        f"axis {axis!r} of an operand of {operation} is not in mesh ({mesh.layout.axis_text()})",
         where=where(mesh),
         expected=f"axes of the context's mesh: {shown(mesh.axis_names)}",
         found=tensor_text(tensor),

@@ -7,7 +7,6 @@ context, and gives the results the join of the operands' types.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,14 +85,10 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     mesh = _checked(get_current_mesh() if mesh is None else mesh)
     outer = innermost_mode()
     if outer is None:
-        place = _opening_place()
-        passed = mesh.notes.setdefault(PASSED, set())
-        mode = (TypedMode if place in passed and not is_checked() else NotingMode)(mesh)
-        mode.place = place
+        mode = (TypedMode if PASSED in mesh.notes and not is_checked() else NotingMode)(mesh)
         with mesh, calls_seen(), mode:
             try:
                 yield mesh
-                mode.stop_notes()
             finally:
                 mode.casts.close()
         return
@@ -106,14 +101,6 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         )
     with mesh, asleep(outer, is_asleep=False):
         yield mesh
-
-
-def _opening_place() -> tuple[object, int]:
-    """The instruction of the program that opens the context."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lasti
 
 
 def _checked(mesh: object) -> DeviceMesh:
@@ -418,7 +405,7 @@ class NotingMode(TypedMode):
             self.stop_notes()
 
     def stop_notes(self) -> None:
-        self.mesh.notes[PASSED].add(self.place)
+        self.mesh.notes[PASSED] = True
         if not self.is_checked:
             self.__class__ = TypedMode  # type: ignore[assignment]
 
