@@ -133,11 +133,7 @@ def overview_grid(
 ) -> list[tuple[str, ...]]:
     """A row for each verb, a column for each wire; the first row is the head.
 
-    PREMUL_SUM, which is built for every wire, does not count.
-
-    Args:
-        wires: which.
-        device_types: which of those that they serve; by default all.
+    PREMUL_SUM, built for every wire, does not count; ``device_types`` None means all.
     """
     columns: list[tuple[str, list[str]]] = []
     for wire in wires:
@@ -157,11 +153,7 @@ def table_grid(
 ) -> list[tuple[str, ...]]:
     """The whole table, with equal rows joined; the first row is the head.
 
-    Wire, devices and verbs stand in the first row that they hold for.
-
-    Args:
-        wires: which.
-        device_types: which of those that they serve; by default all.
+    Wire, devices, verbs stand in the first row that they hold for; ``device_types`` None means all.
     """
     grid: list[tuple[str, ...]] = [
         ("wire", "devices", "verbs", "op", "native", "built", "refused"),

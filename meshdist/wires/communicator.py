@@ -170,18 +170,10 @@ class Communicator(ABC):
             raise WireTimeout.after(timeout)
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
-        """Connect now, for a wire that else would at its first verb; collective.
-
-        Raises:
-            WireFailure: the members did not connect.
-        """
+        """Connect now, not at the first verb; collective, and WireFailure if it fails."""
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Whether a member has come to the collective that follows this member's last one.
-
-        Args:
-            verb: what it calls there, if a wire can tell; None means any.
-        """
+        """Whether a member has come to the next collective, ``verb`` if the wire can tell."""
         return False
 
     def take_error(self) -> MeshdistError | None:
@@ -192,13 +184,7 @@ class Communicator(ABC):
         """Take what makes the error of a call that can neither end nor raise."""
 
     def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
-        """The fast path of a group on this wire; None where there is none.
-
-        Args:
-            entry: the native core's, which looks at tensors, and notes and compares calls.
-            explain: makes the error to raise.
-            timeout: how long a call may take.
-        """
+        """The group's fast path over the native core's ``entry``; None where there is none."""
         return None
 
     # -- verbs built from those above, for a wire without a way of its own ------------------------

@@ -41,12 +41,7 @@ class WireAborted(WireFailure):
 
 
 class MemberGaveUp(WireAborted):
-    """A member of which others waited for more has given up, and tells why elsewhere.
-
-    Args:
-        text: what it gave up, for example ``has given up waiting for this call``.
-        member: its place in the group.
-    """
+    """A member, awaited by others, that has given up, as ``text`` says, and tells why elsewhere."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -54,11 +49,7 @@ class MemberGaveUp(WireAborted):
 
 
 class Interrupted(WireFailure):
-    """A signal's handler has raised while this member was in a collective: it has given that up.
-
-    Args:
-        error: what the handler has raised, and the program is to see.
-    """
+    """The error of a signal's handler for which this member has given up a collective."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}".rstrip(": "))
@@ -70,12 +61,7 @@ class WireRefused(WireFailure):
 
 
 class MemberLost(WireFailure):
-    """A member has ended, or left the group, while others waited for it.
-
-    Args:
-        text: what it did, for example ``has ended``.
-        member: its place in the group.
-    """
+    """A member that has ended or left, as ``text`` says, while others waited for it."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)

@@ -54,10 +54,7 @@ def reduce_scatter_by_exchange(
     op: ReduceKind,
     terms: Terms,
 ) -> Operation:
-    """An all-to-all of the parts of ``tensor``, of which each member reduces those for it.
-
-    ``sizes[j]`` is the number of elements of member j's part.
-    """
+    """Exchange the parts, ``sizes[j]`` elements for member j; each member reduces those for it."""
     check_reducible(wire.wire, op, tensor.dtype)
     count = output.numel()
     mine = wire.scratch.take(wire.size * count, tensor)

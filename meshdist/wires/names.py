@@ -85,11 +85,7 @@ def usable_defaults() -> set[str]:
 
 
 def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
-    """The wire of each device type where a program names none: the best of the usable ones.
-
-    Args:
-        usable: those that work wherever the program runs; None: those that work here.
-    """
+    """The best usable wire of each device type; ``usable`` None means those that work here."""
     found = usable_defaults() if usable is None else usable
     return {
         device_type: next(filter(found.__contains__, names), names[-1])

@@ -87,11 +87,7 @@ class Operation(ABC):
 
 @dataclass(eq=False, slots=True)
 class Done(Operation):
-    """An operation that is done.
-
-    Args:
-        sender: the member that a receive came from.
-    """
+    """An operation that is done; ``sender`` is the member that a receive came from."""
 
     sender: int | None = None
 
@@ -111,12 +107,7 @@ DONE = Done()
 
 @dataclass(eq=False, slots=True)
 class Chain(Operation):
-    """Several operations that end as one.
-
-    Args:
-        parts: the operations.
-        then: called once, when all of them are finished: copies the result to where it belongs.
-    """
+    """Several operations that end as one; ``then`` copies the result back once all are finished."""
 
     parts: Sequence[Operation]
     then: Callable[[], None] | None = None

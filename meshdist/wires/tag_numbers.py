@@ -16,11 +16,7 @@ _DRAWING_S = 10.0
 
 
 class TagNumbers:
-    """The numbers of one group's large tags, from 0, equal on all members.
-
-    Args:
-        store: of the group alone.
-    """
+    """The numbers of one group's large tags, from 0, equal on all members; in the group's store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -50,11 +50,7 @@ class Job(Operation):
 
 
 class WorkerQueue:
-    """Does operations one after the other, in a thread that starts with the first one.
-
-    Args:
-        release: frees the thread where it waits; called when it has to end and does not.
-    """
+    """Does operations in turn in one thread; ``release`` frees it if it has to end and does not."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release

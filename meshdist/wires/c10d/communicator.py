@@ -81,12 +81,7 @@ def is_timeout(text: str) -> bool:
 
 @dataclass(eq=False, slots=True)
 class C10dOperation(Operation):
-    """A collective that c10d has started.
-
-    Args:
-        communicator: which has started it.
-        work: what c10d gave.
-    """
+    """A collective that the communicator has started in c10d, with the work that c10d gave."""
 
     communicator: C10dCommunicator
     work: Any
@@ -114,12 +109,7 @@ class C10dOperation(Operation):
 
 @dataclass(eq=False, slots=True)
 class C10dTransfer(C10dOperation):
-    """A send or receive.
-
-    Args:
-        communicator, work: as of any operation.
-        peer: the other side; None where that may be any.
-    """
+    """A send to or receive from ``peer``, which is None where that may be any."""
 
     peer: int | None
 

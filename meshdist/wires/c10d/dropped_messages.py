@@ -19,11 +19,7 @@ _MOST_THREADS = 8  # as many messages that never come hold up no other
 
 
 class DroppedMessages:
-    """Those of one communicator, and the threads that wait for them.
-
-    Args:
-        patience: how long a thread waits for one: as good as for ever.
-    """
+    """Dropped messages of one communicator; threads wait ``patience``, as good as for ever."""
 
     def __init__(self, patience: timedelta) -> None:
         self._patience = patience

@@ -59,12 +59,7 @@ _ABORT_S = timedelta(seconds=30)
 class Outcome:
     """How one work ends, as far as that can be known without the device.
 
-    It does not hold the work, which keeps the tensors' memory.
-
-    Args:
-        result: c10d's future of it.
-        limit: how long the work may take.
-        note: under which the recorder keeps the call.
+    It does not hold the work, which keeps the tensors' memory; ``note`` is the recorder's number.
 
     Attributes:
         is_good: whether it has ended well.
@@ -100,13 +95,7 @@ class Outcome:
 
 @dataclass(eq=False, slots=True)
 class EnqueuedWork:
-    """A work of c10d's, and what is known of its end.
-
-    Args:
-        work: c10d's.
-        outcome: what is known.
-        communicator: which has started it.
-    """
+    """A work of c10d's that the communicator has started, and what is known of its outcome."""
 
     work: Any
     outcome: Outcome
@@ -121,13 +110,7 @@ class EnqueuedWork:
 
 
 class EnqueueingCommunicator(C10dCommunicator):
-    """The connection of NCCL, and that of XCCL.
-
-    Args:
-        wire, rank, size, process_group: as for any of c10d.
-        device_type: of the tensors.
-        timeout: the group's, which bounds connecting and closing.
-    """
+    """The connection of NCCL, or XCCL; the group's ``timeout`` bounds connecting and closing."""
 
     arithmetic = NCCL
     gathers_uneven = True

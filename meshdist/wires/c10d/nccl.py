@@ -35,14 +35,7 @@ class UccCommunicator(C10dCommunicator):
 
 @dataclass(eq=False)
 class C10dWire(Wire):
-    """A wire over one of torch's process-group classes, where this torch has it.
-
-    Args:
-        name: the wire's name.
-        class_name: the name of torch's class.
-        device_types: the device types it serves.
-        build: which build of torch has the class.
-    """
+    """A wire over torch's process-group class ``class_name``, where a ``build`` of torch has it."""
 
     name: str
     class_name: str

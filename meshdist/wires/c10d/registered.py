@@ -28,11 +28,8 @@ class RegisteredWire(Wire):
     the class has none. ``support`` takes it to have all of them.
 
     Args:
-        name: the wire's name.
         make: called as ``make(store, rank, size, timeout)``, or with extended_api as
             ``make(options, backend_options)``; returns torch's kind of process group.
-        device_types: the device types it serves.
-        extended_api: which of the two forms.
     """
 
     name: str

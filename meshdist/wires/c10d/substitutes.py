@@ -46,11 +46,7 @@ class Substitute:
 
 
 class Arithmetic:
-    """Which reductions a wire computes rightly.
-
-    Args:
-        ops: by dtype, the ops that it has.
-    """
+    """The ops, by dtype, whose reductions a wire computes rightly."""
 
     def __init__(self, ops: Mapping[torch.dtype, frozenset[ReduceKind]]) -> None:
         self._ops = ops

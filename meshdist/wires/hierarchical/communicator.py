@@ -56,8 +56,6 @@ class HierarchicalCommunicator(Communicator):
     """One member's part of a group that spans hosts.
 
     Args:
-        opening: the group.
-        places: where the members are.
         inside: shared memory with the members of this host; None where there are no others.
         across: Gloo among the owners at this member's place, one for each host; None if it is none.
         over_all: Gloo among all members.

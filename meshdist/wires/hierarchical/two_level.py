@@ -184,12 +184,9 @@ def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
 def all_gather(
     stages: Stages, outputs: Tensors, tensor: torch.Tensor, together: torch.Tensor | None = None
 ) -> None:
-    """Gather inside, exchange what each host has, and spread it.
+    """Gather inside, exchange each host's part, and spread it.
 
     Args:
-        stages: the group.
-        outputs: for each member what its tensor is written into; sizes may differ.
-        tensor: this member's.
         together: the tensor that ``outputs`` are consecutive parts of, if there is one.
     """
     places, order = stages.places, stages.places.by_host

@@ -145,10 +145,7 @@ class Arrivals:
             self.mine[_INSIDE] = 0
 
     def find_stay(self) -> tuple[int, float] | None:
-        """The number of the collective in whose blocking call this member is, and its timeout.
-
-        In seconds; None where it is in none.
-        """
+        """Number and timeout in seconds of this member's blocking collective; None in none."""
         number, limit_ms = self.mine[_WINDOW], self.mine[_INSIDE]
         return (number, limit_ms / 1000) if limit_ms else None
 

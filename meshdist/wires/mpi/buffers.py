@@ -26,12 +26,7 @@ _PIECE = 1 << 30
 
 
 class Buffers:
-    """What a communicator hands to MPI for its tensors.
-
-    Args:
-        MPI: mpi4py's module.
-        most: how many elements one call counts; None asks the library.
-    """
+    """The arguments of MPI's calls for tensors, ``most`` elements each; None asks the library."""
 
     def __init__(self, MPI: Any, most: int | None = None) -> None:
         if most is None:

@@ -54,13 +54,7 @@ _EVEN = Turnout.EVEN
 
 
 class MpiCommunicator(Communicator):
-    """One member's part of a group over MPI.
-
-    Args:
-        opening: the group.
-        link: this member's part in it.
-        arrivals: of its members; None where they cannot be seen.
-    """
+    """One member's part of a group over MPI; ``arrivals`` is None where members cannot be seen."""
 
     wants_senders = True
     holds_callers = True
@@ -324,10 +318,8 @@ class MpiCommunicator(Communicator):
 
         Args:
             name: mpi4py's, of the blocking form.
-            terms: whether the caller waits for it, and how long the others may take to come.
             kept: the tensors that it uses.
             then: copies the result back, or None.
-            buffers: its arguments.
             is_even: whether all parts of an exchange of this member's are of one size.
         """
         if self._is_cuda and kept is not None:

@@ -33,8 +33,6 @@ def make_fast_path(
     """The fast path of a group; None where MPI's functions are not found.
 
     Args:
-        link, arrivals: the group's.
-        entry, explain, timeout: as of ``Communicator.fast_path``.
         largest_tag: up to which a program's tags are MPI's.
         most_bytes: how many one call counts.
     """

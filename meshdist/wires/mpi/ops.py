@@ -142,10 +142,7 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
 def plain_reductions(
     MPI: Any, size: int
 ) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """The reductions in a tensor's own memory, SUM first: op, its number, MPI's types and ops.
-
-    Types and ops are given by their handles.
-    """
+    """Reductions in a tensor's own memory, SUM first: op, number, handles of types and ops."""
     found = []
     for op in PLAIN_OPS:
         kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]

@@ -32,12 +32,7 @@ __all__ = ["StagedCommunicator"]
 
 @dataclass(eq=False, slots=True)
 class _Queued(Operation):
-    """An operation that starts when its copies are complete.
-
-    Args:
-        communicator: whose it is.
-        begin: waits for the copies, and starts it on the host.
-    """
+    """An operation that starts when its copies are complete, for which ``begin`` waits."""
 
     communicator: StagedCommunicator
     begin: Callable[[], Operation]
@@ -78,14 +73,7 @@ def _staged(verb: str) -> Any:
 
 
 class StagedCommunicator(Communicator):
-    """The verbs of ``host``, for tensors that lie on a device.
-
-    Args:
-        host: carries tensors in host memory.
-
-    Attributes:
-        is_over: whether it was aborted or closed.
-    """
+    """The verbs of ``host``, for tensors on a device; ``is_over`` once it was aborted or closed."""
 
     wants_senders = True
     holds_callers = True
@@ -166,10 +154,8 @@ class StagedCommunicator(Communicator):
         """Start a verb of the host, once ``events`` and all calls before it allow that.
 
         Args:
-            verb: the method.
             events: reached when the copies that it reads are complete.
             then: copies the result to the device.
-            arguments: of the method, the terms last.
         """
         *others, terms = arguments
         with self._queueing:  # another thread may receive

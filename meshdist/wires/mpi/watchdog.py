@@ -79,12 +79,7 @@ def _end_process(arrivals: Arrivals, stay: tuple[int, float]) -> None:
 
 @contextmanager
 def limited(opening: Opening, find_cards: FindCards) -> Iterator[None]:
-    """End the process where MPI's calls in the context, which open a group, take too long.
-
-    Args:
-        opening: the group.
-        find_cards: gives the members' processes; None for one that has not come.
-    """
+    """End the process if MPI's calls in the context, which open a group, take too long."""
     timer = Timer(opening.timeout, partial(_end_opening, opening, find_cards))
     try:
         yield

@@ -94,12 +94,7 @@ class ShmOperation(Operation):
 
 
 class ShmCommunicator(Communicator):
-    """One member's part of a group in shared memory.
-
-    Args:
-        opening: the group.
-        core: the native communicator.
-    """
+    """One member's part of a group in shared memory, over the native communicator ``core``."""
 
     averages_at_once = True
     shows_calls = True

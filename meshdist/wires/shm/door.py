@@ -121,11 +121,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
 ) -> bool:
-    """Connect to the door at ``address``, and show its secret and the handle to this process.
-
-    Returns:
-        False, and nothing is shown, where another user has opened it.
-    """
+    """Show the door the secret and this process's handle; False if it is another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)

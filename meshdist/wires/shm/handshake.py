@@ -37,12 +37,7 @@ _GRACE_S = 1.0  # the others wait longer than the first member, which knows the 
 
 @dataclass(frozen=True)
 class Shared:
-    """What a member gets: open files, which are its own to close.
-
-    Args:
-        memory: the shared memory.
-        processes: a pidfd for each member, -1 for this one.
-    """
+    """Open files of a member, its own to close: memory, and a pidfd per member, -1 for itself."""
 
     memory: int
     processes: tuple[int, ...]

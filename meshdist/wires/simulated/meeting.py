@@ -178,12 +178,7 @@ class Message:
 
 
 class Meeting:
-    """What the members of one communicator share.
-
-    Args:
-        ranks: the members' global ranks, in group order.
-        name: what messages call the group, or "".
-    """
+    """State that the members of one communicator share; ``name``, or "", is for messages."""
 
     def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks = ranks
@@ -293,13 +288,7 @@ def _take(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
 
 
 def find_mismatch(member: int, calls: Mapping[int, Call], ranks: Sequence[int]) -> str | None:
-    """The sizes that ``member`` and another member disagree about, as text; None where none do.
-
-    Args:
-        member: whose call is new.
-        calls: the members' calls that are there, equal but for their sizes.
-        ranks: the members' global ranks.
-    """
+    """The sizes in which the new call of ``member`` differs from another one; None if none do."""
     if not any(call.sizes for call in calls.values()):
         return None
     sizes = {other: call.sizes or _even_sizes(call) for other, call in calls.items()}

@@ -163,11 +163,7 @@ def find_rank_here() -> Rank | None:
 
 
 class Scheduler(Generic[T]):
-    """Runs ``size`` ranks, exactly one at a time.
-
-    Args:
-        size: how many ranks.
-    """
+    """Runs ``size`` ranks, exactly one at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
