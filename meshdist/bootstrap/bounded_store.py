@@ -337,11 +337,7 @@ def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> 
 
 
 def read_number(store: Store, key: str) -> int:
-    """Return the number under ``key``, 0 where it is not set; unlike ``add``, write nothing.
-
-    Raises:
-        StoreError: it holds no number.
-    """
+    """Return the number under ``key``, 0 where it is not set; unlike ``add``, write nothing."""
     if not store.check([key]):
         return 0
     value = store.get(key)

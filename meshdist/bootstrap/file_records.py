@@ -41,14 +41,7 @@ _Record = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One process's membership in one generation.
-
-    Args:
-        path: the file that the program names.
-        generation: the generation's name, random.
-        rank: the rank that the process has asked for or was given.
-        member: the process's name within the generation.
-    """
+    """One process's membership in one generation, randomly named, of the file at ``path``."""
 
     path: str
     generation: str

@@ -132,12 +132,7 @@ def unknown_address(address: str, error: Exception) -> RendezvousError:
 
 
 def inherited_listener(descriptor: str | None, port: int) -> socket.socket | None:
-    """Return the socket that the launcher bound for this process and ``port``, listening; or None.
-
-    Args:
-        descriptor: MESHDIST_LISTEN_FD, or None.
-        port: the port at which the socket must be bound; another socket is left alone.
-    """
+    """The launcher's listening socket from MESHDIST_LISTEN_FD if bound to ``port``; or None."""
     number = find_whole_number(descriptor or "", most=_MOST_DESCRIPTORS)
     if number is None:
         return None
@@ -257,11 +252,7 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def open_file(path: str, timeout: timedelta) -> FileStore:
-    """Return the store in the file at ``path``, which is made where it is absent.
-
-    Raises:
-        RendezvousError: what stands in the file is no store's.
-    """
+    """Return the store in the file at ``path``, made where absent; raises for other content."""
     # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))

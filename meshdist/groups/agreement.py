@@ -68,15 +68,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """One agreement in the making.
-
-    Args:
-        name: its name in the store.
-        kind: what is being made.
-        text: the definition of this rank, for messages.
-        members: the ranks that take part.
-        timeout: how long they wait for each other.
-    """
+    """One agreement in the making; ``text`` is this rank's definition, for messages."""
 
     name: str
     kind: str

@@ -135,13 +135,7 @@ def from_bytes(data: bytes) -> Announcement:
 
 
 class Round:
-    """One round that has been started; the announcements of all members, once it is done.
-
-    Args:
-        channel: of the call.
-        mine: what this member says.
-        timeout: how long it may take.
-    """
+    """One round that has been started; the announcements of all members, once it is done."""
 
     is_watched = True
     """Whether it fails as members end."""
@@ -165,12 +159,7 @@ class Round:
         return None
 
     def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
-        """Return what each member says, in group order.
-
-        Raises:
-            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as the group
-                explains.
-        """
+        """Return what each member says, in group order; errors are as the group explains."""
         rows = self._rows(self._gathered, self._operation, timeout)
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         said = [row[_HEAD_BYTES:][:size] for row, size in zip(rows, sizes, strict=True)]
@@ -238,11 +227,7 @@ class TableRound(Round):
         return None if self._table.find_said() is not None else self._table.find_left()
 
     def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
-        """Return what each member says, in group order.
-
-        Raises:
-            CollectiveTimeoutError: not all have said it.
-        """
+        """Return what each member says, in group order; CollectiveTimeoutError if some lack."""
         rows = self._table.find_said()
         if rows is None:
             raise self._late()

@@ -63,10 +63,7 @@ class Channel:
     """One group's way to move tensors of one device type.
 
     Args:
-        group: whose way it is.
-        wire: what moves them.
         opened: the communicator, which other groups may use as well.
-        device_type: of the tensors.
         others: the other members, for the errors of failed calls.
     """
 
@@ -159,11 +156,7 @@ class Channel:
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Whether a member has come to the collective that follows this member's last one.
-
-        Args:
-            verb: what it calls there, if the wire can tell; None means any.
-        """
+        """Whether a member has come to the next collective, ``verb`` if the wire can tell."""
         table = self.header_table
         if table is None:
             return self.communicator.is_awaited(verb)
@@ -282,13 +275,9 @@ class Channel:
         """Wrap a started operation for a caller that waits later.
 
         Args:
-            operation: the operation.
-            tensors: what holds its result.
             copy_back: copies the result to where it belongs.
             hand_back: hands the arrays back to their library, in each thread that has waited.
-            verb: its public name.
             note: under which it was noted; None means last.
-            is_transfer: whether it is a send or a receive.
         """
         noted = self.recorder.num_notes if note is None else note
         return Work(
@@ -360,12 +349,8 @@ class Channel:
         """Start a noted receive as soon as a member has noted a message for it, and compare them.
 
         Args:
-            verb: its public name.
-            tensor: what is written.
             peer: the sender; None for any member.
-            tag: of the message.
             note: under which the recorder noted the call, without a number.
-            waits: whether the caller waits for it at once.
         """
         assert self.matching is not None  # else waits_for_sender was false
         header, explain = message_fingerprint(verb, tensor), partial(self.explain, note=note)
@@ -480,8 +465,6 @@ def _disagreement(
     """The error of members whose calls differ, or whose messages do; raised on all of them.
 
     Args:
-        explain: makes it.
-        number: of the call, or of the message among those of its kind.
         message: whether it is a send, the peer and the tag.
     """
     return explain(MembersDisagree("the members' calls differ", number, message))

@@ -45,14 +45,7 @@ def opening_error(
     where: str,
     silent: str = "",
 ) -> MeshdistError:
-    """The error of a group that a wire did not open.
-
-    Args:
-        failure: the wire's.
-        group, ranks: what messages call the group, and its members.
-        wire, where: the wire, and this rank.
-        silent: as ``OtherMembers.silent``.
-    """
+    """The error of a group that a wire did not open; ``silent`` is as ``OtherMembers.silent``."""
     kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
     return kind(
         f"{group} could not be opened on wire {wire.name!r}",
@@ -133,13 +126,7 @@ class OtherMembers(ABC):
 
 
 class Explainer:
-    """Turns failures of calls on one communicator into errors that name ranks, places and reasons.
-
-    Args:
-        group: whose calls they are.
-        recorder: where they are noted.
-        others: the other members.
-    """
+    """Turns failures of calls on one communicator into errors that name ranks, places, reasons."""
 
     def __init__(self, group: GroupFacts, recorder: Recorder, others: OtherMembers) -> None:
         self._group = group

@@ -21,12 +21,7 @@ __all__ = ["Place", "Places"]
 
 @dataclass(eq=False)
 class Place:
-    """One communicator on which this rank may be needed.
-
-    Args:
-        group: one that uses it.
-        channel: that group's.
-    """
+    """One communicator on which this rank may be needed, with one group that uses it."""
 
     group: ProcessGroup
     channel: Channel
@@ -139,12 +134,7 @@ class Place:
 
 
 class Places:
-    """All communicators of one rank's join context.
-
-    Args:
-        main: that of the main group, if the rank is not alone there.
-        ranks: of the main group.
-    """
+    """All communicators of one join context; ``main`` is its main group's, of ``ranks``."""
 
     def __init__(self, main: OpenCommunicator, ranks: Sequence[int]) -> None:
         self._main = main

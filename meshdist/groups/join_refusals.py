@@ -29,15 +29,10 @@ def has_source(call: Announcement) -> bool:
 def find_call(
     channel: Channel, said: Sequence[Announcement], *, is_strict: bool
 ) -> Announcement | None:
-    """Return what the members that go on call; None where all have joined.
+    """Return what the members that go on call; None where all have joined; else raise JoinError.
 
     Args:
-        channel: on which it is said.
-        said: by each member.
         is_strict: whether all members must have data.
-
-    Raises:
-        JoinError: it cannot be answered.
     """
     call = next((one for one in said if not one.has_joined), None)
     ranks = channel.group.ranks

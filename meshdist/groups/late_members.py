@@ -36,14 +36,7 @@ _log = logging.getLogger("meshdist.waits")
 
 
 class LateMembers:
-    """Looks whether this rank has waited in one call for long, and says once for whom.
-
-    Args:
-        world: whose rank it is.
-
-    Raises:
-        ArgumentError: the variable is no number of seconds.
-    """
+    """Looks whether this rank has waited in one call for long, and says once for whom."""
 
     def __init__(self, world: World) -> None:
         self._world = world

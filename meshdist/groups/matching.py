@@ -35,12 +35,9 @@ class Receive:
     """A receive that waits for its sender.
 
     Args:
-        tensor: what is written.
         peer: the sender, where the program named it.
-        tag: of the message.
         header: the fingerprint of the message that ``tensor`` takes.
         note: under which the recorder noted the call, without a number.
-        timeout: how long it may take.
         explain: notifies all members that a message does not fit, and makes the error.
     """
 
@@ -58,12 +55,6 @@ class Receive:
 @dataclass(eq=False)
 class Matching:
     """The receives of one communicator that wait for their sender, in the order of their start.
-
-    Args:
-        communicator: what receives.
-        header_table: where members note what they send.
-        recorder: where this member's calls are noted.
-        is_broken: whether the communicator failed or was aborted.
 
     Attributes:
         receives: those that wait. ``takes`` is false for a named sender while there are none.

@@ -171,13 +171,8 @@ class Registry:
         """Return the communicator called ``label``; opening a new one waits for all members.
 
         Args:
-            wire: what opens it.
             opening: how it is opened; its store is the world's.
-            label: what its members have agreed to call it.
             user: the group that asks for it; where it is private, no other may share it.
-
-        Raises:
-            WireFailure: the wire could not open it.
         """
         with self._lock:
             shared = self._by_label.get(label)

@@ -102,11 +102,7 @@ class Shadowing:
     """The call of which the round has been, which this rank is to start next."""
 
     def begin(self) -> None:
-        """Let all calls of this rank's groups be announced; opens the main group.
-
-        Raises:
-            ArgumentError: the rank is in such a context already.
-        """
+        """Let all calls of this rank's groups be announced; opens the main group."""
         self._registry = get_registry(self.group.world)
         if self._registry.shadowing is not None:
             raise ArgumentError(
@@ -171,11 +167,7 @@ class Shadowing:
     # -- ranks that have data ---------------------------------------------------------------------
 
     def announce(self, notice: str) -> list[bool]:
-        """Say to the main group that a joinable begins something; return which have not joined.
-
-        Raises:
-            JoinError: a member has joined, in a strict context.
-        """
+        """Tell the main group that a joinable begins something; return which have not joined."""
         place = self._places.main
         if place is None:  # a group of one
             return [True]
@@ -211,11 +203,7 @@ class Shadowing:
         return [rank for rank in ranks if rank in members and has_joined(rank)]
 
     def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
-        """Say to all members that a call follows that goes by no channel.
-
-        Returns:
-            The ranks that make it: those that have data.
-        """
+        """Announce a call that goes by no channel; return the ranks with data, which make it."""
         channel = group.open_channel(group.first_device_type())
         place = self._places.find(channel.opened)
         if place is None:
@@ -265,11 +253,7 @@ class Shadowing:
             place.round, place.is_held = None, False
 
     def _check(self, place: Place, said: Sequence[Announcement]) -> Announcement | None:
-        """Return what the members that go on call; None where all have joined.
-
-        Raises:
-            JoinError: it cannot be answered; on every member alike.
-        """
+        """Return the call of those that go on; None if all joined; JoinError on all alike."""
         is_strict = self.is_strict and place is self._places.main
         try:
             return find_call(place.channel, said, is_strict=is_strict)
@@ -289,11 +273,7 @@ class Shadowing:
     # -- a rank that has none left ----------------------------------------------------------------
 
     def join(self) -> bool:
-        """Answer the others' calls until no rank has data left.
-
-        Returns:
-            Whether this rank was among the last to join.
-        """
+        """Answer calls until no rank has data left; return whether this was among the last."""
         self._has_joined = True
         main = self._places.main
         if main is None:

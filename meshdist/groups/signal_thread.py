@@ -55,8 +55,6 @@ class SignalThread:
     """Acts on the signals of other ranks.
 
     Args:
-        world: whose ranks signal to each other.
-        handle: what makes the requests to its store.
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
         look: called at each look at the store; must not wait.
@@ -192,10 +190,7 @@ def ask(
     """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out.
 
     Args:
-        world: the world of all of them.
-        ranks: the ranks to ask.
         about: a call or message of one communicator that the answer describes as well.
-        patience_s: how long to wait for answers.
     """
     number = post(world, {"kind": "ask", "about": about or {}})
     answers: dict[int, Answer] = {}

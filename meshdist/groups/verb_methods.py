@@ -27,11 +27,8 @@ class Asked(NamedTuple):
     """How a call is to be done.
 
     Args:
-        is_async: whether the caller goes on before it is done.
         timeout: how long it may take, in place of the group's; None is the group's.
-        op: of a verb that reduces.
         root: of a verb that has one, counted in the group.
-        device_ids: of a barrier.
     """
 
     is_async: bool = True

@@ -35,12 +35,7 @@ _yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # not on every
 
 
 class Waits:
-    """The waits of this rank in one join context.
-
-    Args:
-        world: whose rank it is.
-        whereabouts: what the ranks have said of themselves.
-    """
+    """The waits of this rank in one join context, with what the ranks have said of themselves."""
 
     def __init__(self, world: World, whereabouts: Whereabouts) -> None:
         self._world = world
@@ -57,11 +52,7 @@ class Waits:
         return any(is_done(answer) for answer in self._answers)
 
     def end_answers(self, *, ready_alone: bool = False) -> None:
-        """Wait for the answers that were taken, or for those alone that are done.
-
-        Raises:
-            MeshdistError: of one that has failed.
-        """
+        """Wait for the answers taken, or the done ones alone; raise the error of a failed one."""
         for answer in tuple(self._answers):
             if not ready_alone or is_done(answer):
                 self._answers.remove(answer)
@@ -132,9 +123,7 @@ class Waits:
             raise self._left(channel)
 
     def raise_gone(self, place: Place, member: int) -> NoReturn:
-        """Raise since a member has left the context: by an exception, as another has ended, or at
-        its end.
-        """
+        """Raise as a member has left: by an exception, as another has ended, or at its end."""
         channel = place.channel
         self.raise_left([channel])
         ended = place.find_gone()

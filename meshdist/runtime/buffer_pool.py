@@ -36,10 +36,7 @@ class _Pool:
         self._changing = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """Return ``num_bytes`` bytes, which come back when the last reference to them goes.
-
-        None where the system has no such memory.
-        """
+        """Return bytes that come back with their last reference; None without such memory."""
         with self._changing:
             self._collect()
             fits = [one for one in self._free if num_bytes <= _room(one) <= _MOST_WASTE * num_bytes]

@@ -84,11 +84,7 @@ os.register_at_fork(after_in_child=clock.resume_in_child)
 
 
 class Deadline:
-    """A moment on the process's clock, before which something has to be done.
-
-    Args:
-        timeout: how far away it is; numbers are seconds, and None is for ever.
-    """
+    """A moment on the process's clock; numbers are seconds from now, and None is for ever."""
 
     __slots__ = ("_end",)
 

@@ -184,11 +184,7 @@ class ProcessCard:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ProcessCard:
-        """Return the card that ``to_json`` gave; further keys are ignored.
-
-        Raises:
-            ValueError: it gave something else.
-        """
+        """Return the card that ``to_json`` gave, ignoring further keys; else ValueError."""
         kinds = {"pid": int, "start": str, "host": str, "hostname": str}
         found: dict[str, Any] = {name: values.get(name) for name in kinds}
         if not all(type(found[name]) is kind for name, kind in kinds.items()):

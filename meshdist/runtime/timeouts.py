@@ -16,12 +16,7 @@ _LONGEST = timedelta(days=36500)
 
 
 def check_timeout(timeout: object) -> None:
-    """Return if ``timeout`` is None or a time to wait.
-
-    Raises:
-        KindError: it is no timedelta.
-        ArgumentError: it is not positive, or longer than clocks can count.
-    """
+    """Return if ``timeout`` is None or a time to wait that clocks can count; raise otherwise."""
     if timeout is None:
         return
     if not isinstance(timeout, timedelta):

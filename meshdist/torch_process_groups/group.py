@@ -322,9 +322,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """Run a call that was checked.
 
         Args:
-            request: the call.
             noted: what it is noted and compared by.
-            result: the tensors that hold its result, as torch nests them.
             way: the verb of a ``Communicator`` that starts it.
             calls: the arguments of that verb, without its terms; several start as one.
             facts: more fields of its record, ``Call``, that members compare.

@@ -27,13 +27,7 @@ _Tensor = torch.Tensor
 
 
 class Request:
-    """A call of a verb: makes what travels of what was given, and copies back what was written.
-
-    Args:
-        verb: its name, for messages and notes.
-        group: whose verb is called.
-        asked: how it is to be done.
-    """
+    """A call of a verb: makes what travels of what was given, and copies back what was written."""
 
     def __init__(self, verb: str, group: GroupFacts, asked: Asked) -> None:
         self.verb = verb

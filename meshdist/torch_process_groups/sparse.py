@@ -14,13 +14,7 @@ __all__ = ["sum_sparse"]
 
 
 def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
-    """Sum a sparse tensor in place over all members; each may have other indices.
-
-    Args:
-        group: torch's kind of process group.
-        tensor: of the layout ``torch.sparse_coo``, of one shape on all members.
-        op: ``ReduceOp.SUM``.
-    """
+    """Sum a sparse COO tensor of one shape over all members in place; indices may differ."""
     if tensor.layout is not torch.sparse_coo:
         raise ArgumentError(
             "all_reduce of a tensor that is neither dense nor of coordinates",

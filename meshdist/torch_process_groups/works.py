@@ -33,13 +33,7 @@ _completing: WeakSet[threading.Thread] = WeakSet()
 
 
 class TorchWork(torch_distributed.Work):
-    """One verb, or several as one, for torch.
-
-    Args:
-        works: the verbs in flight; none where all is done.
-        result: the tensors that hold the result, as torch nests them.
-        completer: completes the futures of its group.
-    """
+    """One or several verbs in flight as one, for torch; no ``works`` means that all is done."""
 
     def __init__(self, works: Sequence[Work], result: list[Any], completer: WorkerQueue) -> None:
         super().__init__()

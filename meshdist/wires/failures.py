@@ -41,7 +41,7 @@ class WireAborted(WireFailure):
 
 
 class MemberGaveUp(WireAborted):
-    """A member, awaited by others, that has given up, as ``text`` says, and tells why elsewhere."""
+    """A member has given up while others waited, as ``text`` says, and tells why elsewhere."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -61,7 +61,7 @@ class WireRefused(WireFailure):
 
 
 class MemberLost(WireFailure):
-    """A member that has ended or left, as ``text`` says, while others waited for it."""
+    """A member has ended or left the group, as ``text`` says, while others waited for it."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
