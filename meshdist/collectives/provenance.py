@@ -1,6 +1,6 @@
 """Where a value became varying: which operation joined it over an axis, and which leaf brought it.
 
-Until a context's first backward has begun, each node of autograd's graph is given a note of the
+Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
 operation that made it. A loss that varies is refused there, and the notes are read from the loss
 backwards; a program that has passed once runs without them. Over 'tp', where the psum behind
 ``down`` was forgotten:

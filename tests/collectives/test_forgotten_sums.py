@@ -269,7 +269,7 @@ def test_a_cast_a_draw_and_a_resharding_are_seen() -> None:
         assert f"fix:      behind sum at {__file__}:" in text
 
 
-def test_a_place_that_has_passed_notes_nothing_until_it_fails() -> None:
+def test_a_mesh_that_has_passed_notes_nothing_until_a_step_fails() -> None:
     """What passed runs at full speed: a first failure says so, and the next says where."""
 
     def program() -> list[str]:
