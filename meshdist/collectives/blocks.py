@@ -19,11 +19,7 @@ __all__ = ["cut", "get_dim", "joined"]
 
 
 def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
-    """Return a dim, which may be counted from the end, as a number from 0 below ``num_dims``.
-
-    Raises:
-        KindError: ``given`` is no whole number. ShapeError: there is no such dim.
-    """
+    """Return a dim, which may be counted from the end, as a number from 0 below ``num_dims``."""
     try:
         dim = index(given)
     except TypeError:
@@ -44,11 +40,7 @@ def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
 def cut(
     x: torch.Tensor, dim: int, group: ProcessGroup, verb: str, argument: str, *, tiled: bool
 ) -> torch.Tensor:
-    """Return ``x`` as blocks along ``dim``, which ``get_dim`` has found.
-
-    Raises:
-        ShapeError: the dim is not cut into one block per member.
-    """
+    """Return ``x`` as blocks along ``dim``, which ``get_dim`` has found."""
     length, size = x.shape[dim], group.size()
     if length % size if tiled else length != size:
         others = [

@@ -237,10 +237,6 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
     """Return the first of ``device_ids`` as a device; None for an empty list.
 
     On a host without CUDA devices any numbers will do, as in torch: None then, too.
-
-    Raises:
-        KindError: not a list of whole numbers.
-        ArgumentError: this machine has CUDA devices, and not that one.
     """
     if not isinstance(device_ids, list) or not all(type(one) is int for one in device_ids):
         raise KindError(

@@ -61,11 +61,7 @@ class Parcel:
 
 
 def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:
-    """Return the objects of a parcel.
-
-    Raises:
-        BackendError: one of them cannot be unpickled here, or it is no parcel.
-    """
+    """Return the objects of a parcel."""
     view = data.numpy().data
     try:
         (count,) = struct.unpack_from("<q", view)

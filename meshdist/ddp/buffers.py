@@ -40,11 +40,7 @@ class Buffers:
         return {name: buffer for name, buffer in found if buffer is not None}
 
     def set_hook(self, state: object, hook: Callable[..., Any], *, is_before: bool) -> None:
-        """Let ``hook(state, named_buffers)`` take the place of the broadcast.
-
-        Raises:
-            KindError: it cannot be called.
-        """
+        """Let ``hook(state, named_buffers)`` take the place of the broadcast."""
         if not callable(hook):
             raise KindError(
                 f"the buffers' hook is of type {type(hook).__name__}",

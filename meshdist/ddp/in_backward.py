@@ -34,11 +34,7 @@ def marked_optimizers(
 
 
 def refuse_late_marks(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raise where torch has noted optimizers on parameters after the first forward.
-
-    Raises:
-        GradientError: they would step with the gradients of this rank alone.
-    """
+    """Raise where torch has noted optimizers on parameters after the first forward."""
     if any(hasattr(parameter, _MARK) for parameter in (parameters[0], parameters[-1])):
         raise GradientError(
             "an optimizer in the backward was noted on parameters after the first forward",
@@ -72,11 +68,7 @@ class InBackward:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> InBackward:
-        """One optimizer of this class for each parameter.
-
-        Raises:
-            KindError: it is no class of optimizers.
-        """
+        """One optimizer of this class for each parameter."""
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise KindError(
                 f"{optimizer!r} is no class of optimizers",

@@ -99,11 +99,7 @@ class JoinMethods(Joinable):
     process_group: ProcessGroup
 
     def refuse_unknown_context(self) -> None:
-        """Raise where this model is trained in an uneven loop that does not know it.
-
-        Raises:
-            JoinError: ranks without data would not follow its backwards.
-        """
+        """Raise where this model is trained in an uneven loop that does not know it."""
         is_known = self._join_config.context is not None
         if not is_known and self.process_group.open_channel(self.device.type).is_intercepted:
             raise JoinError(

@@ -231,12 +231,7 @@ class DataLogger:
     # -- iterations ---------------------------------------------------------------------------
 
     def set_sample_rate(self, rate: int) -> None:
-        """Sample the iterations whose number ``rate`` divides, and the first ten.
-
-        Raises:
-            ArgumentError: it is below 1.
-            KindError: it is no whole number.
-        """
+        """Sample the iterations whose number ``rate`` divides, and the first ten."""
         if isinstance(rate, bool) or not hasattr(rate, "__index__"):
             raise KindError(
                 f"the sample rate {rate!r} is no whole number",

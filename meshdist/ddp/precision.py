@@ -63,11 +63,7 @@ class MixedPrecision:
 
 
 def check_precision(config: object) -> None:
-    """Refuse what is no configuration of dtypes.
-
-    Raises:
-        KindError: a field lacks, or is no floating-point dtype.
-    """
+    """Refuse what is no configuration of dtypes."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(config, name, ...)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

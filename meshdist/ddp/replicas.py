@@ -58,9 +58,6 @@ def check_equal_lines(
         device: of what is sent.
         summary, fix: of the error.
         options: what is compared by name; the names are equal on all members.
-
-    Raises:
-        AgreementError: they differ; every member raises, and the text shows what differs.
     """
     named = {name: str(value) for name, value in (options or {}).items()}
     mine_all = json.dumps([list(lines), named]).encode()

@@ -101,11 +101,7 @@ class TorchMethods:
         self._buffers_of_model.set_hook(state, hook, is_before=is_before)
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Register ``comm_hooks.allreduce_hook`` or ``fp16_compress_hook``, by torch's enum.
-
-        Raises:
-            KindError: no ``torch.distributed.BuiltinCommHookType``; or as ``register_comm_hook``.
-        """
+        """Register ``comm_hooks.allreduce_hook`` or ``fp16_compress_hook``, by torch's enum."""
         if not isinstance(comm_hook_type, BuiltinCommHookType):
             raise KindError(
                 f"comm_hook_type is of type {type(comm_hook_type).__name__}",
@@ -128,9 +124,6 @@ class TorchMethods:
             optim: a class of optimizers.
             args, kwargs: its arguments behind the parameters.
             optim_params: the parameters to step; all that are averaged by default.
-
-        Raises:
-            GradientError: an optimizer, or a communication hook, is registered already.
         """
         if self._optimizers is not None or self.reducer.hook is not None:
             raise GradientError(

@@ -49,9 +49,6 @@ class TypedOwner:
     Args:
         parameters: whose gradients are averaged, by name.
         axes: the mesh of the axes, where the wrapper was given one; parameters are marked at once.
-
-    Raises:
-        AxisTypeError: a parameter is not equal on all ranks along the axes.
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], axes: DeviceMesh | None) -> None:
@@ -133,11 +130,7 @@ class TypedOwner:
 
 
 def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tuple[str, ...]:
-    """The axes of ``mesh`` along which the members of ``group`` lie, in their order.
-
-    Raises:
-        AxisTypeError: there are none.
-    """
+    """The axes of ``mesh`` along which the members of ``group`` lie, in their order."""
     choices: list[tuple[str, ...]] = [
         names for count in range(1, mesh.ndim + 1) for names in combinations(mesh.axis_names, count)
     ]

@@ -54,11 +54,7 @@ def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict
 
 
 def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[str]:
-    """Return the names that the wrapper leaves alone, with ``names`` noted first if given.
-
-    Raises:
-        ArgumentError: the module has no parameter or buffer of such a name.
-    """
+    """Return the names that the wrapper leaves alone, with ``names`` noted first if given."""
     if names is not None:
         names = list(names)
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -187,11 +183,7 @@ def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise where a parameter that was frozen when the model was wrapped is no longer.
-
-    Raises:
-        GradientError: its gradient would stay local.
-    """
+    """Raise where a parameter that was frozen when the model was wrapped is no longer."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise GradientError(
@@ -207,12 +199,7 @@ def delayed_indices(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return which of ``parameters`` are delayed, and which one their reduction waits for.
-
-    Raises:
-        ArgumentError: one of both was given without the other, or is not among the parameters.
-        KindError: the delayed ones are no pairs.
-    """
+    """Return which of ``parameters`` are delayed, and which one their reduction waits for."""
     if delayed is None and behind is None:
         return frozenset(), None
     if delayed is None or behind is None:

@@ -224,11 +224,7 @@ def _bound_everywhere() -> socket.socket:
 
 
 def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reservation:
-    """Bind a port of this host for rank 0's store; the system chooses it unless port is given.
-
-    Raises:
-        LaunchError: address is not one of this host, or something listens on the port already.
-    """
+    """Bind a port of this host for rank 0's store; the system chooses it unless port is given."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as sockets:

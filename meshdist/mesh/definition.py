@@ -249,11 +249,7 @@ def definition_of_groups(
     mesh: Any,
     names: Sequence[str] | None,
 ) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
-    """Return the definition of a mesh whose groups exist, and its groups, one per axis.
-
-    Raises:
-        MeshError: the mesh and the groups' ranks do not fit together.
-    """
+    """Return the definition of a mesh whose groups exist, and its groups, one per axis."""
     check_device_type(device_type)
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))

@@ -535,11 +535,7 @@ class DeviceMesh:
 
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """This rank's place along the axes of ``mesh``.
-
-    Raises:
-        NotInGroupError: the mesh does not hold this rank.
-    """
+    """This rank's place along the axes of ``mesh``."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         world, ranks = mesh.world, mesh._root.layout.ranks().ravel().tolist()

@@ -15,12 +15,7 @@ __all__ = ["check_device", "check_device_type", "select_device"]
 
 
 def check_device_type(device_type: object) -> None:
-    """Return if ``device_type`` is text without an index.
-
-    Raises:
-        KindError: it is no text.
-        MeshError: it has an index.
-    """
+    """Return if ``device_type`` is text without an index."""
     if not isinstance(device_type, str):
         raise KindError(
             f"device_type must be text, not {device_type!r}", expected="'cpu', 'cuda', ..."
@@ -37,12 +32,7 @@ def check_device_type(device_type: object) -> None:
 
 
 def check_device(device_type: str, *, is_planned: bool = False) -> None:
-    """Return if groups of such a mesh can communicate here; it may be planned without.
-
-    Raises:
-        BackendError: "cuda" without a GPU.
-        ArgumentError: no such device type.
-    """
+    """Return if groups of such a mesh can communicate here; it may be planned without."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",

@@ -32,12 +32,7 @@ nearest is no guess at what was meant: 'ep' is not 'dp', nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the modes of one axis in normal form.
-
-    Raises:
-        KindError: not pairs of whole numbers.
-        MeshError: a size or a stride below 1.
-    """
+    """Return the modes of one axis in normal form."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -54,11 +49,7 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return ``ndim`` different identifiers as a tuple, or None where there are no names.
-
-    Raises:
-        AxisError: names that repeat, are no identifiers, or are not one per axis.
-    """
+    """Return ``ndim`` different identifiers as a tuple, or None where there are no names."""
     if names is None:
         return None
     if isinstance(names, str):
@@ -110,10 +101,6 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
     Args:
         sizes: a sequence, or one size.
         what: what they are, for messages.
-
-    Raises:
-        KindError: not whole numbers.
-        MeshError: no size, one of 0 or below -1, two of -1.
     """
     try:
         checked = tuple(
@@ -149,9 +136,6 @@ def inferred_sizes(
         whole: what the product shall be; unused without a -1.
         what: what the sizes are, for messages.
         whole_text: what ``whole`` is, for messages.
-
-    Raises:
-        MeshError: the known sizes do not divide it.
     """
     if -1 not in sizes:
         return sizes
@@ -166,12 +150,7 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ranks as an integer array of one dim or more: distinct, not negative, in the world.
-
-    Raises:
-        KindError: not an array of whole numbers.
-        MeshError: no ranks, no dim, a rank twice, negative, or outside the world.
-    """
+    """Return ranks as an integer array of one dim or more: distinct, not negative, in the world."""
     try:
         array = np.asarray(ranks)
     except ValueError as error:  # rows of different lengths

@@ -64,11 +64,7 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
 
 
 def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] | None]:
-    """Return the device type, nested list of ranks and names of torch's mesh.
-
-    Raises:
-        KindError: not torch's DeviceMesh.
-    """
+    """Return the device type, nested list of ranks and names of torch's mesh."""
     if not isinstance(mesh, TorchMesh):
         raise KindError(
             f"{mesh!r} is not torch's DeviceMesh",

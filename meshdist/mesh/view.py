@@ -66,12 +66,7 @@ class Marks:
 
     @staticmethod
     def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
-        """Check what a caller wants to be marked.
-
-        Raises:
-            NotInGroupError: the mesh does not hold ``highlight_rank``.
-            MeshError: ``hosts`` lacks a rank of the mesh.
-        """
+        """Check what a caller wants to be marked."""
         at = None
         if highlight_rank is not None:
             at = layout.coordinate_of(highlight_rank)

@@ -90,11 +90,7 @@ def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def checked_shape(verb: str, shape: Any) -> tuple[int, ...]:
-    """Return the shape of a whole array as plain ints.
-
-    Raises:
-        KindError: it is something else. ShapeError: a negative size.
-    """
+    """Return the shape of a whole array as plain ints."""
     sizes = find_whole_numbers(shape)
     if sizes is None:
         raise KindError(

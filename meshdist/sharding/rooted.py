@@ -29,11 +29,7 @@ __all__ = ["RootedGather", "checked_root", "scatter"]
 
 
 def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
-    """Return the root, a rank of the mesh.
-
-    Raises:
-        KindError: no whole number. NotInGroupError: the mesh does not hold it.
-    """
+    """Return the root, a rank of the mesh."""
     if isinstance(root, bool) or not hasattr(root, "__index__"):
         raise KindError(f"{verb}: root is a rank, a whole number", found=repr(root))
     rank = index(root)
@@ -75,11 +71,7 @@ class RootedGather:
             self._carrier = Carrier(steps, placement.local_shape(here), mesh, self._title)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The whole array on the root, in new memory; None on all other ranks.
-
-        Raises:
-            GradientError: ``x`` needs a gradient: ranks without a result have no backward.
-        """
+        """The whole array on the root, in new memory; None on all other ranks."""
         if x.requires_grad and torch.is_grad_enabled():
             raise GradientError(
                 "unshard with a root has no gradient",

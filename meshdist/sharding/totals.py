@@ -81,9 +81,6 @@ def mean_of_shard(
     """The sum of a shard over ``dims``, divided by the number of elements of the whole there.
 
     Halves are summed as float32, as the libraries do: the sum may be larger than any half.
-
-    Raises:
-        DtypeError: whole numbers of torch, which has no mean of them.
     """
     if isinstance(local, torch.Tensor):
         result = dtype or local.dtype

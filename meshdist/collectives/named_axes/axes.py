@@ -123,11 +123,7 @@ def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) 
 
 
 def refuse_groups(verb: str, axis_index_groups: Any) -> None:
-    """Raise unless ``axis_index_groups`` is None: parts of an axis are axes here.
-
-    Raises:
-        KindError: it is anything else.
-    """
+    """Raise unless ``axis_index_groups`` is None: parts of an axis are axes here."""
     if axis_index_groups is not None:
         raise KindError(
             f"{verb} takes no axis_index_groups",
