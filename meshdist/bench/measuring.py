@@ -134,11 +134,7 @@ class _Ranks:
 
 @contextmanager
 def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _Ranks]]:
-    """Start every entrant's ranks; end them, and wait, when the context ends.
-
-    Raises:
-        SideFailedError: ranks do not start.
-    """
+    """Start every entrant's ranks; end them, and wait, when the context ends."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -109,12 +109,7 @@ def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why operands do not join.
-
-    Args:
-        axis: where.
-        operand: the place of the unreduced operand that nothing may be done with.
-    """
+    """The axis where operands do not join, and the place of the unreduced operand to blame."""
 
     axis: str
     operand: int

@@ -38,14 +38,7 @@ _NOTE = "leaf buckets"  # under which a mesh keeps its own
 
 
 class Casts:
-    """The casts of one context.
-
-    Args:
-        mesh: the context's.
-
-    Attributes:
-        count: how many nodes of autograd were made.
-    """
+    """The casts of one context; ``count`` is how many nodes of autograd were made."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.count = 0
@@ -124,11 +117,7 @@ class Casts:
         return None
 
     def refuse_leaves_in_uneven_loop(self, verb: str) -> None:
-        """Raise where a leaf's gradient is summed over ranks some of which may have no data left.
-
-        Raises:
-            JoinError: those would answer the sum with zeros, and not get the gradient.
-        """
+        """Raise where a leaf's gradient is summed over ranks some of which may have no data."""
         loop = find_shadowing(self._mesh.world)
         if loop is None:
             return

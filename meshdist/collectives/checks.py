@@ -143,11 +143,7 @@ def note_write(tensor: torch.Tensor) -> None:
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
-    """Return a root or peer as a group rank, given as a global or a group rank; None for neither.
-
-    Raises:
-        ArgumentError: both are given. KindError: no whole number. NotInGroupError: no member.
-    """
+    """Return a root or peer as a group rank, from a global or group rank; None for neither."""
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(

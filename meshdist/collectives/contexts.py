@@ -97,12 +97,7 @@ class ContextMode(TorchFunctionMode):
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """The text of the type of an operand, checked.
-
-        Raises:
-            KindError: a subclass of torch's tensors.
-            AxisTypeError: a history that the context did not see.
-        """
+        """The text of an operand's type; raises for subclasses and for histories unseen here."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         text = tensor.__dict__.get(ATTRIBUTE)
@@ -134,11 +129,7 @@ class ContextMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         added: str = INVARIANT,
     ) -> Join:
-        """The join of the operands' types, and of ``added``.
-
-        Raises:
-            AxisTypeError, KindError: they do not join, or one of them cannot be typed.
-        """
+        """The join of the operands' types and ``added``; raises if any cannot be joined."""
         name = operation.name
         texts: tuple[str, ...] = tuple([self.type_of(one, name) for one in operands])
         if are_transforms_active():

@@ -62,9 +62,7 @@ def check_gradient_of(
 
     Args:
         leaf: has the gradient, or on this rank has none.
-        grad: the gradient.
         text: the type of the gradient.
-        mesh: has the axes.
     """
     group = _invariant_group(text, mesh)
     if group is None:

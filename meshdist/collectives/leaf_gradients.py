@@ -133,11 +133,7 @@ def note_leaves(verb: Any, group: ProcessGroup) -> None:
 
 
 def _compare(backward: _Backward, notes: dict[Any, Any]) -> None:
-    """Add a backward that has ended to the notes; compare where all members have.
-
-    Raises:
-        GradientError: leaves that are equal have gradients that are not.
-    """
+    """Add a backward that has ended to the notes; compare, and raise, where all members have."""
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
     )

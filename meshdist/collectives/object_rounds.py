@@ -30,7 +30,6 @@ class Rounds(Collective):
     """The rounds of one call among all members; all of them under the verb's name.
 
     Args:
-        name, group: as for ``Collective``.
         device: where the caller wants the bytes to travel, or None.
     """
 
@@ -41,11 +40,7 @@ class Rounds(Collective):
         self.device = find_device(self.group, device, name)
 
     def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
-        """Return how many bytes each member has.
-
-        Raises:
-            KindError: a member has failed to pickle. AgreementError: the members' lengths differ.
-        """
+        """Return each member's number of bytes; raise if one failed to pickle or lengths differ."""
         gathered, _ = self._all_gather_numbers(parcel.signed_size, length)
         signed_sizes, lengths = gathered.t().tolist()
         ranks = self.group.ranks
@@ -60,11 +55,7 @@ class Rounds(Collective):
         return list(signed_sizes)
 
     def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return how many bytes the source, which has ``parcels``, has for each member.
-
-        Raises:
-            KindError: the source has failed to pickle.
-        """
+        """Return how many bytes the source has for each member; raises if it failed to pickle."""
         assert self.root is not None
         failure = next((parcel for parcel in parcels if parcel.error is not None), None)
         signed_sizes = [(failure or parcel).signed_size for parcel in parcels]

@@ -27,11 +27,7 @@ __all__ = [
 
 
 class Parcel:
-    """Objects as bytes; or, where one cannot be pickled, why.
-
-    Args:
-        objects: what to pickle, one after the other, by what messages call each.
-    """
+    """Objects as bytes; or, where one cannot be pickled, why."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.error: Exception | None = None

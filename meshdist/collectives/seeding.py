@@ -40,13 +40,7 @@ _NUMPY_WORD = 1 << 32
 
 @dataclass(frozen=True)
 class _Seeding:
-    """How a generator was seeded.
-
-    Args:
-        number: its ``initial_seed()`` since then.
-        axes: those along which ranks were seeded differently.
-        layout: of the mesh that has the axes; None where there are none.
-    """
+    """A generator's seed, and the axes of ``layout``, if any, along which seeds differ."""
 
     number: int
     axes: tuple[str, ...] = ()
@@ -166,11 +160,7 @@ def type_of_draw(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """What the generator adds to the type of a draw over ``operands``.
-
-    Raises:
-        AxisTypeError: md.seed did not set its state, and not all axes vary already.
-    """
+    """Axes that a draw over ``operands`` varies along; raises if md.seed did not set the state."""
     given = _find_generator(args, kwargs)
     noted = seed_notes().get(given or torch.default_generator)
     generator = given or _own_generator(args, kwargs)

@@ -23,11 +23,9 @@ def sparse_psum(grad: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the sum of the rows that the members have, coalesced; collective.
+    """Return the sum of the members' coalesced rows, coalesced; collective.
 
     Args:
-        group: torch's kind of process group.
-        mine: coalesced, of one shape on all members.
         counts: how many rows each member has.
     """
     # Along their last dimension indices go, values along their first.

@@ -28,13 +28,7 @@ __all__ = ["WRITES", "Write", "kinds_over", "made_equal", "watch"]
 
 @dataclass(frozen=True)
 class Write:
-    """What a verb does to its arguments.
-
-    Args:
-        written: the parameter of what it writes.
-        kind: of what it writes, over its group's axes.
-        read: the parameters of what it reads; () where it reads what it writes.
-    """
+    """The parameters that a verb writes, of ``kind`` over its group's axes, and others it reads."""
 
     written: str
     kind: str

@@ -20,25 +20,13 @@ __all__ = ["TypedVerb", "find_typed_verb"]
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
-    """The verb as the context has it that the call is in; None where there is no context.
-
-    Args:
-        verb: its public name, as in ``verb_kinds``.
-        axes: the mesh of just the axes that it is over.
-        to: as for ``verb_kinds.find_result_kind``.
-    """
+    """The verb as the context has it that the call is in; None where there is no context."""
     mode = find_mode()
     return None if mode is None else TypedVerb(mode, verb, _context_axes(mode, axes, verb), to)
 
 
 class TypedVerb:
-    """One call of a functional verb inside a context.
-
-    Args:
-        mode: the context.
-        verb, to: as for ``find_typed_verb``.
-        axes: of the context's mesh, in the order of the call.
-    """
+    """One call of a functional verb inside a context, over ``axes`` in the order of the call."""
 
     def __init__(self, mode: ContextMode, verb: str, axes: tuple[str, ...], to: str | None) -> None:
         self._mode = mode
@@ -47,11 +35,7 @@ class TypedVerb:
         self._to = to
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """The type of what the verb makes of ``x``.
-
-        Raises:
-            AxisTypeError: over one of the axes ``x`` is of a kind that the verb does not take.
-        """
+        """The type of what the verb makes of ``x``; raises for a kind that it does not take."""
         verb, to = self._verb, self._to
         text = self._mode.operand_type(x, verb)
         kinds, results = kinds_in(text), {}
@@ -68,11 +52,7 @@ class TypedVerb:
     def checked(
         self, on_tensor: Callable[..., torch.Tensor], x: torch.Tensor, argument: str = "x"
     ) -> Callable[[torch.Tensor, ProcessGroup], torch.Tensor]:
-        """``on_tensor`` for ``x``, which is fit for it; the result has its type.
-
-        Raises:
-            AxisTypeError: as ``result_type``.
-        """
+        """``on_tensor`` for ``x``, which is fit for it or raises; the result has its type."""
         text = self.result_type(x, argument)
 
         def call(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -120,11 +100,7 @@ class TypedVerb:
 
 
 def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
-    """The axes of the context's mesh along which the ranks of ``axes`` lie.
-
-    Raises:
-        AxisTypeError: there are none.
-    """
+    """The axes of the context's mesh along which the ranks of ``axes`` lie; raises for none."""
     own, names = mode.mesh, axes.axis_names
     if all(
         name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks

@@ -52,11 +52,7 @@ class Arrivals:
         self._streaks: dict[int, int] = {}
 
     def is_absent(self, order: Iterable[int]) -> None:
-        """While arrivals are learned: this rank has no backward, and waits for the end of its next.
-
-        Args:
-            order: in which gradients are expected.
-        """
+        """Learn in the order given that this rank has no backward, and await its next one's end."""
         self.expected = [_NEVER] * self._num
         self.by_count.update(range(self._num))
         self.order = self.order or list(order)
@@ -73,12 +69,7 @@ class Arrivals:
             self.by_count.add(index)
 
     def backward_ends(self, came: Sequence[bool]) -> None:
-        """Expect as many arrivals as this backward had.
-
-        Args:
-            came: for each parameter, whether its gradient came; those without a hook are not
-                counted.
-        """
+        """Expect as many arrivals as this backward had; those without a hook are not counted."""
         if not self.is_learned or max(self.counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in self.counts]
         if not (self.is_learned and self.learned):
@@ -104,8 +95,7 @@ class Arrivals:
         """Take what all ranks have read of a backward; return whether buckets change by it.
 
         Args:
-            not_everywhere: those that some rank had no gradient of.
-            may_move: whether such ones trail from now on.
+            not_everywhere: those that some rank had no gradient of; they trail if ``may_move``.
         """
         missing = frozenset(not_everywhere)
         was_learned, self.is_learned = self.is_learned, True

@@ -40,13 +40,7 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return one item per parameter, in the same order.
-
-    Args:
-        parameters: whose gradients are sent.
-        dtype: in which they are sent; None for each one's own.
-        alone: indices of those that share a bucket with no other.
-    """
+    """Return one item per parameter, in order; those ``alone`` share a bucket with no other."""
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,

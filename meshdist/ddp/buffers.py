@@ -17,12 +17,7 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """The buffers of one model, found again by their names where the model re-assigns them.
-
-    Args:
-        module: the model.
-        ignored: names of buffers that are left alone.
-    """
+    """The buffers of one model, found again by their names where the model re-assigns them."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         left_out = set(ignored)

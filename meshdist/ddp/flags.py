@@ -57,12 +57,8 @@ class ImmediateReader(FlagReader):
 class DeferredReader(FlagReader):
     """Reads a copy in pinned memory, which is made behind the work that is enqueued.
 
-    While a CUDA graph is captured nothing is copied and nothing awaited.
-
-    Args:
-        device: where the numbers lie.
-        accelerator: torch's module for its type, such as ``torch.cuda``.
-        copied: pinned memory for them.
+    While a CUDA graph is captured nothing is copied and nothing awaited. ``accelerator`` is torch's
+    module for the device's type, such as ``torch.cuda``.
     """
 
     is_deferred = True

@@ -50,13 +50,7 @@ class Backward(Protocol):
 
 
 class GradientHooks:
-    """The hooks of one reducer.
-
-    Args:
-        parameters: those that it averages.
-        arrivals: which the hooks count.
-        backward: whom they tell.
-    """
+    """The hooks of one reducer, which count ``arrivals`` and tell ``backward``."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], arrivals: Arrivals, backward: Backward

@@ -33,9 +33,8 @@ def is_in_task(leaf: torch.Tensor) -> bool:
 def at_end_of_task(callback: Callable[[], None]) -> Callable[[], bool]:
     """Call ``callback`` when the current task has ended without an exception.
 
-    Returns:
-        A function that says whether the task is still running: the engine drops the callback with
-        the task, also where an exception has ended it.
+    Returns a function that says whether the task is still running: the engine drops the callback
+    with the task, also where an exception has ended it.
     """
     held = partial(callback)
     Variable._execution_engine.queue_callback(held)

@@ -44,12 +44,7 @@ def refuse_late_marks(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 class InBackward:
-    """Steps the optimizers of parameters whose gradients are averaged.
-
-    Args:
-        optimizers: of each parameter that has some.
-        keeps_gradients: whether gradients stay behind; else they are None after the step.
-    """
+    """Steps the optimizers of averaged parameters; gradients then are None unless kept."""
 
     def __init__(
         self,

@@ -32,12 +32,7 @@ _BUFFERS = "buffers"
 
 
 class JoinedReplica(ReplicaHook):
-    """The hook of one wrapped model.
-
-    Args:
-        model: the wrapper.
-        divides_by_all: whether averages are over all members, or those that have data.
-    """
+    """The hook of one wrapped model, which averages over all members or those that have data."""
 
     def __init__(self, model: Any, *, divides_by_all: bool) -> None:
         self._model = model

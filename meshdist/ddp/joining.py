@@ -32,13 +32,7 @@ _ITERATION = "iteration"
 
 @dataclass(frozen=True)
 class _JoinConfig:
-    """What a joinable knows of the context that it is in.
-
-    Args:
-        context: the context; None outside of one.
-        index: its place among the joinables.
-        hook: its hook there.
-    """
+    """A joinable's context (None outside of one), its place among the joinables, and its hook."""
 
     context: Join | None = None
     index: int = 0

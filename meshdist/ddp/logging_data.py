@@ -85,9 +85,7 @@ class _Mark(NamedTuple):
 class Timing:
     """When the parts of one iteration began and ended, and which gradients it brought.
 
-    Args:
-        device: of the model; its streams are timed, not the host.
-        is_timed: whether moments are noted at all.
+    On a device its streams are timed, not the host.
     """
 
     def __init__(self, device: torch.device, *, is_timed: bool = True) -> None:
@@ -148,16 +146,7 @@ class Timing:
 
 
 class DataLogger:
-    """The logging data of one wrapper.
-
-    Args:
-        module: the model.
-        parameters: those whose gradients are averaged.
-        group: over which.
-        options: how.
-        buckets: as they are laid now.
-        **facts: further fields.
-    """
+    """The logging data of one wrapper; ``facts`` are further fields."""
 
     def __init__(
         self,
@@ -248,11 +237,7 @@ class DataLogger:
         self._rate = rate
 
     def iteration_begins(self, buckets: Sequence[AnyBucket]) -> Timing | None:
-        """Tell what the iteration before has shown; return what to note times on, if anything.
-
-        Args:
-            buckets: as they were in the iteration before.
-        """
+        """Tell what the iteration before has shown; return what to note times on, if anything."""
         before, self._timing = self._timing, None
         if before is not None and not is_capturing(self._device):
             self._tell(before, buckets)
@@ -273,8 +258,6 @@ class DataLogger:
         Args:
             came: for each parameter, whether its gradient came.
             arrivals: with the counts of this backward.
-            order: in which gradients are expected.
-            num_buckets: how many are averaged.
         """
         self._is_static = self._is_static and not arrivals.changes(came)
         timing = self._timing

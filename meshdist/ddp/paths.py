@@ -55,11 +55,7 @@ class LeafPaths:
                 node.leaves.append(leaf)
 
     def find(self, path: Any) -> list[int]:
-        """Return the places of the leaves at or below ``path``, in the tree's order.
-
-        Raises:
-            ArgumentError: no leaf is there.
-        """
+        """Return the places of leaves at or below ``path``, in tree order; raises for none."""
         if isinstance(path, optree.PyTreeAccessor):
             path = path.path
         keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)

@@ -75,13 +75,7 @@ def check_precision(config: object) -> None:
 
 
 class CastParameters:
-    """Lets the modules below ``module`` run on casts of their parameters.
-
-    Args:
-        module: the model.
-        config: the dtypes.
-        ignored: names of parameters and buffers that are left alone.
-    """
+    """Lets the modules below ``module`` run on casts of their parameters, save ``ignored``."""
 
     def __init__(
         self, module: nn.Module, config: MixedPrecisionConfig, ignored: frozenset[str]

@@ -137,11 +137,7 @@ class ReductionSetup(ABC):
 
     @notes_errors
     def change_options(self, what: str, **changes: Any) -> None:
-        """Change options before the first backward; ``what`` names the change in messages.
-
-        Raises:
-            GradientError: a backward has been run.
-        """
+        """Change options; raises after the first backward, and ``what`` names the change there."""
         if self._has_ended or self.arrivals.is_learned:
             raise self._reports.too_late(what)
         self._options = self._settling.options = dataclasses.replace(self._options, **changes)
@@ -163,11 +159,7 @@ class ReductionSetup(ABC):
 
     @notes_errors
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Let a communication hook average the buckets from now on.
-
-        Raises:
-            KindError, ArgumentError: the hook does not fit, is not the first, or comes too late.
-        """
+        """Let a hook average the buckets from now on; raises if it does not fit or comes late."""
         if self._options.dtype is not None or self.when_averaged is not None:
             is_stepping = self.when_averaged is not None
             raise self._reports.hook_beside(

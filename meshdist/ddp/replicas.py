@@ -49,14 +49,12 @@ def check_equal_lines(
 ) -> int:
     """Return how many members take part, once these hold equal lines and options; collective.
 
-    Only digests travel where all agree. A member whose digest is of zeros has left the loop, and
-    others answer in its place.
+    Only digests travel where all agree; else every member raises. A member whose digest is of zeros
+    has left the loop, and others answer in its place.
 
     Args:
         lines: what is compared by place.
-        group: whose members compare.
         device: of what is sent.
-        summary, fix: of the error.
         options: what is compared by name; the names are equal on all members.
     """
     named = {name: str(value) for name, value in (options or {}).items()}

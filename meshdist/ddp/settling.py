@@ -45,15 +45,7 @@ _HAD_ONE = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
 
 
 class Settling:
-    """What this rank says behind the last bucket, and what it learns there of all.
-
-    Args:
-        parameters: those that require gradients, in the same order on every rank.
-        arrivals: is told what all ranks have read.
-        options: what may be missing.
-        reports: makes the errors.
-        group: over which gradients are averaged.
-    """
+    """Numbers that this rank sends behind the last bucket, and what it learns there of all."""
 
     def __init__(
         self,
@@ -89,7 +81,6 @@ class Settling:
         """Expect the numbers in memory like ``behind`` from now on.
 
         Args:
-            behind: what is sent.
             unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
         """
         self._device = behind.device
@@ -104,22 +95,14 @@ class Settling:
     # -- a forward, and the end of a backward -----------------------------------------------------
 
     def forward_begins(self, *, is_synchronised: bool) -> None:
-        """Expect a gradient for every parameter from now on, if this forward is synchronised.
-
-        Raises:
-            GradientError: as ``check_complete``.
-        """
+        """Expect a gradient for every parameter from now on, if this forward is synchronised."""
         lacking = self._lacking
         if is_synchronised:
             self._lacking = range(len(self._parameters))
         self._refuse_lacking(lacking)
 
     def check_complete(self) -> None:
-        """Look whether every parameter has got a gradient on every rank; raised once.
-
-        Raises:
-            GradientError: parameters got none since the last forward; on every rank.
-        """
+        """Raise once, on every rank, if parameters got no gradient since the last forward."""
         self._refuse_lacking(self._lacking)
 
     def backward_ends(self, came: Sequence[bool], unexpected: Sequence[str]) -> Ending:

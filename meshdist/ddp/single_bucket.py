@@ -14,13 +14,7 @@ __all__ = ["InPlaceBucket", "SingleBucket"]
 
 
 class SingleBucket:
-    """One gradient; it has the methods of ``Bucket``, and memory of its own only in its backward.
-
-    Args:
-        index: which parameter.
-        parameters: all of them.
-        is_trailing: whether it is sent at the end of the backward, whatever has come before.
-    """
+    """One gradient with the methods of ``Bucket``, and memory of its own only in its backward."""
 
     at_once = (False,)
     is_hooked = (True,)

@@ -16,12 +16,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class GradientStreams:
-    """The streams of one device on which gradients came since they were last awaited.
-
-    Args:
-        device: of the gradients.
-        accelerator: torch's module for its type, such as ``torch.cuda``.
-    """
+    """The streams of one device on which gradients came since they were last awaited."""
 
     def __init__(self, device: torch.device, accelerator: Any) -> None:
         self._device = device

@@ -44,12 +44,7 @@ class _Wrapper(Protocol):
 
 
 class TypedOwner:
-    """The types of one wrapper's parameters.
-
-    Args:
-        parameters: whose gradients are averaged, by name.
-        axes: the mesh of the axes, where the wrapper was given one; parameters are marked at once.
-    """
+    """The types of one wrapper's parameters, marked at once where it was given ``axes``."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], axes: DeviceMesh | None) -> None:
         self._parameters = parameters
@@ -60,11 +55,7 @@ class TypedOwner:
 
     @leave_untraced
     def claim(self, wrapper: _Wrapper) -> None:
-        """Claim the wrapper's axes in the context that its forward is in, if it is in one.
-
-        Raises:
-            AxisTypeError: its group lies along no axes of the context's mesh; or as above.
-        """
+        """Claim the wrapper's axes in the context that its forward is in, if it is in one."""
         mode = find_mode()
         if mode is None or not torch.is_grad_enabled():
             return

@@ -85,9 +85,7 @@ def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
 def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]:
     """Refuse what cannot be trained so, before anything is sent; return the names to ignore.
 
-    Args:
-        module: the model.
-        with_buffers: whether its buffers are made equal, too.
+    ``with_buffers`` says whether buffers are made equal, too.
     """
     if not isinstance(module, nn.Module):
         raise KindError(

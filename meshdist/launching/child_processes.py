@@ -36,10 +36,7 @@ _ANSWER_S = 1.0  # ranks look for questions four times a second
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended, and when, in seconds on the monotonic clock.
-
-    code is an exit code, or minus the signal that ended it.
-    """
+    """How one process ended (exit code, or minus the signal), and when, in monotonic seconds."""
 
     rank: int
     pid: int
@@ -225,12 +222,7 @@ class Launch:
 
 
 class Guard:
-    """A process that ends a launch's family if this process dies, however it dies.
-
-    Args:
-        mark: the name of the launch.
-        directory: what to remove then; "" for nothing.
-    """
+    """A process that ends a launch's family, and its directory, if this process dies."""
 
     def __init__(self, mark: str, directory: str = "") -> None:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)

@@ -80,11 +80,7 @@ def _read_process(pid: int, needle: bytes) -> _Process | None:
 
 
 class Family:
-    """All processes that a launch has started, and all that these have started.
-
-    Args:
-        mark: the name of the launch, found in the environment of every member.
-    """
+    """All processes that a launch, and these in turn, have started, found by its mark."""
 
     def __init__(self, mark: str) -> None:
         self._needle = mark.encode()

@@ -24,8 +24,6 @@ class Sink:
     Args:
         screen: the console; None where the stream is not shown.
         file: the file that keeps it; None where none does.
-        prefix: what every line on the console begins with.
-        kind: "stdout" or "stderr".
         is_terminal: whether the rank writes to a terminal of its own, which the console shows.
     """
 
@@ -82,11 +80,7 @@ class Output:
                 )
 
     def sink(self, kind: str, *, rank: int, local_rank: int) -> Sink:
-        """Open where the stream ``kind``, "stdout" or "stderr", of one rank goes.
-
-        Raises:
-            LaunchError: its file cannot be written.
-        """
+        """Open where the stream ``kind``, "stdout" or "stderr", of one rank goes."""
         redirects, tee = (
             bool(_of_rank(choice, local_rank) & _BITS[kind])
             for choice in (self.redirects, self.tee)

@@ -21,11 +21,7 @@ _QUESTION = "where"
 
 
 class Answerer:
-    """A rank's side; it does nothing where no launcher has said that it may ask.
-
-    Args:
-        answer: says where this rank is.
-    """
+    """A rank's side; it does nothing where no launcher has said that it may ask."""
 
     def __init__(self, answer: Callable[[], str]) -> None:
         self._answer = answer

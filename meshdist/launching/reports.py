@@ -163,9 +163,6 @@ def summary_of(
     """How a job has failed, in one line.
 
     Args:
-        cause: the rank that failed first.
-        failures: of all ranks that failed by themselves.
-        endings: of all ranks that ended by themselves, first one first.
         equal: the ranks that reported the same as the cause.
         stopped: how many others were stopped.
     """

@@ -52,11 +52,7 @@ class _Line:
 
 
 class Console:
-    """The launcher's stdout and stderr, which the ranks share.
-
-    Attributes:
-        num_shown: how often something was shown.
-    """
+    """The launcher's stdout and stderr, which the ranks share; it counts what was shown."""
 
     def __init__(self) -> None:
         self.num_shown = 0

@@ -12,14 +12,7 @@ __all__ = ["follow_size", "open_terminal"]
 
 
 def open_terminal(screen: TextIO) -> tuple[int, int]:
-    """Open a terminal that hands on unchanged what is written to it, of the size of ``screen``.
-
-    Returns:
-        The end to read from, and the end that a rank writes to.
-
-    Raises:
-        OSError: the system has none.
-    """
+    """Open a terminal of the size of ``screen``: the end to read, and the rank's to write."""
     import pty
     import termios
 

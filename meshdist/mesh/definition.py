@@ -219,12 +219,7 @@ def _from_torch_form(value: Any) -> AxisOptions:
 
 
 def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
-    """Return the layout of an array of ranks, or one that was made before, in a world.
-
-    Raises:
-        MeshError, KindError: no such ranks, or a rank twice.
-        ArgumentError: names beside a Layout, which has its own.
-    """
+    """Return the layout of an array of ranks, or one that was made before, in a world."""
     if not isinstance(mesh, Layout):
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:

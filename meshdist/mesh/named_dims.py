@@ -120,11 +120,7 @@ def regroup(
 
 
 def parse_side(text: str) -> tuple[Pattern, Side]:
-    """Return the pattern of a text that says how one array lies, and its only side.
-
-    Raises:
-        PatternError: no pattern, more than one operand, or a "->".
-    """
+    """Return the pattern of a text that says how one array lies, and its only side."""
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:

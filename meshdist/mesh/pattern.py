@@ -112,12 +112,7 @@ class Pattern:
         return f"Pattern({str(self)!r})"
 
     def get_operand(self) -> Side:
-        """Return the only operand.
-
-        Raises:
-            PatternError: there are several; where a comma without brackets is the likely cause,
-                the text shows the brackets.
-        """
+        """Return the only operand; where a comma likely lacks brackets, the error shows them."""
         if len(self.operands) == 1:
             return self.operands[0]
         last, nearby = self.operands[0].dims[-1:], self.operands[1].dims[:1]

@@ -36,12 +36,10 @@ _Action: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Carrier:
-    """Carries out the steps of a plan; making one opens their groups, collectively.
+    """Carries out the steps of this rank's plan; making one opens their groups, collectively.
 
     Args:
-        steps: of this rank.
-        shape: of its local array before them.
-        mesh: whose axes the steps name by index.
+        shape: of its local array before the steps.
         title: under which the steps' verbs are entered, equal on all ranks.
     """
 

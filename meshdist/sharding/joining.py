@@ -28,17 +28,9 @@ Operand = tuple[object, tuple[int, ...], NamedSharding]
 def join_operands(
     operands: Sequence[Operand], linearity: str, call: str
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """The shape and the sharding of what ``call`` makes of ``operands``, element by element.
+    """Shape and sharding of what ``call`` makes of ``operands``; raises where they do not fit.
 
-    Args:
-        operands: at least one.
-        linearity: how the operation is linear in unreduced operands; see ``axis_types.join``.
-        call: for messages.
-
-    Raises:
-        MeshError: operands on different meshes.
-        ShapeError: shapes that do not broadcast.
-        AxisTypeError: operands that are cut otherwise, or of kinds that do not join.
+    ``linearity`` is how the operation is linear in unreduced operands; see ``axis_types.join``.
     """
     _, shape, sharding = operands[0]
     if not sharding.spec.unreduced and all(

@@ -35,20 +35,7 @@ class Making:
 
     @classmethod
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
-        """What a call asks for.
-
-        Args:
-            call: for messages.
-            mesh: on whose device tensors lie where nothing else is said.
-            dtype: a dtype of torch or NumPy, a name, or None.
-            device: as torch takes it, or None.
-            like: an array that has the library, and what is not said otherwise; or None.
-
-        Raises:
-            KindError: ``like`` is no array, ``dtype`` no dtype.
-            DtypeError: the library has no such dtype.
-            ArgumentError: a device for arrays that are not torch's.
-        """
+        """Choose and check what a call asks for; ``like`` has what is not said otherwise."""
         if like is not None:
             as_tensor(like, argument="like", verb=call, writable=False)
             library = library_of(like)

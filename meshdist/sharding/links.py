@@ -67,12 +67,7 @@ def default_link(wire: str, *, spans_hosts: bool) -> Link:
 def links_of(
     layout: Layout, links: Mapping[str | int, Link] | Link | None, defaults: Sequence[Link]
 ) -> tuple[Link, ...]:
-    """Return one link per axis of ``layout``: those given, by name or index, else the defaults.
-
-    Raises:
-        KindError: something else than a ``Link``.
-        AxisError: a link for an axis that the mesh lacks.
-    """
+    """Return one link per axis of ``layout``: those given, by name or index, else the defaults."""
     if links is None:
         return tuple(defaults)
     if isinstance(links, Link):

@@ -32,8 +32,7 @@ class SavedShard:
     Args:
         box: (start, stop) per dim, in the whole array.
         ranks: those that held it, the one that saves it first.
-        summand: where the array was unreduced, the number of this summand: values that belong to
-            one box are to be added.
+        summand: the number of this summand of an unreduced array: those of one box are added.
     """
 
     box: Box

@@ -25,11 +25,7 @@ def fresh_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rearrangement:
-    """Carries out an ``Arrangement`` on tensors of one shape.
-
-    Args:
-        arrangement: what is split, taken, permuted and merged.
-    """
+    """Carries out an ``Arrangement`` on tensors of one shape."""
 
     __slots__ = ("_index", "_is_plain", "_order", "_shape", "_sizes", "_view")
 
@@ -65,15 +61,7 @@ class Rearrangement:
 
 
 class Boxes:
-    """Some boxes of a local array, one behind the other in a flat buffer.
-
-    Args:
-        shape: of the array.
-        boxes: in the order of the buffer, none of them empty.
-
-    Attributes:
-        total: the number of elements in all of them.
-    """
+    """Some boxes of a local array, none empty, in order in a flat buffer of ``total`` numbers."""
 
     __slots__ = ("_boxes", "_parts", "_start", "total")
 

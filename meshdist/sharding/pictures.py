@@ -80,12 +80,7 @@ def draw_sharding_svg(
     rank: int | None = None,
     width: int = 900,
 ) -> str:
-    """The same as an SVG document, each part in a colour.
-
-    Args:
-        shape, dtype, sharding, rank: as for ``draw_sharding``.
-        width: pixels to fill at most.
-    """
+    """Draw as ``draw_sharding`` does, but an SVG document at most ``width`` pixels wide."""
     return draw_svg(
         sharding.layout,
         highlight_rank=rank,

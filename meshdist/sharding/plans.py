@@ -96,12 +96,7 @@ class Plan:
     def estimated_s(
         self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
     ) -> float:
-        """Return the time of this rank's steps by constants: latencies and rates of links.
-
-        Args:
-            links: one per axis; None takes the plan's own.
-            itemsize: the bytes of one element.
-        """
+        """Return the time of this rank's steps by the constants of links; None: the plan's own."""
         chosen = self.links if links is None else links
         return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
 

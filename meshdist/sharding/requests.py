@@ -66,11 +66,7 @@ class Request:
 
 
 def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of a call, or the one in force; this rank is in it.
-
-    Raises:
-        MeshError: there is none. KindError: it is no DeviceMesh. NotInGroupError: as said.
-    """
+    """Return the mesh of a call, or the one in force; raise unless this rank is in it."""
     mesh = find_current_mesh() if mesh is None else mesh
     if mesh is None:
         raise MeshError(
@@ -110,11 +106,7 @@ def pattern_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> Request:
-    """What ``reshard(x, "left -> right")`` asks for.
-
-    Raises:
-        PatternError, AxisError, ShapeError, KindError: as ``named_dims.regroup``.
-    """
+    """Make the request of ``reshard(x, "left -> right")``; raises as ``named_dims.regroup``."""
     _check_hashable(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
@@ -148,11 +140,7 @@ def sharding_request(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
 ) -> Request:
-    """What ``reshard(x, source, target)`` asks for.
-
-    Raises:
-        ShapeError: ``local_shape`` is no shard of the whole; a spec has more entries than dims.
-    """
+    """Make the request of ``reshard(x, source, target)``; raises where a shape does not fit."""
     shape = whole_shape(source, local_shape) if shape is None else shape
     check_shard("reshard", get_mesh("reshard", source.mesh), source, shape, local_shape)
     get_mesh("reshard", target.mesh)
@@ -162,11 +150,7 @@ def sharding_request(
 def shard_request(
     pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
 ) -> Request:
-    """What ``shard`` asks for: from the whole on every rank to a shard on each.
-
-    Raises:
-        PatternError, AxisError, ShapeError, KindError: as ``named_dims.size_side``.
-    """
+    """Make the request of ``shard``, from whole to shards; raises as ``named_dims.size_side``."""
     target = pattern
     if not isinstance(target, NamedSharding):
         _check_hashable(target, sizes)
@@ -181,11 +165,7 @@ def unshard_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> Request:
-    """What ``unshard`` asks for: from a shard on each rank to the whole on every one.
-
-    Raises:
-        What ``shard_request`` raises. ShapeError: ``local_shape`` is no shard of the whole.
-    """
+    """Make the request of ``unshard``, from shards to the whole; raises as ``shard_request``."""
     if isinstance(pattern, NamedSharding):
         source = pattern
         shape = whole_shape(source, local_shape) if shape is None else shape

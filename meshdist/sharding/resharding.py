@@ -55,11 +55,7 @@ _MOST_KEPT = 1024
 
 
 class Transfer:
-    """A plan on the groups of a mesh; making one opens them, collectively.
-
-    Args:
-        plan, mesh: as for ``reshard_tensor``.
-    """
+    """A plan on the groups of a mesh; making one opens them, collectively."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan = plan
@@ -123,11 +119,7 @@ class _Transferred(LinearFunction):
 
 
 class Resharding:
-    """A request on the groups of its mesh; making one opens them, collectively.
-
-    Args:
-        request: what it asks for.
-    """
+    """A request on the groups of its mesh; making one opens them, collectively."""
 
     __slots__ = ("_is_summed", "_join", "_lies", "_request", "_take_apart", "_transfer")
 

@@ -35,12 +35,7 @@ _NOMINAL_BYTES = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce of the whole local arrays, over all summed axes.
-
-    Args:
-        placement: where the summands lie.
-        axes: along which they are summed.
-    """
+    """An all-reduce of the whole local arrays, over all summed axes."""
 
     placement: Placement
     axes: tuple[int, ...]

@@ -21,12 +21,7 @@ __all__ = ["Slicing", "slice_shard"]
 
 @dataclass(frozen=True)
 class Slicing:
-    """What an index of the whole array means on one rank.
-
-    Args:
-        local: the index of this rank's shard.
-        dims: how each dim of the result is cut.
-    """
+    """An index of the whole array as one of this rank's shard, and the cuts of the result."""
 
     local: tuple[Any, ...]
     dims: tuple[DimSplit, ...]

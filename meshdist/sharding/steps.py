@@ -66,11 +66,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Take:
-    """Keep one box of the local array. Nothing is sent.
-
-    Args:
-        box: what stays.
-    """
+    """Keep one box of the local array. Nothing is sent."""
 
     box: Box
 
@@ -128,8 +124,7 @@ class _SendingStep:
 class AllReduce(_SendingStep):
     """Sum the local arrays of the group; every member has the sum.
 
-    Args:
-        shape: the local shape, before and afterwards.
+    ``axes``, ``size`` and ``place`` are the group, the number of its members and this rank's place.
     """
 
     shape: tuple[int, ...]

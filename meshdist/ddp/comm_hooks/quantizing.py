@@ -87,7 +87,6 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
     """Scales and zero points, then a step for each value; all as bytes.
 
     Args:
-        values: of any floating dtype.
         size: how many make a channel.
         shares_scale: whether all channels have one scale, and not each its own.
     """

@@ -89,12 +89,7 @@ class RegisteredHook:
 
 
 class PendingBucket:
-    """A bucket that a hook is averaging.
-
-    Args:
-        registered: the hook.
-        bucket: the bucket that it is given.
-    """
+    """A bucket that a registered hook is averaging."""
 
     def __init__(self, registered: RegisteredHook, bucket: GradBucket) -> None:
         self._registered = registered
@@ -139,11 +134,7 @@ class PendingBucket:
         return True
 
     def _await_others(self, error: Exception | None) -> None:
-        """Wait until another thread than this one, which has done its part, completes the Future.
-
-        Args:
-            error: why a verb of the hook's has failed, so that the Future may never be complete.
-        """
+        """Wait for another thread to complete the Future; raise ``error`` if a verb has failed."""
         if error is not None:
             raise error
         timeout = self._registered.group.timeout
