@@ -218,8 +218,8 @@ class BoundedStore(Store):
             self._watch.close()
         if self._file is not None:
             os.close(self._file)
-        if self._thread is None:
-            self._raw = None  # a FileStore makes its file anew where it ends after the others
+        if self._thread is None or not self._thread.is_alive():
+            self._raw = None  # its socket; a FileStore makes its file anew where it ends last
 
     # -- the requests ------------------------------------------------------------------------------
 

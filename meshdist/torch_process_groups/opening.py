@@ -150,7 +150,7 @@ def _take_connection(root: Store, timeout: timedelta) -> BoundedStore:
     server = os.getpid(), root.host, root.port
     with _sharing:
         connection = _connections.get(server)
-        if connection is None or not _num_groups[connection] or not connection.is_served:
+        if connection is None or not connection.is_served:
             connection = _connections[server] = BoundedStore(cloned(root), timeout)
         _num_groups[connection] += 1
         return connection
@@ -159,9 +159,12 @@ def _take_connection(root: Store, timeout: timedelta) -> BoundedStore:
 def _give_back(connection: BoundedStore) -> None:
     with _sharing:
         _num_groups[connection] -= 1
-        is_last = _num_groups[connection] <= 0
-    if is_last:
-        connection.close()
+        if _num_groups[connection]:
+            return
+        del _num_groups[connection]  # what is kept keeps its socket
+        for server in [one for one, kept in _connections.items() if kept is connection]:
+            del _connections[server]
+    connection.close()
 
 
 def _num_local(size: int) -> int:

@@ -79,6 +79,29 @@ def test_groups_share_a_connection_to_torchs_store(pool: Pool, is_by_meshes: boo
         assert counts[0] == counts[-1]
 
 
+def worlds_in_turn(rank: int, port: int, num_worlds: int) -> list[int]:
+    """How many connections to one store are left behind each world of torch's on it."""
+    import meshdist.torch_backends  # noqa: F401
+
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    counts = []
+    for turn in range(num_worlds):
+        keys = dist.PrefixStore(f"world {turn}", store)
+        dist.init_process_group("shm", store=keys, rank=rank, world_size=2)
+        dist.barrier()
+        dist.destroy_process_group()
+        counts.append(sockets_to(port))
+    store.add("ended", 1)
+    while rank == 0 and store.add("ended", 0) < 2:  # it serves the other
+        pass
+    return counts
+
+
+def test_a_world_that_has_ended_keeps_no_connection(pool: Pool) -> None:
+    for counts in pool.call(worlds_in_turn, 2, free_port(), 4):
+        assert counts[0] == counts[-1]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("is_by_meshes", [False, True], ids=["groups", "meshes"])
 def test_a_hundred_rounds_beside_two_busy_processes(pool: Pool, is_by_meshes: bool) -> None:
