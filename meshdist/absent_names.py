@@ -77,7 +77,8 @@ _INSTEAD = {
     "a plain function, which each rank calls on its own shards; inside of "
     "`with meshdist.typed(mesh):` kinds are checked as in shard_map": "shard_map pmap",
     "torch.compile; verbs end its graphs": "jit pjit",
-    "torch.func.{}, or backward()": "grad jvp value_and_grad vjp vmap",
+    "torch.func.{}, or backward()": "grad value_and_grad vjp",
+    "torch.func.{}": "jvp vmap",
     "meshdist.make_mesh; meshdist.Layout is a mesh without processes": "AbstractMesh Mesh",
     "meshdist.get_world_size()": "device_count process_count",
     "meshdist.get_rank()": "process_index",

@@ -153,7 +153,6 @@ def varying_loss(
         fixes.append(
             f"behind {last}, each rank along {axis!r} holds its part; sum the parts there: "
             f"y = lax.psum(y, {axis!r})"
-            + (f", or gather them: lax.all_gather(y, {axis!r})" if True in of else "")
         )
         if False in of:
             fixes.append(f"or, if the batch differs along {axis!r}, lax.pmean(loss, {axis!r})")

@@ -241,7 +241,7 @@ def test_the_error_names_the_leaf_and_the_lines() -> None:
     )
     assert (
         f"fix:      behind matmul at {FILE}:5, each rank along 'tp' holds its part; sum the parts "
-        "there: y = lax.psum(y, 'tp'), or gather them: lax.all_gather(y, 'tp')" in text
+        "there: y = lax.psum(y, 'tp')" in text
     )
     text = md.simulate(step, 4, args=(without(MLP, "pmean"),))[0][0]
     assert f"varying over 'dp' since matmul at {FILE}:3, by batch: float64[2, 3, 4]{{V:dp}}" in text
