@@ -22,10 +22,9 @@ from meshdist.bootstrap.world import World
 from meshdist.checking.barrier_arrivals import MonitoredBarrier
 from meshdist.errors import MeshdistError
 from meshdist.groups.agreement import Agreements, digest_of_ranks
-from meshdist.groups.other_members import last_call_text
 from meshdist.groups.paused_clocks import PausedClocks
 from meshdist.groups.registry import Registry
-from meshdist.groups.signal_thread import collect, parse_answer
+from meshdist.groups.signal_thread import collect, last_call_text, parse_answer
 from meshdist.runtime.deadlines import Grace, clock
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi.opening import parse_member

@@ -89,12 +89,6 @@ def read_surroundings(
 ) -> Surroundings:
     """Return what ``environment`` says; ``rank`` and ``world_size``, where given, win over it.
 
-    Args:
-        environment: the variables, as ``os.environ`` holds them.
-        rank: the rank that the program names, or -1.
-        world_size: the size that the program names, or -1.
-        is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
-
     Raises:
         RendezvousError: variables are missing or wrong; the text lists all of them.
     """

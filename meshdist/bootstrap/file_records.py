@@ -63,13 +63,6 @@ def enter(
 ) -> Entry:
     """Enter the generation that gathers at ``path``, or begin one.
 
-    Args:
-        path: a file that is absent, empty, or in use by this job.
-        rank: this process's rank, or None for the next in the order of arrival.
-        size: how many ranks there will be.
-        job: what distinguishes jobs that share the file.
-        timeout: how long to wait for the file's lock.
-
     Raises:
         RendezvousError: the file holds something else, was left by a crashed job, cannot be made,
             or is locked.

@@ -92,14 +92,7 @@ def launch(
     hands_local_rank: bool = False,
     **output: Any,
 ) -> int:
-    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started.
-
-    Args:
-        program: what errors call it.
-        arguments: those of ``add_launch_arguments``.
-        hands_local_rank: whether the script is handed ``--local-rank``.
-        output: of ``Output``'s arguments those that torchrun has no flags for.
-    """
+    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started."""
     try:
         start, rest = command_of(program, arguments)
 

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from ..runtime.hosts import find_version, num_cores
 
 __all__ = [
-    "check_torch_world",
     "check_wire",
     "find_shared_words_problem",
     "find_device_types",
@@ -222,104 +222,67 @@ def find_shared_words_problem() -> str | None:
     return None
 
 
-def loopback(wire: str, num_calls: int) -> float:
-    """On each of two ranks: all-reduce, compare; return the seconds per call of a small one."""
-    from ..collectives.verbs import all_reduce, barrier
-    from ..worlds.initialization import destroy_process_group, get_rank, init_process_group
+def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
+    """On each of two ranks: all-reduce, compare; return the seconds per call of a small one.
 
-    init_process_group(wire, timeout=timedelta(seconds=20))
-    try:
-        return _seconds_per_call(wire, get_rank(), num_calls, all_reduce, barrier)
-    finally:
-        destroy_process_group()
-
-
-def torch_loopback(url: str, num_calls: int) -> float:
-    """As ``loopback``, by torch's calls in a world of torch's own over ``shm``."""
-    import torch.distributed as torch_distributed
-
-    from ..torch_process_groups.offering import offer
-
-    offer()
-    rank, limit = int(os.environ["RANK"]), timedelta(seconds=20)
-    torch_distributed.init_process_group("shm", url, rank=rank, world_size=2, timeout=limit)
-    try:
-        verbs = torch_distributed.all_reduce, torch_distributed.barrier
-        return _seconds_per_call("torch's shm", rank, num_calls, *verbs)
-    finally:
-        torch_distributed.destroy_process_group()
-
-
-def _seconds_per_call(
-    wire: str, rank: int, num_calls: int, all_reduce: Callable[..., Any], barrier: Callable[[], Any]
-) -> float:
+    Args:
+        wire: what the world is made over.
+        num_calls: of how many calls the mean is taken.
+        torchs_url: where the ranks of a world of torch's meet; "" for a world of ours.
+    """
     import torch
 
     from ..errors import BackendError
+    from ..torch_process_groups.offering import offer
 
-    numbers = torch.arange(100_000)
-    total = numbers * (1 + rank)
-    all_reduce(total)
-    if not torch.equal(total, 3 * numbers):
-        raise BackendError(
-            f"an all-reduce over {wire!r} gave wrong numbers",
-            expected="the sum of both ranks' tensors",
-            fix="do not use this wire here",
-        )
-    small = torch.zeros(2)
-    for _ in range(num_calls // 10):
-        all_reduce(small)
-    barrier()
-    begin = time.perf_counter()
-    for _ in range(num_calls):
-        all_reduce(small)
-    return (time.perf_counter() - begin) / num_calls
+    library: Any = import_module("torch.distributed" if torchs_url else "meshdist")
+    place: dict[str, Any] = {}
+    if torchs_url:
+        offer()
+        place = {"init_method": torchs_url, "rank": int(os.environ["RANK"]), "world_size": 2}
+    library.init_process_group(wire, timeout=timedelta(seconds=20), **place)
+    try:
+        numbers = torch.arange(100_000)
+        total = numbers * (1 + library.get_rank())
+        library.all_reduce(total)
+        if not torch.equal(total, 3 * numbers):
+            raise BackendError(
+                f"an all-reduce over {wire!r} gave wrong numbers",
+                expected="the sum of both ranks' tensors",
+                fix="do not use this wire here",
+            )
+        small = torch.zeros(2)
+        for _ in range(num_calls // 10):
+            library.all_reduce(small)
+        library.barrier()
+        begin = time.perf_counter()
+        for _ in range(num_calls):
+            library.all_reduce(small)
+        return (time.perf_counter() - begin) / num_calls
+    finally:
+        library.destroy_process_group()
 
 
 def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
-    """Start two ranks that use ``wire``; they end with this call, whatever happens.
-
-    Args:
-        wire: the name of a wire that serves CPU tensors.
-        timeout_s: how long the ranks may take together, their start included.
-        num_calls: over how many calls the latency is taken.
-
-    Returns:
-        ``wire``; ``latency_s``, seconds per all-reduce of 8 bytes, None where it failed;
-        ``seconds``, how long the whole check took; ``error``, what went wrong, or "".
-    """
+    """Start two ranks over a wire, or over "torch's shm"; return what ``doctor`` shows of it."""
+    from ..errors import MeshdistError
     from ..worlds.simulation import simulate
     from ..worlds.spawning import spawn
-
-    def run() -> list[float]:
-        if wire == "simulated":
-            return simulate(loopback, 2, args=(wire, num_calls))
-        if wire == "mpi":
-            return _loopback_under_mpiexec(num_calls, timeout_s)
-        limit = timedelta(seconds=timeout_s)
-        return spawn(loopback, (wire, num_calls), nprocs=2, timeout=limit)
-
-    return _outcome(wire, run)
-
-
-def check_torch_world(timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
-    """As ``check_wire``, in a world of torch's own over its backend ``shm``."""
-    from ..worlds.spawning import spawn
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments, limit = (f"file://{folder}/world", num_calls), timedelta(seconds=timeout_s)
-        return _outcome(
-            "torch's shm", lambda: spawn(torch_loopback, arguments, nprocs=2, timeout=limit)
-        )
-
-
-def _outcome(wire: str, run: Callable[[], list[float]]) -> dict[str, Any]:
-    from ..errors import MeshdistError
 
     begin = time.perf_counter()
     latency, error = None, ""
     try:
-        latency = max(run())
+        if wire == "simulated":
+            latencies = simulate(loopback, 2, args=(wire, num_calls))
+        elif wire == "mpi":
+            latencies = _loopback_under_mpiexec(num_calls, timeout_s)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                url = f"file://{folder}/world" if wire == "torch's shm" else ""
+                asked = ("shm" if url else wire, num_calls, url)
+                limit = timedelta(seconds=timeout_s)
+                latencies = spawn(loopback, asked, nprocs=2, timeout=limit)
+        latency = max(latencies)
     except MeshdistError as failure:
         error = str(failure.__cause__ or failure)
     took = time.perf_counter() - begin

@@ -12,7 +12,6 @@ from ..launching.rank_environment import HUGE_PAGES
 from ..verb_table import VERBS
 from .arguments import Parser
 from .checkup import (
-    check_torch_world,
     check_wire,
     find_device_types,
     find_gpus,
@@ -101,7 +100,7 @@ def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
         if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
     ]
     if timeout_s is not None and any(one["name"] == "shm" and one["available"] for one in wires):
-        report["checks"].append(check_torch_world(timeout_s))
+        report["checks"].append(check_wire("torch's shm", timeout_s))
 
 
 def _print(report: dict[str, Any], *, whole_table: bool) -> None:

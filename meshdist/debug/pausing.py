@@ -23,9 +23,8 @@ from ..bootstrap.bounded_store import read_number
 from ..bootstrap.world import World, get_usable_world
 from ..checking.call_sites import call_site, show_site
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
-from ..groups.other_members import last_call_text
 from ..groups.registry import get_registry
-from ..groups.signal_thread import ask, clocks_paused
+from ..groups.signal_thread import ask, clocks_paused, last_call_text
 from ..runtime.deadlines import Grace, wait_until
 from ..runtime.hosts import read_process
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout

@@ -25,7 +25,7 @@ from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
 from ..wires.simulated.store import SimulatedStore
 from .endings import Endings
-from .signal_thread import ask
+from .signal_thread import ask, last_call_text
 
 __all__ = ["Agreement", "Agreements", "digest_of_ranks"]
 
@@ -291,15 +291,9 @@ class Agreements:
         answers = ask(self._world, tuple(missing))
         lines = []
         for rank in missing:
-            answer = answers.get(rank)
-            if answer is None:
-                text = "gives no answer; it has not opened a group, or has ended"
-            elif not answer["calls"]:
-                text = "runs, and has called no verb"
-            else:
-                text = answer["calls"][-1]["text"]
-            if answer is not None and answer["now"]:
-                text += f"; now at {answer['now']}"
+            text = "gives no answer; it has not opened a group, or has ended"
+            if (answer := answers.get(rank)) is not None:
+                text = last_call_text(answer).removeprefix("last ")
             lines.append(f"rank {rank}: {text}")
         return CollectiveTimeoutError(
             f"{ranks_text(missing)} did not come within {meeting.timeout.total_seconds():g} s "

@@ -18,26 +18,19 @@ from ..runtime.deadlines import Grace, wait_until
 from .endings import Endings
 from .failures import STORE_LOST, OtherMembers
 from .registry import OpenCommunicator, get_registry, parse_disagreement
-from .signal_thread import Answer, ask
+from .signal_thread import ask, last_call_text
 
-__all__ = ["MembersOfWorld", "last_call_text", "silent_ranks"]
+__all__ = ["MembersOfWorld", "silent_ranks"]
 
 _LIFE_SIGN_S = 1.0
 _LEAVING_S = 1.0
 _STOPPED = "is stopped, by SIGSTOP or a debugger"
-_NO_VERB = "runs, and has called no verb"
-_SILENT = "gives no answer: it has ended or is stopped"
 
 
 class MembersOfWorld(OtherMembers):
     """The other members of a communicator of a world.
 
     Processes are asked through the store; simulated ranks, which fail together, are not.
-
-    Args:
-        world: of all of them.
-        group: whose members they are.
-        opened: its communicator.
     """
 
     compare_misfits = False  # the wire reports what the comparison of headers has missed
@@ -133,7 +126,9 @@ class MembersOfWorld(OtherMembers):
             answers = ask(self._world, asked, {"label": label, **about})
             for other in asked:
                 answer = answers.get(other)
-                calls[other] = answer["about"] or "has not come there yet" if answer else _SILENT
+                calls[other] = (
+                    answer["about"] or "has not come there yet" if answer else last_call_text(None)
+                )
             found = "\n".join(
                 filter(None, (disagreement["found"], grouped_text(sorted(calls.items()))))
             )
@@ -153,14 +148,6 @@ class MembersOfWorld(OtherMembers):
             disagreement = {**disagreement, "found": found}
             registry.break_here(label, str(lost), disagreement=disagreement)
         return disagreement
-
-
-def last_call_text(answer: Answer | None) -> str:
-    """The last call in a rank's answer, or that it gave none (None)."""
-    if answer is None:
-        return _SILENT
-    text = f"last {answer['calls'][-1]['text']}" if answer["calls"] else _NO_VERB
-    return f"{text}; now at {answer['now']}" if answer["now"] else text
 
 
 def _silence(endings: Endings, rank: int) -> str:
@@ -197,5 +184,5 @@ def silent_ranks(
     except StoreError as lost:
         return f"{STORE_LOST}: {lost.summary}"
     if len(silent) == 1:
-        return f"rank {silent[0]}: {_SILENT}"
+        return f"rank {silent[0]}: {last_call_text(None)}"
     return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"

@@ -30,7 +30,16 @@ from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, clock, wait_until
 from .paused_clocks import PausedClocks, change_pause
 
-__all__ = ["Answer", "SignalThread", "ask", "clocks_paused", "collect", "post", "receipts_key"]
+__all__ = [
+    "Answer",
+    "SignalThread",
+    "ask",
+    "clocks_paused",
+    "collect",
+    "last_call_text",
+    "post",
+    "receipts_key",
+]
 
 _log = logging.getLogger("meshdist.signals")
 T = TypeVar("T")
@@ -49,6 +58,15 @@ class Answer(TypedDict):
     """The one call that was asked about; None where it has not come there yet."""
     now: str
     """The place of the program where it is; "" where that is in its last call."""
+
+
+def last_call_text(answer: Answer | None) -> str:
+    """The last call in a rank's answer, or that it gave none (None)."""
+    if answer is None:
+        return "gives no answer: it has ended or is stopped"
+    calls = answer["calls"]
+    text = f"last {calls[-1]['text']}" if calls else "runs, and has called no verb"
+    return f"{text}; now at {answer['now']}" if answer["now"] else text
 
 
 class SignalThread:

@@ -25,11 +25,6 @@ class Whereabouts:
 
     The members of a main group count their contexts alike. What concerns others is found where all
     of them have been in equally many contexts.
-
-    Args:
-        world: whose ranks they are.
-        main: the label of the main group's communicator.
-        members: the ranks of the main group.
     """
 
     def __init__(self, world: World, main: str, members: Sequence[int]) -> None:

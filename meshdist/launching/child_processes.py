@@ -96,14 +96,6 @@ class Launch:
     ) -> subprocess.Popen[bytes]:
         """Start a child and watch it as the given rank.
 
-        Args:
-            rank: its rank.
-            command: program and arguments.
-            environment: its environment.
-            listener: a socket that it inherits, and that this process then gives up.
-            inherited: further files that it inherits.
-            streams: its standard streams, as subprocess.Popen takes them.
-
         Raises:
             OSError: the program cannot be executed.
         """

@@ -107,21 +107,7 @@ def rank_environment(
     listen_fd: int | None = None,
     directory: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of one rank: base, with its place in the job.
-
-    Args:
-        base: the launcher's own environment; what contradicts the rank's place is left out.
-        local_rank: the rank's number on this host.
-        nprocs: how many ranks each host has.
-        nnodes: how many hosts the job has.
-        node_rank: the number of this host.
-        master_addr: where rank 0 serves the store.
-        master_port: its port there.
-        mark: the name of this launch, random hexadecimal digits.
-        role: what the ranks are called in ROLE_NAME.
-        listen_fd: the inherited socket on which this rank is to listen, for rank 0 alone.
-        directory: where the ranks meet; None where they meet at the address.
-    """
+    """Return the environment of one rank: base, with its place in the job."""
     foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
     environment = {name: value for name, value in base.items() if name not in foreign}
     place = (node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs, node_rank)

@@ -31,12 +31,6 @@ class MembersOfTorchGroup(OtherMembers):
 
     No thread of theirs answers questions. But all members see that their calls differ, and each
     writes its own into the store.
-
-    Args:
-        group: whose members they are.
-        store: whose keys belong to the group.
-        comparison: compares the calls; None where the wire does, before any data moves.
-        break_group: ends this member's part in the group, given why.
     """
 
     group: GroupFacts

@@ -26,10 +26,6 @@ class TagNumbers:
     def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
         """The number of ``tag``.
 
-        Args:
-            tag: any.
-            is_aborted: whether waiting for it is in vain.
-
         Raises:
             WireAborted, WireTimeout: it has not got one.
             RuntimeError: the store is lost.

@@ -25,10 +25,6 @@ _joining = threading.RLock()
 def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
     """Make the world where there is none, for a mesh of all the ranks that were started.
 
-    Args:
-        timeout: as for ``init_process_group``.
-        is_alone: whether the mesh is of rank 0 alone, for which no launcher is needed.
-
     Raises:
         What ``init_process_group`` raises.
     """

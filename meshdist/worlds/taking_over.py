@@ -32,13 +32,6 @@ def take_over(
 ) -> None:
     """Let the program have ``world`` as if it had made it with these arguments.
 
-    Args:
-        world: this process joined it at its first touch.
-        backends: the wires that the program names, by device type; None where it names none.
-        rank, world_size, timeout, init_method, store, group_name: as for ``init_process_group``.
-        options: the wire's own options.
-        device: what the program binds this rank to.
-
     Raises:
         WorldError: an argument disagrees with the world; the text shows both.
     """

@@ -16,7 +16,6 @@ import meshdist as md
 from meshdist.checking import shared_words
 from meshdist.cli import checkup
 from meshdist.cli.checkup import (
-    check_torch_world,
     check_wire,
     find_device_types,
     find_gpus,
@@ -29,7 +28,6 @@ from meshdist.cli.checkup import (
     find_wires,
     network_variables,
 )
-from meshdist.collectives import verbs
 from meshdist.wires.registry import find_wire
 from tests.load import is_within
 
@@ -52,9 +50,9 @@ def test_a_torch_that_is_newer_than_those_tested_is_named() -> None:
 
 
 def test_torchs_own_world_over_shared_memory() -> None:
-    found = check_torch_world(60.0, num_calls=10)
+    found = check_wire("torch's shm", 60.0, num_calls=10)
     assert (found["wire"], found["error"]) == ("torch's shm", "") and found["latency_s"] > 0
-    assert check_torch_world(0.1)["error"]
+    assert check_wire("torch's shm", 0.1)["error"]
 
 
 def test_machine() -> None:
@@ -199,7 +197,7 @@ def test_simulated_ranks_get_along() -> None:
 
 
 def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(md, "all_reduce", lambda tensor: None)
     result = check_wire("simulated", 10.0)
     assert result["latency_s"] is None
     assert result["error"].startswith("an all-reduce over 'simulated' gave wrong numbers")

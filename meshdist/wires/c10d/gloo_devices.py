@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
-from ...bootstrap.bounded_store import read_jsons
+from ...bootstrap.bounded_store import read_json
 from ...error_text import grouped_text
 from ...runtime.deadlines import Deadline, wait_until
 from ..failures import WireRefused
@@ -46,35 +46,35 @@ def agreed_devices(opening: Opening) -> Devices:
     Raises:
         WireRefused: a member has no such interface, or not all have as many.
     """
-    names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME", "")
-    said: dict[str, object] = {"count": len(names) or 1, "text": named or "not set"}
+    names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
+    said = len(names) or 1, named or "not set"
     try:
         devices = gloo_devices(names)
     except WireRefused as refusal:
-        opening.store.set(
-            f"interfaces/{opening.rank}", json.dumps({"count": 0, "text": str(refusal)})
-        )
+        said = 0, str(refusal)
         raise
-    opening.store.set(f"interfaces/{opening.rank}", json.dumps(said))
+    finally:
+        opening.store.set(f"interfaces/{opening.rank}", json.dumps(said))
     if named:
-        keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
-        wait_until(lambda: opening.store.check(keys), Deadline(opening.timeout))
+        wait_until(lambda: opening.store.check(_keys(opening)), Deadline(opening.timeout))
         check_interfaces(opening)
     return devices
 
 
 def check_interfaces(opening: Opening) -> None:
     """Raise WireRefused where what members have said of their interfaces does not fit."""
-    keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
-    there = [place for place, key in enumerate(keys) if opening.store.check([key])]
-    said = read_jsons(
-        opening.store,
-        [keys[place] for place in there],
-        lambda it: (int(it["count"]), str(it["text"])),
-    )
-    if len({count for count, _ in said}) > 1:
-        texts = [(opening.ranks[place], text) for place, (_, text) in zip(there, said, strict=True)]
+    said = {
+        rank: read_json(opening.store, key, lambda it: (int(it[0]), str(it[1])))
+        for rank, key in zip(opening.ranks, _keys(opening), strict=True)
+        if opening.store.check([key])
+    }
+    if len({count for count, _ in said.values()}) > 1:
+        texts = [(rank, text) for rank, (_, text) in said.items()]
         raise _refusal(f"GLOO_SOCKET_IFNAME does not fit between the ranks\n{grouped_text(texts)}")
+
+
+def _keys(opening: Opening) -> list[str]:
+    return [f"interfaces/{member}" for member in range(len(opening.ranks))]
 
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:

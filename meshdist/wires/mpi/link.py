@@ -43,16 +43,7 @@ _LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a proces
 
 @dataclass(eq=False, slots=True)
 class MpiOperation(Operation):
-    """A collective or message in flight, with the tensors whose memory it uses.
-
-    Args:
-        link: of its group.
-        request: MPI's.
-        kept: the tensors.
-        then: called once, when it is finished: copies the result back; or None.
-        status: of a receive, else None.
-        num_bytes: of a receive: how many have to come.
-    """
+    """A collective or message in flight, with the tensors whose memory it uses."""
 
     link: Link
     request: Any

@@ -275,18 +275,7 @@ class ShmCommunicator(Communicator):
         ins: Places = (),
         layouts: Sequence[Layout] = (),
     ) -> Operation:
-        """Do a collective, or start it in the background.
-
-        Args:
-            verb: the core's name.
-            kept: the tensors that it uses.
-            terms: whether the caller waits for it, and how long.
-            count: elements of one member's part, 0 where these differ.
-            dtype, op, root: the core's numbers.
-            out, data: addresses of the result and of the input, where each is one buffer.
-            outs, ins: address and count of each part, where they are several.
-            layouts: of what is written, where one of them is not in row-major order.
-        """
+        """Do a collective, or start it in the background."""
         places = (out, data, outs, ins)
         call = (_core.VERBS[verb], count, dtype, op, root, *places, _fingerprint(terms), layouts)
         seconds = terms.timeout.total_seconds()
