@@ -289,6 +289,8 @@ def test_own_rooms_run_as_if_there_were_no_context() -> None:
             batch = md.annotate(torch.randn(2, 3) + md.get_rank(), varying="dp")
             with torch.no_grad():
                 out = model(batch)
+            for parameter in net.parameters():
+                parameter.grad = torch.zeros_like(parameter)
             averager.average_parameters(net.parameters())
             sampler = md.DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=True)
             assert len(list(sampler)) == 4
