@@ -23,9 +23,6 @@ _NEVER = 1 << 60
 class Arrivals:
     """The arrivals of the running backward, and those that are expected.
 
-    Args:
-        num_parameters: how many gradients there are at most.
-
     Attributes:
         counts: of the running backward, how often each gradient has come here.
         expected: how often each one came here in the backward before, at least once.

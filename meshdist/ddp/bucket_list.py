@@ -28,11 +28,6 @@ _IN_PLACE_BYTES = 8 * 1024 * 1024
 class BucketList:
     """The buckets in the order in which they are sent.
 
-    Args:
-        parameters: those that require gradients, in the same order on every rank.
-        num_behind: how many numbers travel behind the gradients.
-        reports: makes the error for a gradient that cannot lie in a bucket.
-
     Attributes:
         order: every index, in the order in which gradients are expected.
         all: the buckets.
@@ -133,12 +128,7 @@ class BucketList:
         return [bucket for bucket in self.all if isinstance(bucket, Bucket)]
 
     def find_missing(self, counts: Sequence[int], by_count: set[int]) -> set[int]:
-        """The parameters whose gradient has not come in this backward.
-
-        Args:
-            counts: how often the hook of each one has run.
-            by_count: those whose hook alone can tell.
-        """
+        """The parameters whose gradient has not come in this backward."""
         missing = {one for one in self.unsent if self._parameters[one].grad is None}
         for bucket in self.all:
             if bucket.num_pending:

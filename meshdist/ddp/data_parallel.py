@@ -229,7 +229,10 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             dtype=reduce_dtype,
         )
         self._owner = TypedOwner(trainable, self.device_mesh)
-        self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
+        self._parting = Parting(module, parameters)
+        self.reducer = Reducer(
+            parameters, list(trainable), self.process_group, options, self._parting
+        )
         self.reducer.logger = self.logger = DataLogger(
             module,
             parameters,
@@ -241,8 +244,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             broadcast_buffers=int(self.forward_sync_buffers),
             is_multi_device_module=int(self.is_multi_device_module),
         )
-        self._parting = Parting(module, parameters)
-        self.reducer.watch_parting(self._parting)
         self._has_begun = False
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.

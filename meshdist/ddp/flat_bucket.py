@@ -70,8 +70,8 @@ class Bucket:
         must_wait: whether the bucket waits for the end of this backward.
         work: the reduction in flight, or None.
         taken: the slots that have moved in and been scaled, so that nothing may be added to them.
-        has_local: whether another backward has brought gradients since the forward; known of those
-            without a hook once this one has ended.
+        local: the slots without a hook to which another backward has brought gradients since the
+            forward; known once this one has ended.
         streams: notes on which streams gradients come; None on the CPU.
     """
 
@@ -160,10 +160,9 @@ class Bucket:
         self.taken.clear()
         self.num_pending = sum(self.is_hooked)
         self.must_wait = self.is_trailing
-        self._kept: _Kept | None = None
+        self._kept: _Kept = []
         self._at_forward: _Kept | None = None
-        self._early: list[int] = []
-        self.has_local = False
+        self.local: Sequence[int] = ()
         self._moved_versions: list[int | None] | None = None
         self._read: Sequence[torch.Tensor | None] | None = None
 
@@ -176,7 +175,7 @@ class Bucket:
     def backward_begins(self) -> None:
         """Remember the gradients that are there already: outputs have theirs, and it goes on."""
         self._kept = self._seen_now()
-        self._early, self.has_local = [], False
+        self.local = ()
         if self._at_forward is None or not self._kept:
             return
         before = self._at_forward or [(None, -1)] * len(self._kept)
@@ -188,8 +187,7 @@ class Bucket:
         ]
         if new:  # ``zero_grad`` leaves zeros
             norms = torch._foreach_norm([grad for _, grad in new])
-            self._early = [slot for (slot, _), norm in zip(new, norms, strict=True) if norm != 0]
-            self.has_local = bool(self._early)
+            self.local = [slot for (slot, _), norm in zip(new, norms, strict=True) if norm != 0]
 
     def _seen_now(self) -> _Kept:
         """The gradients without a hook, with their versions; empty where there is none."""
@@ -205,15 +203,13 @@ class Bucket:
         """
         self._read = list(map(_grad_of, self._small))  # reading one costs more than to keep it
         missing = self._missing(list(map(self._read.__getitem__, self._seen_places)))
-        if self._early:
-            # What this backward has brought before the outputs' gradients does not come again: that
-            # of a weight which the loss uses beside the outputs alone. Else another backward did.
-            came = {
-                slot for slot in self._early if slot in missing and is_in_task(self.members[slot])
-            }
-            self.has_local = len(came) < len(self._early)
-            return [slot for slot in missing if slot not in came]
-        return missing
+        if not self.local:
+            return missing
+        # What this backward has brought before the outputs' gradients does not come again: that of
+        # a weight which the loss uses beside the outputs alone. Else another backward brought it.
+        came = {slot for slot in self.local if slot in missing and is_in_task(self.members[slot])}
+        self.local = [slot for slot in self.local if slot not in came]
+        return [slot for slot in missing if slot not in came]
 
     def _missing(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         if not self._kept:

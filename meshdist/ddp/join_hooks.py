@@ -56,12 +56,7 @@ class ReplicaHook(JoinHook, ABC):
         """The context ends; post-hooks follow."""
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part in what the joinable does on the ranks with data.
-
-        Args:
-            what: it does.
-            at_work: which members have data, by their place in the group.
-        """
+        """Take part in what the joinable does on the ranks with data."""
 
 
 def is_sharded_optimizer(joinable: object) -> bool:

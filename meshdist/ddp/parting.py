@@ -12,13 +12,12 @@ The first elements of a parameter stand for it, since a step changes them all: s
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..checking.call_sites import call_site
+from ..checking.call_sites import warn_caller
 from ..collectives.equal_values import difference_text, find_differing
 from ..collectives.torch_private import unseen
 from ..error_text import explain
@@ -69,11 +68,7 @@ class Parting:
             self._next = sys.maxsize  # one warning is enough
 
     def report(self, group: ProcessGroup) -> None:
-        """Tell at a forward what was found behind the last backward.
-
-        Raises:
-            GradientError: the model has a parameter that it had not when it was wrapped.
-        """
+        """Tell at a forward what was found behind the last backward."""
         if self._differing is None:
             return
         differing, self._differing = self._differing, None
@@ -96,4 +91,4 @@ class Parting:
                 fix="look for what one rank does otherwise (weights loaded or drawn, learning "
                 "rate, clipping, steps under no_sync(), eval()) by md.assert_equal(model, 'dp')",
             )
-            warnings.warn_explicit(text, UserWarning, *(call_site() or (__file__, 0)))
+            warn_caller(text)

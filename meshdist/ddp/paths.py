@@ -31,10 +31,6 @@ class LeafPaths:
     index or the field. Where one key leads there, it will do itself. An accessor of optree is a
     path, too.
 
-    Args:
-        accessors: one per leaf, as ``optree.tree_flatten_with_accessor`` gives them.
-        caller: who was given the path, for messages.
-
     Example:
         >>> tree = {"layers": [{"weight": 1.0, "bias": 2.0}], "head": 3.0}
         >>> paths = LeafPaths(optree.tree_accessors(tree), "ready")

@@ -56,17 +56,7 @@ class Reducer(ReductionSetup):
 
     @notes_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Finish what the last backward left open, and lay the buckets anew where that is due.
-
-        Args:
-            is_synchronised: whether the backwards that follow are averaged; if not, gradients add
-                up on each rank.
-
-        Raises:
-            GradientError: parameters got no gradient since the last forward, the last backward was
-                interrupted on some ranks or brought what was not expected, a reduction failed, or a
-                CUDA graph is captured before the buckets are laid as gradients come.
-        """
+        """Finish what the last backward left open, and lay the buckets anew where that is due."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
         if is_again or self._is_closed:
             return
@@ -89,11 +79,7 @@ class Reducer(ReductionSetup):
 
     @notes_errors
     def check(self) -> None:
-        """Raise what the next forward would raise of the last backward, on every rank.
-
-        Raises:
-            GradientError: as ``before_forward``, or a backward is running.
-        """
+        """Raise what the next forward would raise of the last backward, on every rank."""
         if current_task() != NO_TASK:
             raise self._reports.running()
         try:
@@ -123,6 +109,7 @@ class Reducer(ReductionSetup):
                 self._enter(context_id)
             else:
                 self._local_task = current_task()
+                self._is_local_running = at_end_of_task(lambda: None)
 
         if self._is_closed:
             return
@@ -165,11 +152,7 @@ class Reducer(ReductionSetup):
         return False
 
     def check_finished(self) -> None:
-        """Raise if a backward has begun and not ended.
-
-        Raises:
-            GradientError: it was interrupted, and no forward has come since.
-        """
+        """Raise if a backward has begun and not ended."""
         if self.is_open or self.task is not None:
             raise self._reports.unfinished()
 
@@ -208,7 +191,7 @@ class Reducer(ReductionSetup):
         if task == self._early_task:  # and no output
             self._early_task = None
             self._early.clear()
-            if task == self._local_task:
+            if task == self._local_task or self._is_local_running():  # or a checkpoint inside
                 return
             self._num_local += 1
             if self._awaits_backward or not self._sees_outputs:
@@ -297,7 +280,7 @@ class Reducer(ReductionSetup):
         if self._sending.timing is not None:
             self._sending.timing.mark("backward_end")
         missing = self._list.find_missing(self.arrivals.counts, self.arrivals.by_count)
-        has_local = any(bucket.has_local for bucket in self.buckets)
+        has_local = any(bucket.local for bucket in self.buckets)
         self._has_local_sums |= has_local
         came = [True] * len(self.parameters)
         for index in missing:
@@ -354,11 +337,7 @@ class Reducer(ReductionSetup):
         self._sending.start_rest()
 
     def end_last(self) -> None:
-        """Finish what the last backward left open, and learn how it ended on the other ranks.
-
-        Raises:
-            GradientError: it was interrupted on some ranks, or brought what was not expected.
-        """
+        """Finish what the last backward left open, and learn how it ended on the other ranks."""
         self.complete_open()
         self._settling.read()
 
@@ -385,12 +364,7 @@ class Reducer(ReductionSetup):
         self._wait(ending, is_complete=False)
 
     def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
-        """Know which members have data, while some may have none.
-
-        Args:
-            at_work: for each member, whether it has.
-            divides_by_all: whether averages are over all members, or those that have data.
-        """
+        """Know which members have data, while some may have none."""
         self.source = list(at_work).index(True)
         self._share = 1.0 if divides_by_all else len(at_work) / sum(at_work)
         self._settling.num_at_work = sum(at_work)
@@ -411,9 +385,6 @@ class Reducer(ReductionSetup):
         """Take part with zeros in the backward of the others: here none has reached the model.
 
         Where no rank has had one, all is as before.
-
-        Args:
-            ending: what this rank says of its own; None says nothing.
         """
         dense = self._list.dense()
         kept = [bucket.flat.clone() for bucket in dense]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +16,7 @@ from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
 from .comm_hooks.registered import RegisteredHook
-from .gradient_hooks import GradientHooks, Hook
+from .gradient_hooks import Backward, GradientHooks, Hook
 from .logging_data import DataLogger, notes_errors
 from .options import ReductionOptions
 from .parting import Parting
@@ -27,7 +27,7 @@ from .settling import Settling
 __all__ = ["ReductionSetup"]
 
 
-class ReductionSetup(ABC):
+class ReductionSetup(Backward):
     """What is averaged over which group, and how; ``Reducer`` does it.
 
     Args:
@@ -35,9 +35,9 @@ class ReductionSetup(ABC):
         names: one per parameter, for messages.
         group: over whose members gradients are averaged; open for the parameters' devices.
         options: how.
+        parting: is told of the end of each backward.
 
     Attributes:
-        parameters: as given.
         buckets: in the order in which they are sent.
         arrivals: what is expected of the next backward.
         awaited: futures that the end of the next backward waits for.
@@ -52,6 +52,7 @@ class ReductionSetup(ABC):
         names: Sequence[str],
         group: ProcessGroup,
         options: ReductionOptions,
+        parting: Parting | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._names = names
@@ -63,11 +64,9 @@ class ReductionSetup(ABC):
         self.arrivals = Arrivals(len(self.parameters))
         self._settling = Settling(self.parameters, self.arrivals, options, self._reports, group)
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
-        self._sending = Sending(self._list, group)
+        self._sending = Sending(self._list, group, parting)
         self._hooks = GradientHooks(self.parameters, self.arrivals, self)
-        self._has_local_sums = (
-            False  # gradients that were not averaged came since the last that were
-        )
+        self._has_local_sums = False  # a backward since the last averaged one was local
         self.is_open = False  # a gradient has come, and the backward has not ended
         self.task: int | None = None  # the backward that will call _finish
         self._is_running: Callable[[], bool] = bool  # whether that has not ended, nor raised
@@ -78,6 +77,7 @@ class ReductionSetup(ABC):
         self._early_task: int | None = None  # of this backward, which may yet reach one
         self._num_local = 0  # backwards since the last one that was averaged
         self._local_task: int | None = None  # one that reached an output under no_sync
+        self._is_local_running: Callable[[], bool] = bool  # whether that one has not ended
         self._has_warned = False
         self._has_graph = False  # gradients of that backward could be differentiated again
         self.late: list[int] = []  # what came after its bucket had gone
@@ -90,18 +90,6 @@ class ReductionSetup(ABC):
         self.source = 0
         self._share = 1.0  # by which averages over all members are multiplied
         self._lay()
-
-    @abstractmethod
-    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
-        """Whether a gradient counts that did not come in ``task`` itself."""
-
-    @abstractmethod
-    def open(self) -> None:
-        """The first gradient of a backward has come."""
-
-    @abstractmethod
-    def start_full_buckets(self) -> None:
-        """A bucket has all that is expected."""
 
     @abstractmethod
     def complete_open(self) -> None:
@@ -125,10 +113,6 @@ class ReductionSetup(ABC):
         """Make the calls of each backward inside of such a context."""
         self._sending.calls_inside = inside
 
-    def watch_parting(self, parting: Parting) -> None:
-        """Tell ``parting`` of the end of each backward."""
-        self._sending.parting = parting
-
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
         self._is_closed = True
@@ -147,7 +131,7 @@ class ReductionSetup(ABC):
         self.complete_open()
         self._group = group
         self._sending.change_group(group)
-        self._reports = self._reports.of(group)
+        self._reports = Reports(self._names, group)
         self.arrivals.forget()
         stays = self._settling.stays
         self._settling = Settling(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
-from ..checking.call_sites import program_frame
+from ..checking.call_sites import warn_caller
 from ..error_text import explain, first_line, grouped_text, ranks_text
 from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup
@@ -20,22 +18,16 @@ _SHOWN_PARAMETERS = 20
 
 
 class Reports:
-    """Makes the errors of one model's gradients; raising them is the caller's part.
-
-    Args:
-        names: one per parameter.
-        group: over which gradients are averaged.
-    """
+    """Makes the errors of one model's gradients; raising them is the caller's part."""
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
         self._names = list(names)
-        self.of = partial(Reports, self._names)
-        """Makes the same for another group."""
         self._where = f"rank {group.world.rank}, in {group.group_name}"
+        self._error = partial(GradientError, where=self._where)
+        self._argument_error = partial(ArgumentError, where=self._where)
 
     def warn_of_local(self, *, sees_outputs: bool, num_local: int) -> None:
         """Warn at the program's line of a backward that reaches parameters and no outputs."""
-        frame = program_frame(sys._getframe(1))
         summary = "a backward reached parameters of a DistributedDataParallel"
         if num_local:
             summary += f" and none of its outputs, {num_local} times in a row"
@@ -51,31 +43,16 @@ class Reports:
             summary += " again, whose forward returned no tensor with a graph"
             expected = "one backward behind such a forward: the first counts"
             fix = "return what the loss is made of in lists, tuples, dicts or dataclasses"
-        text = explain(
-            f"{summary}: its gradients stay local", where=self._where, expected=expected, fix=fix
-        )
-        warnings.warn_explicit(
-            text,
-            UserWarning,
-            frame.f_code.co_filename,
-            frame.f_lineno,
-            module=frame.f_globals.get("__name__"),
-        )
+        summary += ": its gradients stay local"
+        warn_caller(explain(summary, where=self._where, expected=expected, fix=fix))
 
     def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
         """Parameters got no gradient: which ones, by rank."""
-        found = []
-        for rank, indices in held.items():
-            line = ", ".join(self.describe(index) for index in indices[:_SHOWN_PARAMETERS])
-            if len(indices) > _SHOWN_PARAMETERS:
-                line += f" and {len(indices) - _SHOWN_PARAMETERS} more"
-            if indices:
-                found.append((rank, line))
-        return GradientError(
+        lines = {rank: [*map(self.describe, indices)] for rank, indices in held.items()}
+        return self._error(
             "parameters got no gradient in the backward since the last forward",
-            where=self._where,
             expected="every parameter that requires a gradient takes part in every rank's loss",
-            found=grouped_text(found),
+            found=_shown(lines, ", "),
             fix="let the loss depend on all of the module's outputs, or pass "
             "find_unused_parameters=True, or call requires_grad_(False) on unused parameters "
             "before the model is wrapped; freeze and unfreeze alike on every rank",
@@ -88,9 +65,8 @@ class Reports:
             found.append(f"{ranks_text(cut)}: an exception was raised inside backward()")
         if absent:
             found.append(f"{ranks_text(absent)}: no backward reached the model after its forward")
-        return GradientError(
+        return self._error(
             "the gradients of this step are wrong: a backward was interrupted",
-            where=self._where,
             expected="a backward that ends on every rank, or raises on every rank",
             found="\n".join(found),
             fix="look at the exception there; after zero_grad() a new step may begin",
@@ -98,18 +74,10 @@ class Reports:
 
     def unexpected(self, held: Mapping[int, Sequence[str]]) -> GradientError:
         """Gradients came otherwise than was promised, or learned: what is wrong, by rank."""
-        found = []
-        for rank, lines in held.items():
-            text = "; ".join(lines[:_SHOWN_PARAMETERS])
-            if len(lines) > _SHOWN_PARAMETERS:
-                text += f" and {len(lines) - _SHOWN_PARAMETERS} more"
-            if lines:
-                found.append((rank, text))
-        return GradientError(
+        return self._error(
             "gradients came that were not expected: those of this step are dropped",
-            where=self._where,
             expected="the gradients that the backwards before had, each as often",
-            found=grouped_text(found),
+            found=_shown(held, "; "),
             fix="pass find_unused_parameters=True where steps differ in the parameters they use, "
             "and neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints "
             "be use_reentrant=False",
@@ -129,9 +97,8 @@ class Reports:
 
     def overlapping(self) -> GradientError:
         """One backward began before another had ended."""
-        return GradientError(
+        return self._error(
             "a backward began before another had ended",
-            where=self._where,
             expected="one backward at a time",
             found="an earlier backward that was interrupted, with no forward since; or a reentrant "
             "checkpoint around the model",
@@ -140,9 +107,8 @@ class Reports:
 
     def split_backward(self) -> GradientError:
         """A pipeline schedule comes to the weights' part of a backward, behind the inputs' part."""
-        return GradientError(
+        return self._error(
             "this pipeline schedule adds up the weights' gradients apart from backward()",
-            where=self._where,
             expected="a last backward that goes through the stage's outputs to its parameters",
             found="outputs that were cut off their graph, as under InterleavedZeroBubble, "
             "ZBVZeroBubble and DualPipeV",
@@ -152,44 +118,39 @@ class Reports:
 
     def unfinished(self) -> GradientError:
         """A backward has begun and not ended."""
-        return GradientError(
+        return self._error(
             "the last backward has not ended",
-            where=self._where,
             found="it raised, or is running",
             fix="run the forward again, which completes it on all ranks",
         )
 
     def too_late(self, what: str) -> GradientError:
         """Something was set after a backward."""
-        return GradientError(
+        return self._error(
             f"{what} was set after a backward",
-            where=self._where,
             expected="it set before the first backward, on every rank",
             fix="set it right after the model is wrapped",
         )
 
     def running(self) -> GradientError:
         """Gradients were to be checked before the backward had ended."""
-        return GradientError(
+        return self._error(
             "gradients cannot be checked while a backward runs",
-            where=self._where,
             fix="call check_gradients() after backward() has returned",
         )
 
     def captured_early(self) -> GradientError:
         """A CUDA graph is captured while the buckets are still those of the first step."""
-        return GradientError(
+        return self._error(
             "a CUDA graph cannot be captured before the buckets are rebuilt",
-            where=self._where,
             expected="two steps, forward and backward, before the capture",
             fix="run some steps on a side stream first, as torch.cuda.graph asks for",
         )
 
     def with_graph(self) -> GradientError:
         """The backward would be differentiated again."""
-        return GradientError(
+        return self._error(
             "backward(create_graph=True) cannot be reduced over a group",
-            where=self._where,
             found="gradients with a graph of their own, which the all-reduce would cut",
             fix="use torch.autograd.grad(..., create_graph=True) for the inner derivative, and "
             "a plain backward() for the parameters",
@@ -197,9 +158,8 @@ class Reports:
 
     def traced(self) -> GradientError:
         """The backward is traced as a whole, and calls hooks at no time that is known here."""
-        return GradientError(
+        return self._error(
             "compiled autograd cannot run the backward of a replica",
-            where=self._where,
             found="a backward that torch.compile traces as a whole, without the calls at its end",
             fix="leave torch._dynamo.config.compiled_autograd off; forwards, and steps with their "
             "backward, may be compiled",
@@ -207,17 +167,15 @@ class Reports:
 
     def lacking_in_context(self, *, knows_context: bool) -> GradientError:
         """A context of distributed autograd is not known, or may not hold all gradients."""
-        expected, found, fix = (
-            "a gradient of every parameter in its context, on every rank",
-            "find_unused_parameters=True or static_graph=True",
-            "wrap without them, in a model that uses all its parameters on every rank",
-        )
-        if not knows_context:
+        if knows_context:
+            expected = "a gradient of every parameter in its context, on every rank"
+            found = "find_unused_parameters=True or static_graph=True"
+            fix = "wrap without them, in a model that uses all its parameters on every rank"
+        else:
             expected, found = "a forward inside the context", "a forward outside"
             fix = "run forward and backward in one `with torch.distributed.autograd.context()`"
-        return GradientError(
+        return self._error(
             "torch.distributed.autograd.backward cannot average these gradients",
-            where=self._where,
             expected=expected,
             found=found,
             fix=fix,
@@ -225,9 +183,8 @@ class Reports:
 
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
         """A gradient is not dense."""
-        return GradientError(
+        return self._error(
             f"{self.describe(index)} has a sparse gradient",
-            where=self._where,
             expected="dense gradients",
             found=f"layout {str(layout).removeprefix('torch.')}",
             fix="make the embedding with sparse=False",
@@ -235,9 +192,8 @@ class Reports:
 
     def hook_again(self, name: str) -> ArgumentError:
         """A second communication hook was registered."""
-        return ArgumentError(
+        return self._argument_error(
             "a communication hook is registered already",
-            where=self._where,
             expected="register_comm_hook at most once for each wrapper",
             found=f"hook {name}",
             fix="call both in one hook, or wrap the model anew",
@@ -245,9 +201,8 @@ class Reports:
 
     def hook_beside(self, other: str) -> ArgumentError:
         """A communication hook was registered where something else reduces or steps."""
-        return ArgumentError(
+        return self._argument_error(
             f"a communication hook cannot be used with {other}",
-            where=self._where,
             expected=f"a hook, or {other}",
             fix="cast the buckets in the hook: md.comm_hooks.bf16_compress_hook"
             if other == "mixed_precision"
@@ -256,18 +211,16 @@ class Reports:
 
     def hook_late(self) -> ArgumentError:
         """A communication hook was registered after a backward."""
-        return ArgumentError(
+        return self._argument_error(
             "a communication hook was registered after the first backward",
-            where=self._where,
             expected="register_comm_hook before gradients are first averaged",
             fix="register it right after the model is wrapped",
         )
 
     def stopped(self, failure: Exception) -> GradientError:
         """An all-reduce has failed, and the ranks are no longer in step."""
-        return GradientError(
+        return self._error(
             "the gradients cannot be reduced any more: an earlier all-reduce failed",
-            where=self._where,
             found=first_line(failure),
             fix="end this job, or make the mesh and the model's wrapper anew",
         )
@@ -275,6 +228,18 @@ class Reports:
     def describe(self, index: int) -> str:
         """A parameter, for messages."""
         return f"{self._names[index]} (index {index})"
+
+
+def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
+    """The first lines of each rank that has some."""
+    found = []
+    for rank, mine in lines.items():
+        text = separator.join(mine[:_SHOWN_PARAMETERS])
+        if len(mine) > _SHOWN_PARAMETERS:
+            text += f" and {len(mine) - _SHOWN_PARAMETERS} more"
+        if mine:
+            found.append((rank, text))
+    return grouped_text(found)
 
 
 def _times(count: int) -> str:

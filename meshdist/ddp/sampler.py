@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils import data
 
-from ..checking.call_sites import call_site
+from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
@@ -20,7 +19,6 @@ from ..worlds.initialization import get_rank, get_world_size
 __all__ = ["DistributedSampler"]
 
 T = TypeVar("T", covariant=True)
-_FIX = "call sampler.set_epoch(epoch) before each epoch, or pass shuffle=False"
 
 
 class DistributedSampler(data.DistributedSampler[T]):
@@ -72,8 +70,10 @@ class DistributedSampler(data.DistributedSampler[T]):
     def __iter__(self) -> Iterator[T]:
         self._num_passes += 1
         if self.shuffle and self._num_passes == 2:
-            text = f"samples come in the order of epoch {self.epoch} again: {_FIX}"
-            warnings.warn_explicit(text, UserWarning, *(call_site() or (__file__, 0)))
+            warn_caller(
+                f"samples come in the order of epoch {self.epoch} again: "
+                "call sampler.set_epoch(epoch) before each epoch, or pass shuffle=False"
+            )
         return super().__iter__()
 
 

@@ -28,20 +28,15 @@ _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
 class Sending:
     """Starts and awaits what is averaged over one group.
 
-    Args:
-        buckets: what is sent.
-        group: over which gradients are averaged.
-
     Attributes:
         num_started: how many buckets have gone in this backward.
         hook: what averages buckets in place of an all-reduce, if anything.
         failure: why the members are no longer in step, if so.
         calls_inside: a context for the calls of one backward.
         timing: of a sampled iteration, else None.
-        parting: is told of each backward's end, if it is there.
     """
 
-    def __init__(self, buckets: BucketList, group: ProcessGroup) -> None:
+    def __init__(self, buckets: BucketList, group: ProcessGroup, parting: Parting | None) -> None:
         self._list = buckets
         self._group = group
         self.num_started = 0
@@ -49,7 +44,7 @@ class Sending:
         self.failure: Exception | None = None
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.timing: Timing | None = None
-        self.parting: Parting | None = None
+        self._parting = parting
         self._behind_work: Pending | None = None  # of the numbers behind, where they do not ride
         self._op = ReduceOp.AVG
 
@@ -58,8 +53,8 @@ class Sending:
         self._group = group
         if self.hook is not None:
             self.hook.group = group
-        if self.parting is not None:
-            self.parting.count_anew()
+        if self._parting is not None:
+            self._parting.count_anew()
 
     def find_scale(self, device: torch.device) -> float | None:
         """By what gradients are multiplied as they are copied; None where the wire averages.
@@ -82,7 +77,7 @@ class Sending:
         if self.hook is not None and not isinstance(bucket, InPlaceBucket):
             bucket.work = self._call_hook(self.hook, bucket)
         elif isinstance(bucket, SparseBucket):
-            bucket.work = bucket.reduction()
+            bucket.work = bucket
         else:
             bucket.work = self._average(bucket.sent)
         self.num_started += 1
@@ -111,10 +106,10 @@ class Sending:
         if self.timing is not None:
             self.timing.mark("comm_end")
         self.num_started = 0
-        if self.parting is not None:  # in a join context ranks without data are behind
+        if self._parting is not None:  # in a join context ranks without data are behind
             averages = self.hook is None or self.hook.name not in _LOCAL_HOOKS
             meant = averages and self.calls_inside is nullcontext
-            self.parting.backward_ends(self._group, is_compared=meant)
+            self._parting.backward_ends(self._group, is_compared=meant)
 
     def _call_hook(self, hook: RegisteredHook, bucket: Bucket | SparseBucket) -> Pending:
         is_last = bucket is self._list.all[-1]

@@ -180,10 +180,6 @@ class Settling:
 
         Where every rank was interrupted, or had no backward, nothing is lost, since each has seen
         its own error; otherwise all raise. No rank keeps gradients of an interrupted backward.
-
-        Raises:
-            GradientError: the backward was interrupted, or absent, but not on every rank; or
-                gradients came otherwise than expected on some rank.
         """
         self._look()
         if self._counts is None:

@@ -21,7 +21,7 @@ class SingleBucket:
     as_views = False
     streams = None
     taken = frozenset[int]()
-    has_local = False
+    local = ()
 
     def __init__(
         self, index: int, parameters: Sequence[torch.nn.Parameter], *, is_trailing: bool
@@ -44,24 +44,15 @@ class SingleBucket:
         self._mine = self.average = None
 
     def hook_all(self) -> None:
-        """Its parameter has a hook."""
+        """Nothing to do: its hook tells what comes, and it is read on the stream that waits."""
 
-    def forward_ends(self) -> None:
-        """Its hook tells when a gradient comes."""
-
-    def backward_begins(self) -> None:
-        """Its hook tells when the gradient has come, and of which backward it is."""
+    forward_ends = backward_begins = await_streams = hook_all
 
     def find_missing(self) -> list[int]:
-        """Its hook tells."""
+        """No slots: its hook tells."""
         return []
 
-    def find_late(self) -> list[int]:
-        """Its hook tells."""
-        return []
-
-    def await_streams(self) -> None:
-        """It is read on the stream that waits for it."""
+    find_late = find_missing
 
     def move_in_early(self) -> bool:
         """Take the gradient as it is."""
@@ -98,10 +89,6 @@ class InPlaceBucket(SingleBucket):
     Where ranks share no memory, to copy it into a bucket would only cost time and memory. It is
     copied all the same where its memory is not its own: autograd lets a gradient share memory with
     that of a view, or of another parameter, which a backward may still read.
-
-    Args:
-        index, parameters, is_trailing: as of ``SingleBucket``.
-        scale: by what the gradient is multiplied before it is summed.
     """
 
     def __init__(

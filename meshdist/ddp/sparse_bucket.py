@@ -23,10 +23,6 @@ class SparseBucket(SingleBucket):
 
     What is sent depends on the gradient, so it is sent where the reduction is waited for: that
     comes in one order on every rank. Where some rank has a dense gradient, it is dense on all.
-
-    Args:
-        index, parameters, is_trailing: as of ``SingleBucket``.
-        group: over which gradients are averaged.
     """
 
     def __init__(
@@ -57,11 +53,7 @@ class SparseBucket(SingleBucket):
             check_invariants=False,
         ).coalesce()
 
-    def reduction(self) -> _SparseReduction:
-        """What averages the gradient when it is waited for."""
-        return _SparseReduction(self)
-
-    def exchange(self) -> None:
+    def wait(self) -> None:
         """Average over the group; collective."""
         member, mine, group = self.members[0], self._mine, self._group
         rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
@@ -87,12 +79,3 @@ class SparseBucket(SingleBucket):
             self.average = rows
             return
         self.average = sum_rows(group, rows / group.size(), sizes)
-
-
-class _SparseReduction:
-    def __init__(self, bucket: SparseBucket) -> None:
-        self._bucket = bucket
-
-    def wait(self) -> None:
-        """Average over the group; collective."""
-        self._bucket.exchange()

@@ -119,17 +119,17 @@ def test_a_gradient_has_come_that_is_there_or_another_tensor_or_another_version(
     assert bucket.flat.tolist() == [1, 1, 1, 1, 0, 0]
 
 
-def test_where_the_beginning_was_not_seen_nothing_goes_early() -> None:
+def test_where_the_beginning_was_not_seen_what_has_a_gradient_counts() -> None:
     parameters = zeros(2, 2)
     bucket = bucket_of(parameters, (0, 1))
     assert bucket.find_missing() == [0]
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    assert bucket.find_missing() == []  # at the end, what has a gradient counts
-    assert not bucket.move_in_early()
+    assert bucket.find_missing() == []
     bucket.backward_begins()
+    assert not bucket.move_in_early()  # what was there already does not count
     bucket.reset()
-    assert not bucket.move_in_early()  # every backward begins anew
+    assert bucket.move_in_early()  # every backward begins anew
 
 
 def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:

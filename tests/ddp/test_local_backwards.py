@@ -472,6 +472,25 @@ def test_zeroing_gradients_between_forward_and_backward_warns_of_nothing(size: i
     assert md.simulate(program, 2) == [[1.5] * 4] * 2
 
 
+def test_checkpoints_under_no_sync_warn_of_nothing() -> None:
+    """Their re-entrant tasks are parts of a backward that is meant to be local."""
+
+    def program() -> float:
+        net = Net(20_000)
+        net.kind = "checkpoints"
+        model = md.DDP(net)
+        x = torch.tensor(1.0 + md.get_rank(), requires_grad=True)
+        for _ in range(2):
+            model(x).backward()
+            net.zero_grad()
+        with model.no_sync():
+            for _ in range(3):
+                model(x).backward()
+        return net.weights[0].grad[0].item()  # type: ignore[index]
+
+    assert md.simulate(program, 2) == [3.0, 6.0]  # a warning is an error here
+
+
 def test_the_warning_names_the_line_and_the_way() -> None:
     def program() -> None:
         trial = Trial(md.DDP, 1)

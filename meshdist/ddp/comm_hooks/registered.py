@@ -41,17 +41,7 @@ _SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class RegisteredHook:
-    """A hook and its state, for the gradients that are averaged over one group.
-
-    Args:
-        state: what the hook is given first; None stands for ``group``.
-        hook: called with ``state`` and a ``GradBucket``; returns a Future of the averaged tensor.
-        group: over which gradients are averaged; it may be set to another between backwards.
-
-    Raises:
-        KindError: the hook cannot be called, or not so.
-        ArgumentError: it is annotated for something else.
-    """
+    """A hook and its state, for the gradients that are averaged over one group."""
 
     def __init__(self, state: Any, hook: Callable[..., Any], group: ProcessGroup) -> None:
         _check(hook, group)
@@ -70,11 +60,7 @@ class RegisteredHook:
         self._state = state
 
     def start(self, bucket: GradBucket) -> PendingBucket:
-        """Call the hook; what it returns is waited for later, in the order of the buckets.
-
-        Raises:
-            KindError: it has returned no Future. What the hook raises is raised as it is.
-        """
+        """Call the hook; what it returns is waited for later, in the order of the buckets."""
         pending = PendingBucket(self, bucket)
         pending.call(self._hook, self.group if self._state is None else self._state)
         return pending
@@ -118,12 +104,6 @@ class PendingBucket:
         """Return True when the averages lie in the bucket's memory.
 
         Callbacks of the hook's futures run here, on this thread.
-
-        Raises:
-            KindError: the Future's value is no tensor.
-            ShapeError, DtypeError, ArgumentError: it is no tensor like the bucket's.
-            CollectiveTimeoutError: the Future is not completed, though the hook's verbs are done.
-            What a verb or a callback raises is raised as its future does.
         """
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
             error = self._deferral.settle()
