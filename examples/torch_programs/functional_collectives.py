@@ -16,6 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshdist.torch_backends  # noqa: F401 (offers "shm" to torch)
 
+if hasattr(funcol, "all_gather_single"):
+    all_gather, reduce_scatter = funcol.all_gather_single, funcol.reduce_scatter_single
+else:  # their names before torch 2.13
+    all_gather, reduce_scatter = funcol.all_gather_tensor, funcol.reduce_scatter_tensor
+
 
 def collect() -> list[list[float]]:
     """Return on every rank: a sum, a maximum, all parts, one part of a sum, and an exchange."""
@@ -25,8 +30,8 @@ def collect() -> list[list[float]]:
     results = [
         funcol.all_reduce(mine, "sum", mesh),
         funcol.all_reduce(mine, "max", mesh),
-        funcol.all_gather_single(mine, 0, mesh),
-        funcol.reduce_scatter_single(mine, "sum", 0, mesh),
+        all_gather(mine, 0, mesh),
+        reduce_scatter(mine, "sum", 0, mesh),
         funcol.all_to_all_single(mine, [1] * size, [1] * size, mesh),
         funcol.broadcast(mine, 1, mesh),
         *funcol.all_reduce_coalesced([mine, 2 * mine], "sum", mesh),

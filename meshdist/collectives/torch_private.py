@@ -17,6 +17,7 @@ from ..runtime.untraced import leave_untraced
 from .instruments import watchers
 
 __all__ = [
+    "ENDS_RECORDS_ANYWHERE",
     "BackwardHookFunction",
     "FunctionMeta",
     "NotSeen",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+ENDS_RECORDS_ANYWHERE = torch.__version__ >= "2.12"
+"""Whether the profiler keeps a ``_RecordFunctionFast`` that another thread ends; 2.11 drops it."""
 
 are_transforms_active = _C._are_functorch_transforms_active
 """Whether the call is inside a transform of torch.func."""

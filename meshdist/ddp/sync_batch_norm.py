@@ -105,8 +105,9 @@ class SyncBatchNorm(_BatchNorm):
             track_running_stats,
             device=device,
             dtype=dtype,
-            bias=bias,
         )
+        if not bias:  # torch 2.11's own takes no such argument
+            self.register_parameter("bias", None)
         self.process_group = process_group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

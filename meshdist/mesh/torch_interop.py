@@ -6,6 +6,7 @@ mesh. So the groups are made first, in mesh order, and torch's mesh is built fro
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
 
     Raises:
         BackendError: the world's wires are none of torch's (simulated ranks).
-        MeshError: torch's world has another rank or size.
+        MeshError: torch's world has another rank or size, or torch 2.11 would sort the ranks.
         AgreementError, CollectiveTimeoutError: ranks call it on another mesh, or do not come.
     """
     world, layout, device_type = mesh.world, mesh.layout, mesh.device_type
@@ -39,11 +40,12 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
     timeout = world.timeout or DEFAULT_TIMEOUT
     with get_registry(world).opening() as agree:
         agree(everyone, "mesh for torch", definition, timeout)
+        _check_torch_keeps_order(mesh)
         _start_torch_world(world)
         groups: list[Any] = []
         for axis in range(layout.ndim):
             for ranks in layout.groups_of_axis(axis):
-                # Torch 2.11 sorts always, and has no such argument.
+                # torch 2.11 sorts always, and has no such argument.
                 order: dict[str, Any] = (
                     {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
                 )
@@ -93,6 +95,19 @@ def _check_torch_can(world: World) -> None:
                 found=f"torch: rank {found[0]} of {found[1]}",
                 fix="start meshdist after it, so that it adopts torch's world",
             )
+
+
+def _check_torch_keeps_order(mesh: MeshDefinition) -> None:
+    groups = [one for axis in range(mesh.layout.ndim) for one in mesh.layout.groups_of_axis(axis)]
+    permuted = [ranks for ranks in groups if list(ranks) != sorted(ranks)]
+    if permuted and "sort_ranks" not in inspect.signature(torch_distributed.new_group).parameters:
+        raise MeshError(
+            f"torch {torch.__version__} cannot keep the order of this mesh's ranks",
+            where=f"rank {mesh.world.rank} of {mesh.world.size}, to_torch() of {mesh.text}",
+            expected="ranks that ascend along each axis: torch before 2.12 sorts those of a group",
+            found=f"ranks {list(permuted[0])} along an axis",
+            fix="use torch 2.12 or newer, or a mesh whose ranks ascend",
+        )
 
 
 def _start_torch_world(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ..arrays import as_tensor
 from ..checking.call_sites import program_frame, warn_caller
 from ..dtypes import dtype_name
 from ..error_text import explain
-from ..errors import DtypeError, KindError, MeshError
+from ..errors import DtypeError, GradientError, KindError, MeshError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
@@ -100,6 +101,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
         KindError: no sharded array.
         MeshError: a torch mesh of other ranks.
         BackendError: torch has no mesh over these ranks (simulated ranks).
+        GradientError: torch 2.11 would sum the gradient of reduced axes.
     """
     if not isinstance(x, ShardedArray):
         raise KindError("to_dtensor takes a ShardedArray", found=f"a {type(x).__name__}")
@@ -114,17 +116,27 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
         _warn_of_moves(x, held)
         x = x.reshard(held)
     placements = to_placements(held)
-    gradient = [
-        Partial("sum") if name in held.spec.reduced else placement
-        for name, placement in zip(mesh.axis_names, placements, strict=True)
-    ]
+    local = as_tensor(x.local, argument="x", verb="to_dtensor")
+    gradient: dict[str, Any] = {}
+    if held.spec.reduced and local.requires_grad and torch.is_grad_enabled():
+        if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
+            raise GradientError(
+                "to_dtensor: this torch would sum the gradient over the reduced axes",
+                expected="torch 2.12 or newer, whose DTensor.from_local has grad_placements",
+                found=f"torch {torch.__version__}, an array that requires grad, {x.sharding!r}",
+                fix="update torch, or convert under torch.no_grad()",
+            )
+        gradient["grad_placements"] = [
+            Partial("sum") if name in held.spec.reduced else placement
+            for name, placement in zip(mesh.axis_names, placements, strict=True)
+        ]
     return DTensor.from_local(
-        as_tensor(x.local, argument="x", verb="to_dtensor"),
+        local,
         device_mesh,
         placements,
         shape=torch.Size(x.shape),
         stride=tuple(math.prod(x.shape[dim + 1 :]) for dim in range(len(x.shape))),
-        grad_placements=gradient if held.spec.reduced else None,
+        **gradient,
     )
 
 

@@ -335,7 +335,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         is_async_here = is_async or is_recorded
         work = run_unnested(request.verb, self._started, request, result, way, calls, is_async_here)
         if is_recorded:
-            work.end_with(records)
+            work.end_with(records, is_async)
             if not is_async:
                 work.wait()
         return self._handed_out(work)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as torch_distributed
 from torch._C._profiler import _RecordFunctionFast
 
+from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from ..errors import BackendError
 from ..wires.work import Work
 from ..wires.worker_queue import WorkerQueue
@@ -65,19 +66,21 @@ class TorchWork(torch_distributed.Work):
             for thread in self._recordings:
                 thread.join()
 
-    def end_with(self, records: list[Any]) -> None:
+    def end_with(self, records: list[Any], is_async: bool) -> None:
         """Let the profiler's record of the verb, taken out of the list, end when the verb does.
 
         Another thread ends it, and holds it last: so the profiler sees that the verb went on in the
-        background.
+        background. torch 2.11 drops such a record: there it ends here, with an async call's start.
         """
-        thread = threading.Thread(target=self._record, args=(records,), daemon=True)
+        if not ENDS_RECORDS_ANYWHERE:
+            return self._record(records, () if is_async else self._works)
+        thread = threading.Thread(target=self._record, args=(records, self._works), daemon=True)
         self._recordings.append(thread)
         thread.start()
 
-    def _record(self, records: list[Any]) -> None:
+    def _record(self, records: list[Any], works: Sequence[Any]) -> None:
         with suppress(Exception):  # wait() raises it
-            for work in self._works:
+            for work in works:
                 work.wait()
         records.pop().__exit__(None, None, None)
 

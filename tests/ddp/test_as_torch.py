@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import warnings
 from typing import Any
 
@@ -50,6 +51,8 @@ DIFFERENT = {
     "reducer": "ours",
     "use_side_stream_for_tensor_copies": "inputs are moved on the current stream",
 }
+# batched_grad_copy is of torch 2.12, forward_sync_buffers of 2.13; its older name means as much.
+OF_THIS_TORCH = {*inspect.signature(DistributedDataParallel).parameters}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,10 @@ def attributes_of_torchs(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -
             found = {}
             warnings.simplefilter("ignore", FutureWarning)  # torch's, of broadcast_buffers
             for name, options in OPTIONS.items():
+                options = dict(options)
+                if "forward_sync_buffers" in options.keys() - OF_THIS_TORCH:
+                    options["broadcast_buffers"] = options.pop("forward_sync_buffers")
+                options = {key: one for key, one in options.items() if key in OF_THIS_TORCH}
                 model = DistributedDataParallel(batch_norm(), **options)
                 public = {key for key in vars(model) if not key.startswith("_")}
                 public -= {"lazy_bucket_allocation"}  # of torch 2.15; ours are always laid late

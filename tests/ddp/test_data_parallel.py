@@ -703,6 +703,8 @@ def test_models_that_share_a_trunk_are_wrapped_as_one_module(run: Run) -> None:
             )
 
 
+# torch 2.11 and 2.12 warn once of this, also where check_invariants=False was passed.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_refused() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:

@@ -14,10 +14,11 @@ def test_a_note_lives_as_long_as_its_generator() -> None:
     notes = SeedNotes()
     generator, other = torch.Generator(), torch.Generator()
     notes[generator] = 1
-    notes[other] = 2
+    notes[other] = 1
     assert notes[generator] == 1
     del generator
     gc.collect()
+    notes[other] = 2  # before torch 2.13 a note drops those of generators that are gone
     assert list(notes.values()) == [2]
 
 

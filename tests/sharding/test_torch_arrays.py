@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_the_order_of_axes(pool: Pool) -> None:
 
 def test_gradients_pass(pool: Pool) -> None:
     def program() -> list[Any]:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         theirs = mesh.to_torch()
@@ -122,6 +123,13 @@ def test_gradients_pass(pool: Pool) -> None:
         assert weight.grad is not None
         local = torch.full((3,), 2.0, requires_grad=True)
         reduced = md.ShardedArray(local, md.NamedSharding(mesh, md.P(reduced={"dp"})))
+        with torch.no_grad():
+            assert md.to_dtensor(reduced, theirs).to_local().equal(local)
+        if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
+            with pytest.raises(md.GradientError, match="would sum the gradient") as caught:
+                md.to_dtensor(reduced, theirs)
+            assert "expected: torch 2.12 or newer" in str(caught.value)
+            return [weight.grad.full_tensor().tolist(), [0.0, 1.0, 2.0]]
         dtensor = md.to_dtensor(reduced, theirs)
         factor = distribute_tensor(torch.arange(3.0), theirs, [Replicate()])
         (dtensor * factor).sum().backward()

@@ -16,7 +16,11 @@ import torch.distributed as dist
 import meshdist as md
 from tests.load import is_within
 from tests.pool import Failure, Pool, WorkerLost
-from tests.torch_process_groups.worlds import on_torch, outcomes_on_torch
+from tests.torch_process_groups.worlds import (
+    all_gather_single_of_torch,
+    on_torch,
+    outcomes_on_torch,
+)
 
 
 def caught(kind: type[BaseException], call: Any) -> str:
@@ -286,7 +290,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
     ("call", "kind", "text"),
     [
         (
-            lambda: dist.all_gather_single(torch.ones(3), torch.ones(2)),
+            lambda: all_gather_single_of_torch(torch.ones(3), torch.ones(2)),
             md.ShapeError,
             "all_gather_into_tensor: the larger tensor does not hold one of the smaller per member",
         ),

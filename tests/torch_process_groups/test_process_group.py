@@ -12,8 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshdist.collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from tests.pool import Pool
-from tests.torch_process_groups.worlds import on_torch
+from tests.torch_process_groups.worlds import (
+    KEEPS_ORDER,
+    all_gather_single_of_torch,
+    on_torch,
+    reduce_scatter_single_of_torch,
+)
 
 Verb = Callable[[bool, torch.dtype], Any]
 
@@ -69,7 +75,7 @@ def all_gather_coalesced(later: bool, dtype: torch.dtype) -> Any:
 
 def all_gather_single(later: bool, dtype: torch.dtype) -> Any:
     output = torch.zeros(dist.get_world_size() * 2, 2, dtype=dtype)
-    done(dist.all_gather_single(output, mine(4, dtype).view(2, 2), async_op=later))
+    done(all_gather_single_of_torch(output, mine(4, dtype).view(2, 2), async_op=later))
     return output
 
 
@@ -98,7 +104,7 @@ def reduce_scatter(later: bool, dtype: torch.dtype) -> Any:
 def reduce_scatter_single(later: bool, dtype: torch.dtype) -> Any:
     output = torch.zeros(2, dtype=dtype)
     whole = mine(2 * dist.get_world_size(), dtype)
-    done(dist.reduce_scatter_single(output, whole, async_op=later))
+    done(reduce_scatter_single_of_torch(output, whole, async_op=later))
     return output
 
 
@@ -119,9 +125,14 @@ def coalesced(later: bool, dtype: torch.dtype) -> Any:
     sums = [mine(2, dtype), mine(3, dtype)]
     done(group.allreduce_coalesced(sums))
     outputs = [torch.zeros(2 * size, dtype=dtype), torch.zeros(size, dtype=dtype)]
-    done(group.all_gather_single_coalesced(outputs, [mine(2, dtype), mine(1, dtype)]))
+    is_new = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")  # since torch 2.13
+    gather = group.all_gather_single_coalesced if is_new else group.allgather_into_tensor_coalesced
+    done(gather(outputs, [mine(2, dtype), mine(1, dtype)]))
     blocks = [torch.zeros(1, dtype=dtype), torch.zeros(2, dtype=dtype)]
-    done(group.reduce_scatter_single_coalesced(blocks, [mine(size, dtype), mine(2 * size, dtype)]))
+    reduce = (
+        group.reduce_scatter_single_coalesced if is_new else group.reduce_scatter_tensor_coalesced
+    )
+    done(reduce(blocks, [mine(size, dtype), mine(2 * size, dtype)]))
     return [sums, outputs, blocks]
 
 
@@ -246,7 +257,7 @@ def test_premul_sum_multiplies_by_each_ranks_own_factor(pool: Pool) -> None:
         kept = torch.ones(2)
         dist.reduce(kept, 0, op)
         block, whole = torch.zeros(1), torch.ones(2)
-        dist.reduce_scatter_single(block, whole, op)
+        reduce_scatter_single_of_torch(block, whole, op)
         return plain([summed, kept, block, whole])
 
     first, second = on_torch(pool, program, 2)
@@ -348,6 +359,7 @@ def test_coalescing_gives_one_work(pool: Pool) -> None:
     assert on_torch(pool, program, 2) == [[[2.0] * 2, [2.0] * 3, [2.0]]] * 2
 
 
+@pytest.mark.skipif(not KEEPS_ORDER, reason="torch 2.11 has no sort_ranks: it sorts always")
 def test_groups_and_ranks_outside_them(pool: Pool) -> None:
     def program() -> Any:
         rank = dist.get_rank()
@@ -482,7 +494,8 @@ def test_verbs_show_in_torchs_profiler_as_those_of_its_own_backends(pool: Pool) 
             if event.name.startswith("shm:")
         ]
 
-    both = [("shm:all_reduce", True, [[3, 2]]), ("shm:broadcast", True, [[4]])]
+    late = ENDS_RECORDS_ANYWHERE
+    both = [("shm:all_reduce", late, [[3, 2]]), ("shm:broadcast", late, [[4]])]
     first, second = on_torch(pool, program, 2)
-    assert first == [*both, ("shm:send", True, [[5]])]
-    assert second == [*both, ("shm:recvAnySource", True, [[5]])]
+    assert first == [*both, ("shm:send", late, [[5]])]
+    assert second == [*both, ("shm:recvAnySource", late, [[5]])]

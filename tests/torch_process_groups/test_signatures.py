@@ -26,9 +26,9 @@ from tests.torch_process_groups.worlds import on_torch
 OF_TORCHS_GROUP = {
     *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
     *("bound_device_id", "boxed", "group_desc", "group_name", "rank", "size", "unbox"),
-    *("merge_remote_group", "split_group", "use_pg_for_symm_mem_rendezvous"),
+    *("merge_remote_group", "split_group"),
 }
-# What torch 2.14 and 2.15 have besides: hooks, windows and changes of members, which need a backend
+# What torch 2.13 to 2.15 have besides: hooks, windows and changes of members, which need a backend
 # in C++; gathers into one tensor, which raise.
 OF_NEWER_GROUPS = {
     *("gather_into_tensor", "gather_single", "get_backend", "get_reconfigure_handle"),
@@ -36,6 +36,7 @@ OF_NEWER_GROUPS = {
     *("register_abort_hook", "register_post_hook", "register_pre_hook", "supports_abort_hooks"),
     *("supports_completion_hooks", "supports_reconfigure", "supports_window", "timeout"),
     *("unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"),
+    "use_pg_for_symm_mem_rendezvous",
 }
 # What C++ does for any work; it has neither streams nor a result that is a future, as Gloo's.
 OF_TORCHS_WORK = {"block_current_stream", "boxed", "get_future_result", "unbox"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.pool import Pool
+
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # since torch 2.12
+
+# Before torch 2.13 these have only their older names, which warn since.
+all_gather_single_of_torch: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single_of_torch: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def in_world(
