@@ -161,7 +161,7 @@ def test_a_pattern_that_fits_by_chance_is_believed() -> None:
     def program() -> tuple[list[int], list[int]]:
         mesh = mesh_of_all()
         local = md.shard(torch.arange(4.0).view(2, 2), "f@a d", mesh)
-        wrong = md.unshard(local, "f d@a", mesh)
+        wrong = md.unshard(torch.tensor(local.tolist()), "f d@a", mesh)  # which carries no spec
         carried = md.device_put(torch.arange(4.0).view(2, 2), md.NamedSharding(mesh, md.P("a")))
         return list(wrong.shape), list(carried.full().shape)  # a ShardedArray knows how it lies
 

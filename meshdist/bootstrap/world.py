@@ -161,7 +161,7 @@ class World:
                 fix="start the child with the start method 'spawn', or let it only read "
                 "get_rank() and get_world_size()",
             )
-        if self.is_closed and self.is_simulated:
+        if self.is_closed and self.is_simulated and _of_context.get() is None:
             raise GroupClosedError(
                 "the simulated ranks of this world have ended: simulate has returned",
                 where=f"rank {self.rank} of {self.size}",
