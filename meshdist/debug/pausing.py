@@ -200,6 +200,7 @@ class _Debugger(pdb.Pdb):
             super().__init__(stdin=console, stdout=console, nosigint=True)
         self.prompt = f"(Pdb, rank {world.rank}) "
         self._steps = True
+        self._follows = False  # until ``resume`` what is traced is not the program
         self._world = world
         self._limit = limit
         get_registry(world)  # its signal thread shows the others that this process lives
@@ -217,7 +218,7 @@ class _Debugger(pdb.Pdb):
         """
         trace = sys.gettrace()
         self.set_trace(frame)
-        sys.settrace(trace)  # what runs from here to ``resume`` is not the program
+        sys.settrace(trace)
         self.message(greeting)
         self.interaction(frame, None)
         _keep_assignments(frame)
@@ -228,7 +229,12 @@ class _Debugger(pdb.Pdb):
     def resume(self) -> None:
         """Trace the program further, where the last command asked for that."""
         if self._steps:
+            self._follows = True
             sys.settrace(self.trace_dispatch)
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Whether to stop at ``frame``: not in a finalizer that runs before the program goes on."""
+        return self._follows and super().stop_here(frame)
 
     def set_continue(self) -> None:
         """Go on; with breakpoints left, traced."""

@@ -28,12 +28,13 @@ import torch
 import meshdist as md
 from datetime import timedelta
 
-md.init_process_group("gloo", timeout=timedelta(seconds=2))
+md.init_process_group("gloo")
+hasty = md.new_group(timeout=timedelta(seconds=2))
 secret = 40 + md.get_rank()
 md.breakpoint(rank=1)
 secret += 100
 x = torch.ones(1)
-md.all_reduce(x)
+md.all_reduce(x, group=hasty)
 print(f"rank {md.get_rank()} ends with {secret} and {int(x)}", flush=True)
 md.destroy_process_group()
 """
@@ -94,14 +95,14 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     with Terminal([*RUN, str(script)]) as terminal:
         shown = terminal.read_until("(Pdb, rank 1) ")
         assert "rank 1 of 2 is here; type continue to let go" in shown
-        assert re.search(r"> \S+script.py\(9\)<module>\(\)\n-> md.breakpoint\(rank=1\)", shown)
+        assert re.search(r"> \S+script.py\(10\)<module>\(\)\n-> md.breakpoint\(rank=1\)", shown)
         terminal.type("p secret")
         assert "\n41\n" in terminal.read_until("(Pdb, rank 1) ")
-        time.sleep(2.5)  # longer than any verb may take
         terminal.type("secret = 1")
         terminal.read_until("(Pdb, rank 1) ")
         terminal.type("next")
         assert "-> secret += 100" in terminal.read_until("(Pdb, rank 1) ")
+        time.sleep(2.5)  # longer than the verb may take in which the other rank now waits
         terminal.type("c")
         rest = terminal.read_until("ends with") + terminal.read_until("ends with")
         rest += terminal.read_until(" 2", 10)
@@ -362,6 +363,20 @@ def test_steps_go_through_the_program_and_let_the_others_run() -> None:
     assert "tensor([2.])" in shown
     assert "20" in shown
     assert sys.gettrace() is None or "pdb" not in repr(sys.gettrace())
+
+
+def test_nothing_but_the_program_is_stopped_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Python calls by itself while the debugger gets ready: finalizers do, at any time.
+    settrace = sys.settrace
+    monkeypatch.setattr(sys, "settrace", lambda trace: settrace(trace))
+
+    def program() -> int:
+        md.breakpoint()
+        return 1
+
+    results, shown = simulate(program, 1, "c")
+    assert results == [1]
+    assert re.findall(r"-> (.*)", shown) == ["md.breakpoint()"]
 
 
 def test_breakpoints_set_in_the_debugger_stop_later() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -15,12 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def shown(notebook: dict[str, Any]) -> list[list[str]]:
-    """What each cell of code shows, as text."""
+    """What each cell of code shows, as text; a stream may come in any number of pieces."""
     return [
         [
-            "".join(output.get("text") or output["data"].get("text/plain", ""))
-            for output in cell["outputs"]
-            if output["output_type"] in ("stream", "execute_result")
+            "".join(text for _, text in texts)
+            for _, texts in itertools.groupby(
+                (
+                    (output.get("name"), "".join(output.get("text") or output["data"]["text/plain"]))
+                    for output in cell["outputs"]
+                    if output["output_type"] in ("stream", "execute_result")
+                ),
+                key=lambda named: named[0],
+            )
         ]
         for cell in notebook["cells"]
         if cell["cell_type"] == "code"
