@@ -17,21 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def shown(notebook: dict[str, Any]) -> list[list[str]]:
     """What each cell of code shows, as text; a stream may come in any number of pieces."""
-    return [
-        [
-            "".join(text for _, text in texts)
-            for _, texts in itertools.groupby(
-                (
-                    (output.get("name"), "".join(output.get("text") or output["data"]["text/plain"]))
-                    for output in cell["outputs"]
-                    if output["output_type"] in ("stream", "execute_result")
-                ),
-                key=lambda named: named[0],
-            )
+    cells = []
+    for cell in notebook["cells"]:
+        pieces = [
+            (output.get("name"), "".join(output.get("text") or output["data"]["text/plain"]))
+            for output in cell.get("outputs", ())
+            if output["output_type"] in ("stream", "execute_result")
         ]
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "code"
-    ]
+        streams = itertools.groupby(pieces, key=lambda piece: piece[0])
+        if cell["cell_type"] == "code":
+            cells.append(["".join(text for _, text in stream) for _, stream in streams])
+    return cells
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="needs nbclient")
