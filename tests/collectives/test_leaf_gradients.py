@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,12 @@ def split_layers(is_cast: bool, way: str = "backward") -> Any:
 WAYS = ["backward", "grad", "create_graph", "checkpoint", "ddp"]
 
 
+# Where a rank is left inside torch's checkpoint, torch up to 2.12 raises in a generator's end.
+@pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant_generator")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_norm_before_split_layers_lacks_its_cast(way: str) -> None:
     names = leaves_of(refused(split_layers, 4, False, way))
+    gc.collect()
     assert names == ["model.norm.weight", "model.norm.bias"]
 
 
