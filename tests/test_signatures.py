@@ -207,6 +207,7 @@ DIFFERENCES: dict[str, tuple[set[str], set[str], str]] = {
         {"gradient_as_bucket_view"},
         "gradients are views by default",
     ),
+    "DistributedSampler.__init__": (set(), {"pad"}, "a keyword-only addition"),
 }
 
 

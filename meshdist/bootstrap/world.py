@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch.distributed as torch_distributed
 from torch.distributed import Store
@@ -100,6 +101,8 @@ class World:
     """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
     axis_names: set[str] = field(default_factory=set, init=False, repr=False)
     """The names of the axes of all meshes that this rank has made in it."""
+    meshes: WeakValueDictionary[int, Any] = field(init=False, repr=False)
+    """Those of the meshes that live, by ``id``."""
     latest_signal: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.signal_thread``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
@@ -112,6 +115,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
+        self.meshes = WeakValueDictionary()
 
     @property
     def is_one_host(self) -> bool:

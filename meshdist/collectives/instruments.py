@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -20,9 +21,10 @@ from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.untraced import leave_untraced
 from ..verb_table import OBJECT_VERBS
+from ..wires.simulated.scheduler import find_rank_here
 from ..wires.work import Work
 
-__all__ = ["Watcher", "verb", "watchers"]
+__all__ = ["Watcher", "recorded", "verb", "watchers"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FindPeer = Callable[[ProcessGroup, "int | None", "int | None", str, str], "int | None"]
@@ -45,7 +47,7 @@ def {name}({parameters}):
     try:
         target = group if type(group) is ProcessGroup else resolve_group(group)
 {watch}        if profiler._is_profiler_enabled:
-            with profiler.record_function(title(function, ({arguments},), {{}})):
+            with recorded(title(function, ({arguments},), {{}})):
                 return run_unnested({name!r}, function, {arguments})
         path = target.fast_path
         if path is not None{conditions}:
@@ -107,7 +109,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     def unwatched(*args: Any, **kwargs: Any) -> Any:
         # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
-            with profiler.record_function(_title(function, args, kwargs)):
+            with recorded(_title(function, args, kwargs)):
                 return run_unnested(name, function, *args, **kwargs)
         return run_unnested(name, function, *args, **kwargs)
 
@@ -139,6 +141,7 @@ def _with_fast_path(
         "find_peer": peer,
         "function": function,
         "profiler": profiler,
+        "recorded": recorded,
         "resolve_group": resolve_group,
         "title": _title,
         "watchers": watchers,
@@ -169,6 +172,25 @@ def _with_fast_path(
 for _name, _method in inspect.getmembers(Work, inspect.isfunction):
     if not _name.startswith("_"):
         leave_untraced(_method)
+
+
+@contextmanager
+def recorded(title: str) -> Iterator[None]:
+    """Show what runs inside in the profiler that is on; in one around ``simulate`` as its rank's.
+
+    That one watches the thread that has called ``simulate`` alone: it begins and ends the record.
+    """
+    rank = find_rank_here()
+    if rank is None or not rank.scheduler.is_profiled:
+        with profiler.record_function(title):
+            yield
+        return
+    record = profiler.record_function(f"rank {rank.index}: {title}")
+    rank.scheduler.call_outside(record.__enter__)
+    try:
+        yield
+    finally:
+        rank.scheduler.call_outside(partial(record.__exit__, None, None, None))
 
 
 def _title(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

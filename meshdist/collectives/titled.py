@@ -20,6 +20,7 @@ from ..reduce_ops import ReduceOp
 from ..runtime.untraced import leave_untraced
 from ..wires.work import Work
 from . import bodies
+from .instruments import recorded
 
 __all__ = [
     "all_gather_into_tensor",
@@ -130,5 +131,5 @@ def _run(
     if not profiler._is_profiler_enabled:
         return run_unnested(verb, body, *given)
     num_bytes = sum(one.nbytes for one in tensors)
-    with profiler.record_function(f"meshdist::{verb} of {title} {group.name} {num_bytes} bytes"):
+    with recorded(f"meshdist::{verb} of {title} {group.name} {num_bytes} bytes"):
         return run_unnested(verb, body, *given)

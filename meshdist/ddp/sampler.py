@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import cycle, islice
+from operator import length_hint
 from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils import data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..bootstrap.world import find_world
 from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, KindError, NotInGroupError
@@ -30,11 +35,15 @@ class DistributedSampler(data.DistributedSampler[T]):
     Args:
         dataset: what is sampled; of equal length on every rank.
         num_replicas: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken as one; a
-            ProcessGroup; a number, as torch; or None for the world.
+            ProcessGroup; a number, as torch; or None for the world, which warns once where an open
+            mesh has several axes: ``md.group.WORLD`` says that all ranks are meant.
         rank: with a number: which share; None for this rank in the world.
         shuffle: whether samples come in random order.
         seed: of the order, equal on every rank.
         drop_last: whether to drop the tail that does not divide; else some samples come twice.
+        pad: False lets each sample come once, to evaluate: ranks may get unequal numbers.
+
+    ``len()`` is that of a whole epoch's share, also where a state lets a pass begin inside of it.
 
     Raises:
         NotInGroupError: this rank is not on the axis or in the group.
@@ -56,25 +65,145 @@ class DistributedSampler(data.DistributedSampler[T]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        pad: bool = True,
     ) -> None:
+        if drop_last and not pad:
+            raise ArgumentError(
+                "drop_last=True leaves samples out, and pad=False reads each of them once",
+                fix="drop one of the two: pad=False is to evaluate, drop_last=True to train",
+            )
         size, place = _size_and_place(num_replicas, rank)
         super().__init__(dataset, size, place, shuffle, seed, drop_last)
+        self.pad = pad
+        if not pad:
+            self.total_size = self._length
+            self.num_samples = len(range(place, self._length, size))
+        self._may_lack_axis = not isinstance(num_replicas, (DeviceMesh, ProcessGroup))
+        self._warn_of_axes()
+        self._begin = 0  # in samples of all ranks: where a pass begins
+        self._share: list[Any] = []  # of the last pass; then what of it is left, and what reads it
+        self._rest: Iterator[Any] = iter(())
+        self._reader: dict[str, Any] | None = None
         self._num_passes = 0  # in this epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the order be that of ``epoch``, equal on every rank."""
-        super().set_epoch(epoch)
-        self._num_passes = 0
+        if epoch != self.epoch or self._num_passes:  # else a state of this epoch may be loaded
+            self._stand_at(epoch, 0)
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, int]:
+        """Where the program is in its epoch; equal on all ranks that have taken equally many.
+
+        Args:
+            consumed: how many samples of this epoch all ranks together are done with; None: those
+                that the program has taken, the batch in hand included. What the workers of a
+                DataLoader have prefetched is not taken. Other batch samplers than torch's, and
+                ``in_order=False``, need the number.
+        """
+        if consumed is None:
+            taken = self._count_taken()
+            consumed = self._begin + taken * self.num_replicas
+            if self._share and taken == len(self._share):
+                consumed = self._length  # what is dropped here is dropped on other numbers of ranks
+        if not isinstance(consumed, int) or consumed < 0:
+            raise ArgumentError(f"consumed={consumed!r} is no number of samples")
+        place = {"epoch": self.epoch, "consumed": min(consumed, self._length)}
+        return {**place, "length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Let the next pass go on where ``state_dict()`` was taken, at any number of ranks.
+
+        Every rank loads it. ``set_epoch`` with its epoch keeps it.
+        """
+        mine = {**self.state_dict(0), **{x: state_dict.get(x) for x in ("epoch", "consumed")}}
+        if mine != dict(state_dict):
+            raise ArgumentError(
+                "the state is of another order of samples",
+                expected=f"length={self._length}, seed={self.seed}, shuffle={self.shuffle}",
+                found=", ".join(f"{name}={value}" for name, value in state_dict.items()),
+                fix="load what state_dict() gave into a sampler of the same data, seed and shuffle",
+            )
+        self._stand_at(state_dict["epoch"], state_dict["consumed"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reader": None}  # a DataLoader's workers cannot be copied
 
     @unseen
     def __iter__(self) -> Iterator[T]:
-        self._num_passes += 1
-        if self.shuffle and self._num_passes == 2:
+        self._warn_of_axes()
+        if self.shuffle and self._num_passes == 1:
             warn_caller(
                 f"samples come in the order of epoch {self.epoch} again: "
                 "call sampler.set_epoch(epoch) before each epoch, or pass shuffle=False"
             )
-        return super().__iter__()
+        if self._num_passes:
+            self._begin = 0
+        self._num_passes += 1
+        whole: Any = data.DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        whole.epoch, size = self.epoch, self.num_replicas
+        left = (order := list(whole))[self._begin :]
+        if self.drop_last:
+            left = left[: len(left) // size * size]
+        elif self.pad:
+            left += islice(cycle(order), -len(left) % size)
+        self._share = left[self.rank :: size]
+        self._rest, self._reader = iter(self._share), _find_reader()
+        return self._rest
+
+    @property
+    def _length(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _stand_at(self, epoch: int, consumed: int) -> None:
+        """Let the next pass begin behind so many samples of an epoch."""
+        super().set_epoch(epoch)
+        self._begin, self._num_passes = consumed, 0
+        self._share, self._rest, self._reader = [], iter(()), None
+
+    def _count_taken(self) -> int:
+        """How many samples of this rank's share the program has taken in the last pass."""
+        taken = len(self._share) - length_hint(self._rest)
+        if self._reader is None:
+            return taken
+        reads = self._reader["_index_sampler"]
+        is_plain = type(reads) is data.BatchSampler and reads.sampler is self
+        if not (is_plain or reads is self) or not self._reader.get("_in_order", True):
+            raise ArgumentError(
+                "the DataLoader does not tell which samples the program has taken",
+                expected="no batch sampler of its own, and in_order=True",
+                fix="sampler.state_dict(consumed=...), how many all ranks had of this epoch",
+            )
+        num_taken: int = self._reader["_num_yielded"] * (reads.batch_size if is_plain else 1)
+        return min(taken, num_taken)
+
+    def _warn_of_axes(self) -> None:
+        """Warn once where samples are split over the world while an open mesh has several axes."""
+        world = find_world()
+        if not self._may_lack_axis or world is None or self.num_replicas != world.size:
+            return
+        for mesh in list(world.meshes.values()):
+            groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
+            if sum(size > 1 for size in mesh.shape) > 1 and any(one.is_open for one in groups):
+                self._may_lack_axis = False
+                axis = "dp" if "dp" in mesh.axis_names else (*mesh.axis_names, None)[0]
+                warn_caller(
+                    f"each of {world.size} ranks reads samples of its own, while DeviceMesh("
+                    f"{mesh.layout.axis_text()}) has several axes: name the axis that splits data, "
+                    f"DistributedSampler(data, {f'mesh[{axis!r}]' if axis else 'mesh.get_group(0)'}"
+                    "), or say that all do, DistributedSampler(data, md.group.WORLD)"
+                )
+                return
+
+
+def _find_reader() -> dict[str, Any] | None:
+    """The attributes of the DataLoader's iterator that begins a pass; None where there is none."""
+    frame = sys._getframe(1)
+    while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return vars(reader)
 
 
 def _size_and_place(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
 from ..errors import StoreError
+from ..runtime.endings import IN_GOOD_ORDER
 from ..runtime.hosts import ProcessCard, is_alive, is_stopped, my_card
 
 __all__ = ["Endings"]
@@ -28,13 +30,15 @@ class Endings:
         """Show the others of this host which process this rank is."""
         self._world.store.set(_card_key(self._world.rank), json.dumps(my_card().to_json()))
 
-    def leave(self, how: str) -> None:
-        """Tell the others that this rank leaves the world, and how."""
+    def leave(self, how: str, num_calls: dict[str, int]) -> None:
+        """Tell the others how this rank leaves, and its collectives by communicator's label."""
         with suppress(StoreError):
-            self._world.store.set(_ending_key(self._world.rank), json.dumps(how))
+            self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
 
-    def find(self, rank: int) -> str:
+    def find(self, rank: int, label: str = "") -> str:
         """How a rank has left the world, as in "has ended"; "" where it has not, for all one sees.
+
+        With a communicator's ``label`` an end in good order tells how many collectives it called.
 
         Raises:
             StoreError: the store is lost.
@@ -43,7 +47,10 @@ class Endings:
         if not world.has_processes:
             return ""
         if world.store.check([_ending_key(rank)]):
-            return read_json(world.store, _ending_key(rank), str)
+            how, counts = read_json(world.store, _ending_key(rank), _parse_ending)
+            if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
+                how += f"; it made {number} collective{'' if number == 1 else 's'} on this group"
+            return how
         card = self._find_card(rank)
         return "has ended" if card is not None and is_alive(card) is False else ""
 
@@ -67,3 +74,7 @@ def _ending_key(rank: int) -> str:
 
 def _card_key(rank: int) -> str:
     return f"process/{rank}"
+
+
+def _parse_ending(value: Any) -> tuple[str, dict[str, int]]:
+    return str(value[0]), dict(value[1])

@@ -176,7 +176,9 @@ class Explainer:
         if ending:  # others that noticed it before are no cause
             first = ""
         # Others may end as soon as they see the group broken: ask them before it is.
-        is_cause_known = silent or first or (lost is not None and ending not in IN_GOOD_ORDER)
+        is_cause_known = (
+            silent or first or (lost is not None and not ending.startswith(IN_GOOD_ORDER))
+        )
         report = "" if is_cause_known and not is_late else self._others.report(call, lost)
         self._others.break_here(f"{call.name} failed before: {text}")
         if is_late:

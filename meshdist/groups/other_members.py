@@ -64,10 +64,10 @@ class MembersOfWorld(OtherMembers):
     def report(self, call: Call, but: int | None = None) -> str:
         if self._world.is_simulated:
             return ""
-        endings, lines = get_registry(self._world).endings, []
+        endings, label, lines = get_registry(self._world).endings, self._opened.label, []
         others = [rank for rank in self._others if but is None or rank != self._group.ranks[but]]
         try:
-            silent = {rank: text for rank in others if (text := _silence(endings, rank))}
+            silent = {rank: text for rank in others if (text := _silence(endings, rank, label))}
             answers = ask(self._world, tuple(rank for rank in others if rank not in silent))
         except StoreError as lost:
             return f"{STORE_LOST}: {lost.summary}"
@@ -76,7 +76,7 @@ class MembersOfWorld(OtherMembers):
             line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
                 line = line.removeprefix("runs, and ")
-                here = [one for one in answer["calls"] if one["label"] == self._opened.label]
+                here = [one for one in answer["calls"] if one["label"] == label]
                 if call.message is None:
                     has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
                     line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
@@ -85,13 +85,14 @@ class MembersOfWorld(OtherMembers):
 
     def ending(self, member: int) -> str:
         try:
-            return get_registry(self._world).endings.find(self._group.ranks[member])
+            rank, label = self._group.ranks[member], self._opened.label
+            return get_registry(self._world).endings.find(rank, label)
         except StoreError:
             return ""
 
     def silent(self) -> str:
         is_told = partial(self._world.store.check, [self._failure_key])
-        return silent_ranks(self._world, self._others, is_told)
+        return silent_ranks(self._world, self._others, is_told, self._opened.label)
 
     def find_first_failure(self, call: Call, text: str) -> str:
         if self._world.is_simulated:
@@ -150,13 +151,16 @@ class MembersOfWorld(OtherMembers):
         return disagreement
 
 
-def _silence(endings: Endings, rank: int) -> str:
+def _silence(endings: Endings, rank: int, label: str) -> str:
     """Why a rank gives no answer, as far as that can be seen; else ""."""
-    return endings.find(rank) or (_STOPPED if endings.is_stopped(rank) else "")
+    return endings.find(rank, label) or (_STOPPED if endings.is_stopped(rank) else "")
 
 
 def silent_ranks(
-    world: World, ranks: tuple[int, ...], is_explained: Callable[[], bool] = lambda: False
+    world: World,
+    ranks: tuple[int, ...],
+    is_explained: Callable[[], bool] = lambda: False,
+    label: str = "",
 ) -> str:
     """Which of some ranks have left, or give no sign of life; "" where all others do.
 
@@ -169,7 +173,7 @@ def silent_ranks(
     endings = get_registry(world).endings
 
     def left() -> str:
-        lines = ((rank, _silence(endings, rank)) for rank in others)
+        lines = ((rank, _silence(endings, rank, label)) for rank in others)
         return "\n".join(f"rank {rank} {text}" for rank, text in lines if text)
 
     try:

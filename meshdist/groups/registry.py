@@ -339,7 +339,8 @@ class Registry:
         """Tell the others that this rank leaves the world, and how."""
         atexit.unregister(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
-            self.endings.leave(how)
+            opened = self.all_opened()
+            self.endings.leave(how, {one.label: one.recorder.sequence for one in opened})
 
     def _end(self) -> None:
         """Leave, and let the others see how, before this process ends."""

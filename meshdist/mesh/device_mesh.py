@@ -128,6 +128,7 @@ class DeviceMesh:
             notes={},
         )
         definition.world.axis_names.update(definition.layout.names or ())
+        definition.world.meshes[id(self)] = self
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", self._open)
 

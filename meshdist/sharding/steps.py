@@ -10,6 +10,7 @@ where it has nothing to send. Numbers are elements: bytes are these times the si
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -91,7 +92,7 @@ class Pad:
 
 
 @dataclass(frozen=True)
-class _SendingStep:
+class _SendingStep(ABC):
     """A step in which a rank sends as much as it receives, to and from each other member.
 
     Args:
@@ -105,9 +106,9 @@ class _SendingStep:
     place: int
 
     @property
+    @abstractmethod
     def received(self) -> int:
         """Elements received; a rank's own part does not travel."""
-        raise NotImplementedError
 
     @property
     def sent(self) -> int:
@@ -122,10 +123,7 @@ class _SendingStep:
 
 @dataclass(frozen=True)
 class AllReduce(_SendingStep):
-    """Sum the local arrays of the group; every member has the sum.
-
-    ``axes``, ``size`` and ``place`` are the group, the number of its members and this rank's place.
-    """
+    """Sum the local arrays of the group; every member has the sum."""
 
     shape: tuple[int, ...]
 
@@ -135,13 +133,6 @@ class AllReduce(_SendingStep):
         count = math.prod(self.shape)
         share = count // self.size + (self.place < count % self.size)
         return (self.size - 1) * share + count - share
-
-    @property
-    def sent(self) -> int:
-        """Elements sent, as many as are received: sums of other ranks' parts, then its own part."""
-        count = math.prod(self.shape)
-        share = count // self.size + (self.place < count % self.size)
-        return count - share + (self.size - 1) * share
 
     @property
     def num_peers(self) -> int:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
+
+import torch
+import torch.autograd.profiler as profiler
 
 from ..bootstrap.world import World, find_world, world_here
 from ..checking.tracebacks import end_here, enter_program
-from ..errors import ArgumentError, KindError
+from ..errors import ArgumentError, KindError, WorldError
 from ..groups.registry import get_registry
 from ..launching.reports import places_text
 from ..launching.streams import show
 from ..wires.simulated.communicator import DEVICE_TYPES
-from ..wires.simulated.scheduler import Scheduler
+from ..wires.simulated.scheduler import Scheduler, find_rank_here
 from ..wires.simulated.store import SimulatedStore
 
 __all__ = ["simulate"]
@@ -122,11 +125,35 @@ def simulate(
         show(sys.stderr, places_text(places))
 
     try:
-        return scheduler.run(program_of_rank, show_places)
+        with _one_profiler():
+            return scheduler.run(program_of_rank, show_places)
     except BaseException as error:
         __tracebackhide__ = True
         (end_here if isinstance(error, KeyboardInterrupt) else enter_program)(error)
         raise
+
+
+@contextmanager
+def _one_profiler() -> Iterator[None]:
+    """Let no rank begin a profiler while another one is on: torch has one, and would crash."""
+    begin: Callable[[], None] = profiler._run_on_profiler_start
+
+    def begin_alone() -> None:
+        rank, is_mine = find_rank_here(), torch.autograd._profiler_enabled()
+        if rank is not None and profiler._is_profiler_enabled and not is_mine:
+            raise WorldError(
+                f"simulated rank {rank.index} begins a profiler while another one is on",
+                expected="one at a time for all simulated ranks: torch has one in a process",
+                fix="profile one rank, `with profile() if md.get_rank() == 0 else nullcontext():`; "
+                "or all of them, by one profiler around simulate; or run processes: md.spawn",
+            )
+        begin()
+
+    profiler._run_on_profiler_start = begin_alone
+    try:
+        yield
+    finally:
+        profiler._run_on_profiler_start = begin
 
 
 def _close(world: World) -> None:

@@ -20,6 +20,7 @@ import torch
 
 import meshdist as md
 from meshdist.collectives.instruments import verb
+from meshdist.errors import WorldError
 from tests.load import is_within
 from tests.pool import Pool
 
@@ -335,3 +336,79 @@ def test_a_full_graph_is_refused_with_the_reason() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="waits for other ranks") as failure:
         md.simulate(once, 2, args=(compiled,))
     assert "md.all_reduce(y)" in str(failure.value)
+
+
+def test_a_profiler_around_simulate_shows_the_verbs_of_all_ranks() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+        md.all_reduce(torch.ones(8))
+        md.lax.psum(torch.ones(2), "dp", mesh=mesh)
+        md.barrier()
+
+    with torch.profiler.profile() as profile:
+        md.simulate(program, 3)
+    names = [event.name for event in profile.events() if "meshdist::" in event.name]
+    for rank in range(3):
+        mine = [name for name in names if name.startswith(f"rank {rank}: ")]
+        assert mine[0] == f"rank {rank}: meshdist::all_reduce the world 32 bytes"
+        assert mine[-1] == f"rank {rank}: meshdist::barrier the world 0 bytes"
+        assert "meshdist::all_reduce" in mine[1] and "axis 'dp'" in mine[1]
+        names = [name for name in names if name not in mine]
+    assert names == []
+
+
+def test_an_error_and_an_interruption_leave_a_profiled_simulation() -> None:
+    def fails(kind: type[BaseException]) -> None:
+        if md.get_rank() == 1:
+            raise kind("no data")
+        md.barrier()
+
+    for kind in (ValueError, KeyboardInterrupt):
+        with torch.profiler.profile(), pytest.raises(kind, match="no data"):
+            md.simulate(fails, 3, args=(kind,))
+
+
+@pytest.mark.parametrize("which", PROFILERS)
+@pytest.mark.parametrize("is_around", [False, True])
+def test_a_second_profiler_of_simulated_ranks_is_refused(which: str, is_around: bool) -> None:
+    def program() -> str:
+        if md.get_rank() == 1 or is_around:
+            md.barrier()  # the first one is on
+            with pytest.raises(WorldError) as error, PROFILERS[which]():
+                pass
+            md.barrier()
+            return str(error.value)
+        with PROFILERS[which]() as profile:
+            md.barrier()
+            md.barrier()
+        return ", ".join(event.key for event in profile.key_averages() if "mesh" in event.key)
+
+    with PROFILERS[which]() if is_around else nullcontext():
+        first, second = md.simulate(program, 2)
+    assert second == (
+        "simulated rank 1 begins a profiler while another one is on\n"
+        "  expected: one at a time for all simulated ranks: torch has one in a process\n"
+        "  fix:      profile one rank, `with profile() if md.get_rank() == 0 else nullcontext():`; "
+        "or all of them, by one profiler around simulate; or run processes: md.spawn"
+    )
+    expected = second.replace("rank 1", "rank 0", 1)
+    assert first == (expected if is_around else "meshdist::barrier the world 0 bytes")
+    with PROFILERS[which]():  # the next one, outside, is torch's own again
+        pass
+
+
+def profiled_in_turn() -> int:
+    """How many verbs this rank's own profiler has shown."""
+    found = 0
+    for rank in range(2):
+        with PROFILERS["torch.profiler"]() if rank == md.get_rank() else nullcontext() as mine:
+            md.barrier()
+            md.barrier()
+        md.barrier()
+        if mine is not None:
+            found = len([event for event in mine.events() if "meshdist" in event.name])
+    return found
+
+
+def test_simulated_ranks_profile_one_after_the_other() -> None:
+    assert md.simulate(profiled_in_turn, 2) == [2, 2]

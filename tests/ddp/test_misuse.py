@@ -508,7 +508,8 @@ def test_a_sampler_over_the_world_gives_ranks_of_one_replica_different_samples()
         shares = md.DistributedSampler(range(8), mesh["dp"], shuffle=False)
         return list(md.DistributedSampler(range(8), shuffle=False)), list(shares)
 
-    (of_first, right), (of_second, as_right), *_ = md.simulate(program, (2, 2))
+    with pytest.warns(UserWarning, match="name the axis that splits data"):
+        (of_first, right), (of_second, as_right), *_ = md.simulate(program, (2, 2))
     assert set(of_first).isdisjoint(of_second)
     assert right == as_right
 

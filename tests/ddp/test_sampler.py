@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler as TorchSampler
+from torch.utils.data import DataLoader, DistributedSampler as TorchSampler, Sampler
 
 import meshdist as md
 from meshdist.errors import ArgumentError, KindError, NotInGroupError
@@ -120,3 +122,301 @@ def test_a_rank_off_the_mesh_has_no_share() -> None:
         return []
 
     assert md.simulate(program, 3) == [[0, 2], [1, 3], []]
+
+
+# -- each sample once ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_without_padding_each_sample_comes_once(num_ranks: int, shuffle: bool) -> None:
+    for length in (0, 1, 7, 12):
+        found = shares(num_ranks, length, shuffle=shuffle, pad=False)
+        assert sorted(index for share in found for index in share) == list(range(length))
+        assert [len(share) for share in found] == sorted(map(len, found), reverse=True)
+
+
+def test_an_evaluation_of_data_that_do_not_divide_is_exact() -> None:
+    def program(**options: Any) -> float:
+        wrong = torch.tensor([1.0, 0, 0, 0, 0])
+        sampler = md.DistributedSampler(wrong, shuffle=False, **options)
+        counts = torch.zeros(2)
+        for batch in DataLoader(wrong, batch_size=2, sampler=sampler):
+            counts += torch.tensor([batch.sum().item(), len(batch)])
+        md.all_reduce(counts)
+        return (counts[0] / counts[1]).item()
+
+    assert md.simulate(program, 3) == pytest.approx([2 / 6] * 3)
+    assert md.simulate(lambda: program(pad=False), 3) == pytest.approx([1 / 5] * 3)
+
+
+def test_to_drop_samples_and_to_read_each_is_refused() -> None:
+    with pytest.raises(ArgumentError) as error:
+        md.DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
+    assert str(error.value) == (
+        "drop_last=True leaves samples out, and pad=False reads each of them once\n"
+        "  fix:      drop one of the two: pad=False is to evaluate, drop_last=True to train"
+    )
+
+
+# -- the place in an epoch -------------------------------------------------------------------------
+
+
+def sampler_of(rank: int, size: int, length: int = 23, **options: Any) -> Any:
+    return md.DistributedSampler(range(length), size, rank, **options)
+
+
+def order_of(epoch: int, length: int = 23, **options: Any) -> list[int]:
+    """The order of all samples: that of one rank."""
+    one = sampler_of(0, 1, length, **options)
+    one.set_epoch(epoch)
+    return list(one)
+
+
+def reader_of(sampler: Any, reads: str, batch_size: int) -> Any:
+    """Batches, straight from the sampler, or by a DataLoader, whose workers prefetch."""
+    if reads == "plain":
+        return ([index] for index in sampler)
+    options = {"workers": {"num_workers": 2, "prefetch_factor": 3}}.get(reads, {})
+    return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+def interleaved(shares: list[list[int]]) -> list[int]:
+    """What ranks have read, in the order of the epoch."""
+    longest = max(map(len, shares), default=0)
+    return [share[i] for i in range(longest) for share in shares if i < len(share)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1), (3, 5), (5, 2)])
+@pytest.mark.parametrize("tail", ["pad", "once", "drop_last"])
+def test_a_state_goes_on_at_any_number_of_ranks(
+    before: int, after: int, tail: str, shuffle: bool
+) -> None:
+    options = {"once": {"pad": False}, "drop_last": {"drop_last": True}}.get(tail, {})
+    options |= {"shuffle": shuffle, "seed": 4}
+    order = order_of(2, shuffle=shuffle, seed=4)
+    for steps in range(4):
+        states, read = [], []
+        for rank in range(before):
+            sampler = sampler_of(rank, before, **options)
+            sampler.set_epoch(2)
+            read.append([index for _, index in zip(range(steps), sampler, strict=False)])
+            states.append(sampler.state_dict())
+        assert states == [states[0]] * before
+        assert states[0]["consumed"] == steps * before
+        assert interleaved(read) == order[: steps * before]
+        rest = []
+        for rank in range(after):
+            sampler = sampler_of(rank, after, **options)
+            sampler.load_state_dict(states[0])
+            sampler.set_epoch(2)  # as the loop over epochs does
+            assert sampler.state_dict() == states[0]
+            rest.append(list(sampler))
+            sampler.set_epoch(3)
+            assert list(sampler) == list(whole(rank, after, 3, options))
+        left = order[steps * before :]
+        if tail == "pad":
+            left += order[: -len(left) % after]
+        if tail == "drop_last":
+            left = left[: len(left) // after * after]
+        assert interleaved(rest) == left
+
+
+def whole(rank: int, size: int, epoch: int, options: dict[str, Any]) -> Any:
+    sampler = sampler_of(rank, size, **options)
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+@pytest.mark.parametrize("reads", ["plain", "loader", "workers"])
+def test_consumed_is_what_the_program_has_taken(reads: str) -> None:
+    sampler = sampler_of(1, 2)
+    size = 1 if reads == "plain" else 3
+    assert sampler.state_dict()["consumed"] == 0
+    taken = []
+    for step, batch in enumerate(reader_of(sampler, reads, size), 1):
+        taken.append(sampler.state_dict()["consumed"])
+        assert len(batch) == size
+        if step == 3:
+            break
+    assert taken == [2 * size, 4 * size, 6 * size]
+    assert sampler.state_dict()["consumed"] == 6 * size  # behind the loop, workers gone
+    sampler.set_epoch(1)
+    assert sampler.state_dict() == {
+        "epoch": 1, "consumed": 0, "length": 23, "seed": 0, "shuffle": True
+    }  # fmt: skip
+    for _ in reader_of(sampler, reads, size):
+        pass
+    assert sampler.state_dict()["consumed"] == 23
+
+
+def test_an_epoch_that_has_ended_leaves_nothing_and_the_next_is_whole() -> None:
+    ended = sampler_of(0, 4, drop_last=True)
+    list(ended)
+    state = ended.state_dict()
+    assert state["consumed"] == 23  # three were dropped
+    resumed = sampler_of(0, 2, drop_last=True)
+    resumed.load_state_dict(state)
+    assert [len(list(resumed)), len(resumed)] == [0, 11]
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 11
+
+
+def test_the_same_epoch_again_begins_from_the_top() -> None:
+    sampler = sampler_of(0, 2, shuffle=False)
+    sampler.load_state_dict({**sampler.state_dict(), "consumed": 20})
+    assert list(sampler) == [20, 22]
+    assert list(sampler) == list(range(0, 23, 2))
+    sampler.set_epoch(0)
+    assert sampler.state_dict()["consumed"] == 0
+    assert list(copy.deepcopy(sampler)) == list(range(0, 23, 2))
+
+
+def test_what_a_program_counts_itself_wins() -> None:
+    sampler = sampler_of(0, 2)
+    list(sampler)
+    assert sampler.state_dict(consumed=8)["consumed"] == 8
+    for wrong in (-1, 2.5, "8"):
+        with pytest.raises(ArgumentError, match="is no number of samples"):
+            sampler.state_dict(consumed=wrong)
+
+
+@pytest.mark.parametrize("which", ["batch_sampler", "in_order", "around"])
+def test_a_loader_that_does_not_tell_is_refused(which: str) -> None:
+    sampler = sampler_of(0, 2)
+    if which == "batch_sampler":
+        reader = DataLoader(range(23), batch_sampler=Pairs(sampler))
+    elif which == "in_order":
+        reader = DataLoader(range(23), sampler=sampler, num_workers=1, in_order=False)
+    else:
+        reader = DataLoader(range(23), sampler=Reversed(sampler))
+    next(iter(reader))
+    with pytest.raises(ArgumentError) as error:
+        sampler.state_dict()
+    assert str(error.value) == (
+        "the DataLoader does not tell which samples the program has taken\n"
+        "  expected: no batch sampler of its own, and in_order=True\n"
+        "  fix:      sampler.state_dict(consumed=...), how many all ranks had of this epoch"
+    )
+    assert sampler.state_dict(consumed=2)["consumed"] == 2
+
+
+class Pairs:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        indices = iter(self.sampler)
+        return iter(list(zip(indices, indices, strict=False)))
+
+
+class Reversed(Sampler[int]):
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return reversed(list(self.sampler))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"seed": 1}, "seed=1"),
+        ({"shuffle": False}, "shuffle=False"),
+        ({"length": 24}, "length=24"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(changed: dict[str, Any], found: str) -> None:
+    sampler = sampler_of(0, 2)
+    with pytest.raises(ArgumentError) as error:
+        sampler.load_state_dict({**sampler.state_dict(), **changed})
+    text = str(error.value)
+    assert text.startswith("the state is of another order of samples\n")
+    assert "expected: length=23, seed=0, shuffle=True\n" in text
+    assert found in text.partition("found:")[2]
+    assert "fix:      load what state_dict() gave into a sampler of the same data, seed" in text
+    with pytest.raises(ArgumentError, match="another order"):
+        sampler.load_state_dict({"yielded": 4})
+
+
+def test_a_state_of_rank_0_alone_lets_the_others_begin_anew() -> None:
+    def program() -> list[int]:
+        sampler = md.DistributedSampler(range(8), shuffle=False)
+        if md.get_rank() == 0:
+            sampler.load_state_dict({**sampler.state_dict(), "consumed": 4})
+        return list(sampler)
+
+    assert md.simulate(program, 2) == [[4, 6], [1, 3, 5, 7]]
+
+
+# -- the axis --------------------------------------------------------------------------------------
+
+
+def warned_of(program: Any, num_ranks: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        md.simulate(program, num_ranks)
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [str(warning.message) for warning in caught]
+
+
+LACKS_AXIS = (
+    "each of 4 ranks reads samples of its own, while DeviceMesh(dp=2, tp=2) has several axes: name "
+    "the axis that splits data, DistributedSampler(data, mesh['dp']), or say that all do, "
+    "DistributedSampler(data, md.group.WORLD)"
+)
+
+
+def mesh_of(*sizes: int, names: str = "dp tp") -> md.DeviceMesh:
+    return md.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names.split()))
+
+
+@pytest.mark.parametrize("how", ["before", "behind", "numbers"])
+def test_a_sampler_without_its_axis_warns_once(how: str) -> None:
+    def program() -> None:
+        if how == "before":
+            sampler = md.DistributedSampler(range(8))
+            mesh = mesh_of(2, 2)
+        else:
+            mesh = mesh_of(2, 2)
+            given = (md.get_world_size(), md.get_rank()) if how == "numbers" else ()
+            sampler = md.DistributedSampler(range(8), *given)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            list(sampler)
+        assert mesh.size() == 4
+
+    assert warned_of(program, 4) == [LACKS_AXIS] * 4
+
+
+def test_a_sampler_that_says_what_it_means_does_not_warn() -> None:
+    def program() -> None:
+        mesh = mesh_of(2, 2)
+        for given in (mesh["dp"], mesh["dp", "tp"], mesh.get_group("dp"), md.group.WORLD):
+            list(md.DistributedSampler(range(8), given))
+        list(md.DistributedSampler(range(8), 2, mesh.get_local_rank("dp")))
+        mesh.close()
+        list(md.DistributedSampler(range(8)))
+        flat = [mesh_of(4, 1), mesh_of(4, names="dp")]
+        list(md.DistributedSampler(range(8)))
+        del flat
+        list(md.DistributedSampler(range(8), shuffle=False))
+
+    assert warned_of(program, 4) == []
+
+
+def test_the_axis_is_named_as_the_mesh_names_it() -> None:
+    def program(names: Any) -> None:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        md.DistributedSampler(range(8))
+        assert mesh.size() == 4
+
+    (named, *_), (unnamed, *_) = (
+        warned_of(lambda names=names: program(names), 4) for names in (("x", "y"), None)
+    )
+    assert "DistributedSampler(data, mesh['x'])" in named
+    assert "DistributedSampler(data, mesh.get_group(0))" in unnamed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import textwrap
 import threading
@@ -226,6 +227,29 @@ def test_a_rank_that_has_ended_is_not_waited_for_where_a_mesh_is_made(pool: Pool
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
         assert f"found:    rank 1 {ended}" in told[rank]
         assert "make it on the ranks that are left" in told[rank]
+
+
+@pytest.mark.parametrize(
+    ("wire", "hosts"),
+    [("shm", ""), ("gloo", ""), pytest.param("gloo", "aab", marks=pytest.mark.soak)],
+)
+def test_a_forgotten_call_is_told_with_how_many_each_has_made(
+    pool: Pool, wire: str, hosts: str
+) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+        for _ in range(2):
+            md.all_reduce(torch.ones(2), group=mesh["dp"])
+        if md.get_rank() == 1:
+            md.destroy_process_group()
+            return ""
+        return error_of(lambda: md.all_reduce(torch.ones(2), group=mesh["dp"]))
+
+    told = pool.outcomes(program, 3, backend=wire, hosts=hosts)
+    for rank in (0, 2):
+        assert f"rank {rank}, call 3 on axis 'dp' of DeviceMesh(dp=3)" in told[rank]
+        ending = "rank 1:? destroyed its process group; it made 2 collectives on this group"
+        assert re.search(ending, told[rank]), told[rank]
 
 
 class Struck(Exception):

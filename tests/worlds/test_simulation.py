@@ -182,6 +182,29 @@ def test_deadlock_of_verbs() -> None:
     )
 
 
+def test_a_forgotten_call_is_told_with_how_many_each_has_made() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        for _ in range((3, 2, 3, 1)[md.get_rank()]):
+            md.all_reduce(torch.ones(2), group=mesh["dp"])
+
+    with pytest.raises(DeadlockError) as caught:
+        md.simulate(program, 4)
+    found = str(caught.value.found)
+    assert "ranks 0-2: waits in all_reduce((2,) float32, SUM) for rank 3, which made 1;" in found
+    assert "rank 3: returned" in found
+
+    def forgets() -> None:
+        for _ in range(2 if md.get_rank() == 1 else 3):
+            md.barrier()
+
+    with pytest.raises(DeadlockError) as caught:
+        md.simulate(forgets, 4)
+    assert caught.value.found.startswith(
+        "ranks 0, 2-3: waits in barrier() for rank 1, which made 2; call 3 over the world"
+    )
+
+
 def test_collectives_in_different_orders_are_told_with_both_places() -> None:
     def program() -> None:
         x = torch.ones(2)

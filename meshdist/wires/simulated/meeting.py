@@ -97,9 +97,14 @@ class Collective(Step):
         """The call in words, with the members that it waits for."""
         call, meeting = self.call, self.meeting
         there = meeting.rounds[call.sequence]
-        missing = [rank for member, rank in enumerate(meeting.ranks) if member not in there]
+        missing: dict[int, list[int]] = {}
+        for member, rank in enumerate(meeting.ranks):
+            if member not in there:
+                missing.setdefault(meeting.num_calls[member], []).append(rank)
+        made = {number: f", which made {number}" if number else "" for number in missing}
+        ranks = " and ".join(ranks_text(of) + made[number] for number, of in missing.items())
         return (
-            f"{call.called} for {ranks_text(missing)}; call {call.sequence} over "
+            f"{call.called} for {ranks}; call {call.sequence} over "
             f"{meeting.title}, called at {call.where}"
         )
 
@@ -184,6 +189,7 @@ class Meeting:
         self.ranks = ranks
         self.title = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
         self.size = len(ranks)
+        self.num_calls = [0] * self.size
         self.rounds: dict[int, dict[int, Collective]] = {}
         self.messages: list[list[Message]] = [[] for _ in ranks]
         self.receives: list[list[Receive]] = [[] for _ in ranks]
@@ -196,6 +202,7 @@ class Meeting:
         number = started.call.sequence
         there = self.rounds.setdefault(number, {})
         there[started.member] = started
+        self.num_calls[started.member] = number
         failure = self._find_disagreement(started, there)
         if failure is not None:
             self.fail(failure)

@@ -12,6 +12,8 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -175,7 +177,10 @@ class Scheduler(Generic[T]):
         self._running = self.ranks[0]
         self._has_begun = False
         self._switching = threading.Lock()
-        self._all_over = threading.Event()
+        self._is_all_over = False
+        self._asked: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.is_profiled = torch.autograd._profiler_enabled()
+        """Whether a profiler of torch's watches the caller's thread, and no rank's."""
 
     def run(
         self, body: Callable[[int], T], interrupted: Callable[[], object] = lambda: None
@@ -227,7 +232,7 @@ class Scheduler(Generic[T]):
             self._resume(self.ranks[0])
             # In slices: a nested simulation waits here on a rank's thread, which an
             # interruption of the outer one reaches between two slices only.
-            while not self._all_over.wait(0.5):
+            while not self._serve(0.5):
                 pass
         except BaseException as error:
             try:
@@ -239,6 +244,20 @@ class Scheduler(Generic[T]):
         finally:
             for thread in started:
                 thread.join()
+
+    def call_outside(self, function: Callable[[], object]) -> None:
+        """Let the caller's thread call ``function``, and wait for that; for the rank that runs."""
+        is_done = threading.Event()
+        self._asked.put(function)
+        self._asked.put(is_done.set)
+        while not is_done.wait(0.5):  # in slices, for interruptions
+            pass
+
+    def _serve(self, seconds: float) -> bool:
+        """Do what a rank asks of this thread, if it asks so soon; return whether all are over."""
+        with suppress(Empty):
+            self._asked.get(timeout=seconds)()
+        return self._is_all_over
 
     def _stop(self, started: list[threading.Thread]) -> None:
         """End all ranks from the caller's thread, the running one at its next line."""
@@ -254,7 +273,7 @@ class Scheduler(Generic[T]):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, released)
             else:
                 self._resume(self.ranks[0])
-        while not self._all_over.wait(0.05):
+        while not self._serve(0.05):
             with self._switching:  # an interruption between two ranks may have left none to run
                 if not started[self._running.index].is_alive():
                     self._running.is_over = True
@@ -309,7 +328,8 @@ class Scheduler(Generic[T]):
     def _resume(self, rank: Rank | None) -> None:
         """Let ``rank`` run; None ends the run."""
         if rank is None:
-            self._all_over.set()
+            self._is_all_over = True
+            self._asked.put(bool)  # which does nothing
         else:
             self._running = rank
             rank.may_run.release()

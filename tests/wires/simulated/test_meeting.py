@@ -463,7 +463,7 @@ def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
 
         found = simulate(program, 4)[0]
         assert re.search(rf"waits in .*{re.escape(text)} for ranks ", found)
-        assert "ranks 2-3; call 2 over axis 'tp' (ranks 0-3), called at " in found
+        assert "ranks 2-3, which made 1; call 2 over axis 'tp' (ranks 0-3), called at " in found
 
 
 def test_a_deadlock_tells_of_messages_that_nobody_received() -> None:

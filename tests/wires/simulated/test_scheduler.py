@@ -189,7 +189,7 @@ def test_an_interruption_of_the_caller_ends_all_ranks(
         finally:
             ended.append(rank)
 
-    wait = scheduler._all_over.wait
+    wait = scheduler._serve
 
     def interrupted_once(timeout: float) -> bool:
         if interrupt.is_set():
@@ -197,7 +197,7 @@ def test_an_interruption_of_the_caller_ends_all_ranks(
             raise KeyboardInterrupt
         return wait(0.01)
 
-    monkeypatch.setattr(scheduler._all_over, "wait", interrupted_once)
+    monkeypatch.setattr(scheduler, "_serve", interrupted_once)
     before = threading.enumerate()
     with pytest.raises(KeyboardInterrupt):
         scheduler.run(body)
@@ -231,9 +231,9 @@ def test_an_interruption_between_two_ranks_ends_the_run(
         return is_set(0.01)
 
     lost: list[bool] = []
-    is_set = scheduler._all_over.wait
+    is_set = scheduler._serve
     monkeypatch.setattr(scheduler, "_choose", interrupted_in_between)
-    monkeypatch.setattr(scheduler._all_over, "wait", wait)
+    monkeypatch.setattr(scheduler, "_serve", wait)
     with pytest.raises(KeyboardInterrupt):
         scheduler.run(body)
     assert ended == [0]  # rank 1 had not begun
