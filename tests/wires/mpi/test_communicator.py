@@ -594,9 +594,7 @@ def test_errors_of_mpis_world_are_raised_as_mpi4py_raises_them(tmp_path: Path) -
 def test_a_rank_that_ends_early_in_good_order_is_named(tmp_path: Path) -> None:
     done = run_job(DYING.format(end="sys.exit(0)"), tmp_path, 2)
     assert done.returncode != 0
-    assert (
-        "rank 1 ended without an exception; it made 1 collective on this group" in done.stderr
-    )
+    assert "rank 1 ended without an exception; it made 1 collective on this group" in done.stderr
     assert "rank 0, call 2 on the world: all_reduce" in done.stderr
 
 
