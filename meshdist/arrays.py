@@ -117,7 +117,7 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
-    """What hands arrays that a verb was given back to their library; None where none is CuPy's.
+    """The function that hands a verb's arrays back to their library; None where none is CuPy's.
 
     Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for torch's
     current stream there; the host does not wait. Both streams are the calling thread's own, so it

@@ -106,7 +106,7 @@ class KindError(ArgumentError, TypeError):
 
 
 class GroupKindError(KindError, AttributeError, KeyError):
-    """What is given as a group is none; nothing was sent."""
+    """The argument ``group`` is no group; nothing was sent."""
 
 
 class LengthError(ArgumentError, IndexError, TypeError):

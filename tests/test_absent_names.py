@@ -26,7 +26,8 @@ TYPED = """
 FSDP NamedOptimizer ElasticDistributedSampler RRef RemoteModule ShardedGradScaler save
 load async_save rpc_sync init_rpc _make_nccl_premul_sum deprecated shard_map jit pjit pmap
 vmap grad value_and_grad Mesh psum pmean ppermute axis_index process_index device_count
-with_sharding_constraint
+with_sharding_constraint init rank size world_size local_rank manual_seed allreduce allgather
+clip_grad_norm_ DataParallel no_sync
 """
 # Modules of Python's that torch.distributed has as attributes, and its logger.
 NOT_TORCHS = {"log", "logging", "sys", "timedelta", "torch", "traceback", "typing"}
@@ -131,6 +132,11 @@ def test_the_ours_that_are_named_exist() -> None:
             "meshdist.typed(mesh)",
         ),
         (
+            "import meshdist; meshdist.local_rank",
+            "AttributeError: meshdist has no local_rank",
+            "fix:      meshdist.get_node_local_rank()",
+        ),
+        (
             "from meshdist import ProcessGroupGloo",
             "ImportError: meshdist has no ProcessGroupGloo",
             "expected: torch's own\n",
@@ -151,6 +157,13 @@ def test_an_import_says_where_to_go_and_loads_no_torch(
     assert done.stdout.startswith(begins)
     assert contains in done.stdout
     assert done.stdout.endswith("\nFalse\n")
+
+
+def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
+    code = "import meshdist as md; md.all_reduec"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "module 'meshdist' has no attribute 'all_reduec'" in done.stderr
+    assert "Did you mean: 'all_reduce'?" in done.stderr  # Python's own, from the module's names
 
 
 def test_other_names_are_missing_as_ever() -> None:

@@ -151,7 +151,7 @@ class SharedSide(TorchSide):
 
 
 class CopySide(TorchSide):
-    """What the memory allows an all_reduce: every rank copies as much, and nothing is exchanged."""
+    """The limit that memory sets an all_reduce: every rank copies as much and exchanges nothing."""
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that copies once, in place of an all_reduce."""

@@ -187,7 +187,7 @@ class BoundedStore(Store):
 
     @property
     def ends(self) -> list[Any]:
-        """What becomes readable when the server ends."""
+        """The file descriptors that become readable when the server ends."""
         return [] if self._watch is None else self._watch.connections
 
     @property

@@ -186,7 +186,7 @@ def _place_of_store(
 
 
 def _attempt(kind: str, launcher: str, environment: Mapping[str, str]) -> str:
-    """What distinguishes this start of the job from an earlier one, or ""."""
+    """The text that distinguishes this start of the job from an earlier one, or ""."""
     if launcher == "torchrun" and environment.get("GROUP_WORLD_SIZE", "1") == "1":
         # Agents of several hosts count their restarts each for itself.
         return environment.get("TORCHELASTIC_RESTART_COUNT", "")
@@ -350,7 +350,7 @@ def _shown(value: str, *, plain: bool = False) -> str:
 
 
 def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
-    """What to type: ``commands``, of a launcher that was half recognised, or what works here."""
+    """The commands to type: ``commands``, of a launcher half recognised, or what works here."""
     name = sys.argv[0] if sys.argv else ""
     name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute
     is_script = name.endswith(".py") and not name.endswith("__main__.py")

@@ -57,7 +57,7 @@ _IN_QUERY = ("rank", "world_size")
 
 @dataclass(frozen=True)
 class _Terms:
-    """What a process says of the world that it wants, whichever way it comes to it."""
+    """The world that a process asks for, whichever way it comes to it."""
 
     group_name: str
     timeout: timedelta

@@ -125,7 +125,7 @@ def _initialize(MPI: Any) -> None:
 
 
 def describe_mpi() -> dict[str, Any]:
-    """What this MPI is and can do, as plain values; it is started for that."""
+    """The facts and abilities of this MPI, as plain values; it is started for that."""
     MPI = load_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

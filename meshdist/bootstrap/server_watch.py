@@ -111,7 +111,7 @@ class ServerWatch:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a server says of itself in its store: where clients watch it, and how they are known."""
+    """A server's entry in its store: where clients watch it, and how they are known."""
 
     port: int
     word: bytes
@@ -189,11 +189,7 @@ class _Clients:
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Accept new connections, of which the system lets few wait, and drop closed ones.
-
-        Args:
-            seconds: how long to wait for one to be closed.
-        """
+        """Accept new connections, of which few can wait, and drop those closed in ``seconds``."""
         if self._process_id != os.getpid():  # a forked child's copy
             return
         with suppress(OSError):

@@ -270,7 +270,7 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
 
 
 def _find_damage(path: str) -> str | None:
-    """What is wrong with a FileStore's file, or _SOUND; None while another process has locked it.
+    """The damage of a FileStore's file, or _SOUND; None while another process has locked it.
 
     It holds keys and values in turn, each after its length in four bytes.
     """

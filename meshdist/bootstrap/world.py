@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Closable(Protocol):
-    """What modules above keep in a world: the registry of groups, and the group of all ranks."""
+    """An object that modules above keep in a world: the registry, or the group of all ranks."""
 
     def close(self) -> None:
         """End this rank's part in it."""

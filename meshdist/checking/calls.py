@@ -61,7 +61,7 @@ among those of its direction, peer and tag (0 as long as its sender is not known
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What messages say of a group, as one of its members sees it.
+    """The facts of a group that messages tell, as one of its members sees it.
 
     Args:
         name: what messages call the group.
@@ -174,7 +174,7 @@ class Call(NamedTuple):
 
     @property
     def waits_for(self) -> str:
-        """What a send or receive waits for; "" for a collective."""
+        """The event that a send or receive waits for, in words; "" for a collective."""
         if self.message is None:
             return ""
         is_send, _, tag, _ = self.message
@@ -193,7 +193,7 @@ class Call(NamedTuple):
 
 
 def data_of(tensor: Tensors) -> Data:
-    """What a record keeps of what a verb is called on."""
+    """The shapes and dtypes that a record keeps of a verb's tensors."""
     if tensor is None:
         return None
     if isinstance(tensor, torch.Tensor):
@@ -207,7 +207,7 @@ def is_list(data: Data) -> bool:
 
 
 def _compared(call: Call | tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of a call must be equal on all members: the arguments of ``header``."""
+    """The parts of a call that must be equal on all members: the arguments of ``header``."""
     verb, data, op, root, sizes = call[2:7]
     number = SUM_NUMBER if op is _SUM else None if op is None else op.value
     return verb, data, number, root, bool(sizes), call[-1]
@@ -216,7 +216,7 @@ def _compared(call: Call | tuple[Any, ...]) -> tuple[Any, ...]:
 def header(
     verb: str, data: Data, op: int | None, root: int | None, is_uneven: bool, title: str = ""
 ) -> tuple[int, ...]:
-    """What must be equal on all members of a collective, as numbers equal on every process.
+    """The parts of a collective that must be equal on all members, as numbers.
 
     Args:
         verb, data, root, title: as in ``Call``.
@@ -273,11 +273,7 @@ def fingerprint_of(call: Call | tuple[Any, ...]) -> int:
 
 
 def likeness(call: Call | None) -> str:
-    """What must be equal on all members, for the error of those whose calls differ.
-
-    Args:
-        call: this member's, if it is still known.
-    """
+    """The text of what must be equal on all members; ``call`` is this member's, if it is known."""
     under = " under the same title" if call is not None and call.title else ""
     if call is not None and call.sizes:
         return f"the same verb and dtype{under}, and what one member takes as the other sends it"

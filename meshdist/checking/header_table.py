@@ -120,12 +120,7 @@ class HeaderTable:
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + WINDOW + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """What the native core needs to do what ``enter`` does, as long as no member is missing.
-
-        Args:
-            words: the core's class of words of 64 bits.
-            make: its class of what is returned.
-        """
+        """The core's object that does what ``enter`` does, as long as no member is missing."""
         return make(
             self,
             words(self._mine),
@@ -301,13 +296,7 @@ class HeaderTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until ``find_behind`` finds no member; return the one that it still finds.
-
-        Args:
-            sequence, is_uneven: as for ``find_behind``.
-            timeout: how long to wait.
-            check: raises where waiting is in vain.
-        """
+        """Wait until ``find_behind`` finds no member, or ``check`` raises; return whom it finds."""
         find_behind = partial(self.find_behind, sequence, is_uneven)
         limit = Deadline(timeout)
         wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)
@@ -332,14 +321,7 @@ class HeaderTable:
         return found[0] if found else None
 
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
-        """Note a message to ``peer`` or a receive; returns its number where the other side differs.
-
-        Args:
-            peer: the other side.
-            tag: of the message.
-            header: its fingerprint.
-            is_send: whether it goes to ``peer``, and does not come from there.
-        """
+        """Note a message to or from ``peer``; returns its number where the other side differs."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()

@@ -23,12 +23,7 @@ def stack_text(thread_id: int) -> str:
 
 
 def find_place(thread_id: int, call: str) -> str:
-    """Where a thread is, as in ``train.py:8 in step``; "" where that is in ``call``.
-
-    Args:
-        thread_id: whose place is asked for.
-        call: the text of its last verb, which has the place of that.
-    """
+    """Where a thread is, as in ``train.py:8 in step``; "" if ``call``, its last, tells that."""
     own = _own_frames(thread_id)
     if not own:
         return ""

@@ -70,12 +70,7 @@ class Recorder:
         layouts: Sequence[Any] = (),
         title: str = "",
     ) -> tuple[Any, ...]:
-        """Note a collective, the next in the members' common sequence; return the note.
-
-        Args:
-            group, verb, op, root, sizes, layouts, title: as in ``Call``.
-            tensor: whose shape and dtype are noted; a list of such, or None.
-        """
+        """Note a collective, the next in the members' common sequence; return the note."""
         self._counts[_SEQUENCE] += 1
         data = data_of(tensor)
         fields = (group, verb, data, op, root, sizes, None)
@@ -102,12 +97,7 @@ class Recorder:
         return self._keep(sys._getframe(2), group, verb, data, None, None, (), message)
 
     def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
-        """What the native core needs to note calls just as ``note`` does; None where it may not.
-
-        Args:
-            make: its class of that.
-            group: whose calls they are.
-        """
+        """The core's object that notes calls just as ``note`` does; None where it may not."""
         if self._keeps_stacks:
             return None
         return make(
@@ -121,13 +111,7 @@ class Recorder:
         )
 
     def name_sender(self, number: int, peer: int, tag: int) -> None:
-        """Number a noted receive under ``tag`` as the next one from ``peer``.
-
-        Args:
-            number: of its note.
-            peer: the sender.
-            tag: of the message.
-        """
+        """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
         message = (False, peer, tag, self._count((False, peer, tag)))
         if number > self.num_notes - NUM_NOTES + 1:  # the oldest may be overwritten right now
             place = (number - 1) % NUM_NOTES

@@ -50,7 +50,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """What to start, and its own arguments; raises LaunchError where nothing can be."""
+    """The program to start, and its arguments; raises LaunchError where none can be started."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(

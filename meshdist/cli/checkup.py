@@ -78,7 +78,7 @@ def find_versions() -> dict[str, str | None]:
 
 
 def find_untested_torch(version: str | None) -> str | None:
-    """What to say of a torch newer than every one that was tested; None for all others."""
+    """The notice for a torch newer than every tested version; None for all others."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is None or (int(found[1]), int(found[2])) <= _NEWEST_TORCH:
         return None
@@ -146,9 +146,6 @@ def find_wires() -> list[dict[str, Any]]:
 def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
     """The MPI that mpi4py loads, asked of another process, which may crash or hang.
 
-    Args:
-        timeout_s: how long it may take.
-
     Returns:
         What ``describe_mpi`` returns, and ``mpiexec``; or ``reason`` and ``fix``.
     """
@@ -192,7 +189,7 @@ def _output_of(
 
 
 def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
-    """What a program of ours has printed in JSON, among what MPI writes, at its end too."""
+    """The JSON that a program of ours has printed, among the lines that MPI writes."""
     found = []
     for line in lines:
         with suppress(ValueError, RecursionError):
@@ -290,7 +287,7 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, A
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
-    """What ``loopback`` gives on two ranks that mpiexec has started."""
+    """The result of ``loopback`` on two ranks that mpiexec has started."""
     from ..errors import BackendError
 
     mpiexec = find_mpiexec()

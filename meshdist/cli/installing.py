@@ -29,7 +29,7 @@ def python() -> str:
 
 
 def torch_wheel() -> str:
-    """What pip is given for torch: on a machine without an NVIDIA GPU the build for CPUs."""
+    """The requirement of torch for pip: on a machine without an NVIDIA GPU the build for CPUs."""
     return "torch" if _has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
 
 
@@ -39,7 +39,7 @@ def has_core() -> bool:
 
 
 def find_install() -> list[dict[str, str]]:
-    """What an install consists of: ``name``, ``state``, and ``fix``, a command or ""."""
+    """The parts of an install: ``name``, ``state``, and ``fix``, a command or ""."""
     pip = f"{python()} -m pip install"
     rows = [_torch_row(pip), _core_row(pip)]
     for extra, (package, what) in _EXTRAS.items():

@@ -142,7 +142,7 @@ def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
-    """What ``run_processes`` is called with, beside the command; ``output`` is more of Output's.
+    """The arguments of ``run_processes`` beside the command; ``output`` is more of Output's.
 
     Raises:
         LaunchError: a flag has no meaning, or needs what this launcher is not.

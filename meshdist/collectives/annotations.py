@@ -142,7 +142,7 @@ def _names(axes: object, argument: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a tensor is: shape, dtype, and its kind over mesh axes.
+    """A tensor's shape, dtype, and kind over mesh axes.
 
     Args:
         shape: of this rank's tensor.
@@ -166,8 +166,8 @@ class TensorType:
 
 
 def typeof(x: torch.Tensor) -> TensorType:
-    """What ``x`` is over mesh axes; prints as ``float32[8, 4]{V:dp}``, ``float32[8, 4]`` where it
-    is invariant. Where it carries a spec, its dims show the axes that cut them:
+    """The type of ``x`` over mesh axes; prints as ``float32[8, 4]{V:dp}``, or ``float32[8, 4]``
+    where it is invariant. Where it carries a spec, its dims show the axes that cut them:
     ``float32[8@dp, 4]{U:tp}``, sizes being those of this rank's shard.
 
     Args:

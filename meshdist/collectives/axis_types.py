@@ -117,7 +117,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Join:
-    """What an operation makes of operands of certain types.
+    """The result type of an operation on operands of certain types, and the casts that it lacks.
 
     Args:
         text: the type of its results.

@@ -133,7 +133,7 @@ class Collective:
         likes_name: str,
         role: str = "",
     ) -> list[torch.Tensor]:
-        """What ``read`` or ``write`` takes of a list, one entry per member, all like ``like``.
+        """The tensors ``read`` or ``write`` takes of a list, one per member, all like ``like``.
 
         Where ``role`` names the root, it alone gives a list, of entries as large as ``like``.
         """
@@ -150,7 +150,7 @@ class Collective:
     def write_lists(
         self, given: Any, argument: str, num_lists: int, length: int
     ) -> list[torch.Tensor]:
-        """What ``write`` gives for all entries of a list of lists, one list after the other."""
+        """The results of ``write`` for all entries of a list of lists, one list after the other."""
         rows = self.check_list(given, argument, num_lists)
         for row in rows:
             self.check_list(row, f"an entry of {argument}", length)
@@ -178,12 +178,7 @@ class Collective:
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> Work | None:
-        """Compare the call with the members', and run it.
-
-        Args:
-            start, async_op, result: as for the function ``run``.
-            tensor, sent, taken: as for ``Channel.enter``.
-        """
+        """Compare the call with the members', as ``Channel.enter`` does, and ``run`` it."""
         check_flag(async_op, self.name)
         self._check_apart()
         channel = self._open_channel(tensor)
@@ -465,7 +460,7 @@ def run(
 
 
 def find_copy_back(written: Sequence[Written], verb: str) -> Callable[[], None] | None:
-    """What copies that which a verb wrote back to the caller's arrays; None where it lies there."""
+    """The function that copies a result back to the caller's arrays; None where it lies there."""
     elsewhere = [one for one in written if one[0] is not one[2]]
     for _, data, _ in elsewhere:
         forbid_gradient(data, verb)

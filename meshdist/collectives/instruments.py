@@ -194,7 +194,7 @@ def recorded(title: str) -> Iterator[None]:
 
 
 def _title(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What a profiler shows of one call."""
+    """The name of one call in a profile."""
     words = [f"meshdist::{function.__name__}"]
     try:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments

@@ -81,7 +81,7 @@ class Bucket:
 
 
 class LeafBuckets:
-    """What one mesh remembers of the leaves cast over its axes."""
+    """The leaves that were cast over the axes of one mesh."""
 
     def __init__(self) -> None:
         self._bucket_of: dict[tuple[int, str], tuple[Bucket, Place, _Leaf]] = {}
@@ -140,5 +140,5 @@ class LeafBuckets:
 
 
 def _nature(leaf: torch.Tensor) -> tuple[object, ...]:
-    """What the members of a bucket share."""
+    """The properties that the members of a bucket share."""
     return leaf.dtype, leaf.device, leaf.layout, type_of(leaf)

@@ -59,8 +59,8 @@ class _Leaf:
         return id(grad), -1 if grad is None else grad._version
 
     def note(self) -> _Note:
-        """What is compared: ``.grad`` where the backward wrote it, since wrappers may have summed
-        it, else what arrived, as for ``torch.autograd.grad``.
+        """The gradient to compare: ``.grad`` where the backward wrote it, since wrappers may have
+        summed it, else what arrived, as for ``torch.autograd.grad``.
         """
         self._hook.remove()
         grad = self.tensor.grad
@@ -71,7 +71,7 @@ class _Leaf:
 
 @dataclass
 class _Below:
-    """What lies below the verbs over one group that a backward has come to."""
+    """The leaves below the verbs over one group that a backward has come to."""
 
     group: ProcessGroup
     nodes: set[Any] = field(default_factory=set)
@@ -106,12 +106,7 @@ class _Backward:
 
 
 def note_leaves(verb: Any, group: ProcessGroup) -> None:
-    """Note the leaves below a verb with an invariant result, if the world compares gradients.
-
-    Args:
-        verb: its node in the graph, whose backward runs.
-        group: the verb's.
-    """
+    """Note the leaves below a verb's node in the graph, if the world compares gradients."""
     notes = group.world.shared_notes
     if notes is None or group.size() == 1 or are_transforms_active():
         return

@@ -82,7 +82,7 @@ def _written_places(name: str) -> frozenset[int]:
 
 
 def _written(operation: Operation, args: Sequence[Any]) -> list[torch.Tensor]:
-    """What is written: items of lists, and tensors that stand alone."""
+    """The tensors that are written: items of lists, and those that stand alone."""
     if not operation.name.endswith("_"):
         return []
     places = _written_places(operation.name)

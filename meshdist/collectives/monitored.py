@@ -93,7 +93,7 @@ def pass_by(group: ProcessGroup) -> None:
 
 
 def _keys_of(group: ProcessGroup) -> str:
-    """What the keys of a group's barriers begin with; equal on its members, and theirs alone."""
+    """The prefix of the keys of a group's barriers; equal on its members, and theirs alone."""
     if group.is_private:
         return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
@@ -143,7 +143,7 @@ def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
 def _timed_out(
     world: World, ranks: Sequence[int], outcome: Outcome, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
-    """What a member raises: rank 0 its findings, the others a pointer to rank 0's error."""
+    """The error of a member: rank 0 raises its findings, the others point to rank 0's error."""
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
@@ -167,7 +167,7 @@ def _timed_out(
 
 
 def _last_calls(world: World, ranks: list[int]) -> str:
-    """What ranks that are absent called last, as far as they answer."""
+    """The last calls of absent ranks, as far as they answer."""
     answers = ask(world, tuple(ranks))
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 

@@ -71,7 +71,7 @@ def neutral(op: ReduceKind | None, dtype: torch.dtype, count: int) -> torch.Tens
 
 
 def _extreme(dtype: torch.dtype, *, is_least: bool) -> float:
-    """What no number of a floating dtype is below or above."""
+    """The least or greatest number of a floating dtype."""
     infinity = float("-inf" if is_least else "inf")
     if bool(torch.tensor(infinity).to(dtype).float().isinf()):
         return infinity
@@ -80,11 +80,7 @@ def _extreme(dtype: torch.dtype, *, is_least: bool) -> float:
 
 
 class _Answer:
-    """The arguments of one answer.
-
-    Args:
-        group, device_type, said, call: as for ``answer``.
-    """
+    """The arguments of one answer, as for ``answer``."""
 
     def __init__(
         self,

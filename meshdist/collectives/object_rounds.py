@@ -92,12 +92,7 @@ class Rounds(Collective):
     def answer(
         self, call: Announcement, sent: Sequence[int] = (), taken: Sequence[int] = ()
     ) -> Work | None:
-        """Start this rank's part in one round, with None as its object; it learns of no error.
-
-        Args:
-            call: the round, as one of those that go on announces it.
-            sent, taken: where sizes differ, what goes to, and comes from, each member.
-        """
+        """Start this rank's part in an announced round, with None as its object and no error."""
         none = Parcel({"object": None})
         if not call.sent:
             ((count, dtype),) = call.parts

@@ -232,7 +232,7 @@ _CALLS: dict[Any, Kind] = {
 
 
 class _Operations(dict[Any, Operation]):
-    """What is known of each function, found at its first use."""
+    """The rule of each function, found at its first use."""
 
     def __missing__(self, function: Any) -> Operation:
         found = _find_operation(function)
@@ -275,7 +275,7 @@ def _find_operation(function: Any) -> Operation:
 
 
 def _find_attribute(descriptor: Any, access: str) -> Operation:
-    """What getting, setting or deleting an attribute of a tensor is."""
+    """The rule for getting, setting or deleting an attribute of a tensor."""
     name = getattr(descriptor, "__name__", "") or getattr(
         getattr(descriptor, "fget", None), "__name__", "an attribute"
     )

@@ -367,7 +367,7 @@ class Message:
             hand_back()
 
     def work(self) -> Work:
-        """What a caller that waits later gets."""
+        """The Work for a caller that waits later."""
         return self.channel.work(
             self.operation,
             [self.tensor],

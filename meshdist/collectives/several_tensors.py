@@ -308,7 +308,7 @@ def _take(
     given: Any,
     argument: str = "tensor_list",
 ) -> list[torch.Tensor]:
-    """What ``call.read`` or ``call.write`` takes of a list whose entries are alike."""
+    """The tensors that ``call.read`` or ``call.write`` takes of a list whose entries are alike."""
     tensors = [take(one, argument) for one in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -368,11 +368,9 @@ def _gather_packed(
     """Gather all inputs, as bytes one after the other, in one operation.
 
     Args:
-        wire: the communicator that gathers.
         outputs: for each input of each member a tensor like it, on any device; or several such
             lists, one after the other, which all get the same.
         inputs: this rank's tensors; they travel from the first one's device.
-        terms: of the call.
     """
     packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
     whole = packed.new_empty(wire.size * packed.numel())

@@ -116,7 +116,7 @@ def all_to_all(
 
 
 def _fast_path(group: ProcessGroup, async_op: bool) -> Any:
-    """What does a blocking call of this group that no profiler watches; None where nothing does."""
+    """The group's fast path, for a blocking call that no profiler watches; else None."""
     return None if async_op or profiler._is_profiler_enabled else group.fast_path
 
 

@@ -160,7 +160,7 @@ def unmarked_shard(
 
 
 def name_of(tensor: torch.Tensor, default: str) -> str:
-    """What the program calls ``tensor``, in the functions that led here."""
+    """The program's name for ``tensor``, in the functions that led here."""
     return names_of([tensor], program_frame(sys._getframe())).get(id(tensor), default)
 
 
@@ -178,7 +178,7 @@ def foreign_mesh(
 
 
 def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
-    """What is meant where the operand of a verb is equal on all ranks indeed."""
+    """The fix where the operand of a verb is equal on all ranks indeed."""
     if verb == "psum":
         return (
             "to count a value that is equal on all ranks, multiply by "

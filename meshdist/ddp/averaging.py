@@ -28,7 +28,7 @@ Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class ModelAverager(ABC):
-    """What both averagers share: steps are counted, and some of them average.
+    """The base of both averagers: it counts steps, and some of them average.
 
     Args:
         process_group: over which ranks parameters are averaged.

@@ -34,7 +34,7 @@ def find_context() -> int | None:
 
 
 class ContextGradients:
-    """What one backward brings into a context, if it is of that kind.
+    """The gradients that a backward of distributed autograd brings into its context.
 
     Args:
         parameters: those whose gradients are averaged.

@@ -27,7 +27,7 @@ def is_reduced(parameter: torch.Tensor) -> bool:
 
 
 class Backward(Protocol):
-    """What the hooks know and tell of the running backward."""
+    """The state of the running backward that hooks read and write."""
 
     is_open: bool
     """Whether a gradient has come."""

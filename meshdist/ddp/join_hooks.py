@@ -28,7 +28,7 @@ __all__ = ["JoinHook", "JoinedOptimizer", "ReplicaHook", "is_sharded_optimizer"]
 
 
 class JoinHook:
-    """What a joinable does on a rank that has no data left. Both methods do nothing here."""
+    """A joinable's part on a rank that has no data left. Both methods do nothing here."""
 
     def main_hook(self) -> None:
         """Call what the joinable calls in one step on ranks with data; once for each of theirs.

@@ -138,7 +138,7 @@ class JoinMethods(Joinable):
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
 
     def join_hook(self, **kwargs: Any) -> JoinedReplica:
-        """What this model does in a join context on ranks that have no data left.
+        """This model's part in a join context on ranks that have no data left.
 
         Args:
             kwargs: ``divide_by_initial_world_size``, as in ``join``.

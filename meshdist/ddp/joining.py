@@ -59,7 +59,7 @@ _OUTSIDE = _JoinConfig()
 
 
 class Joinable(ABC):
-    """What can be given to ``Join``."""
+    """The base class of objects that can be given to ``Join``."""
 
     _join_config = _OUTSIDE
 

@@ -35,7 +35,7 @@ _BOUND = {
 
 
 class WrappedModel(nn.Module, ABC):
-    """What ``DistributedDataParallel`` does as a module that holds another one."""
+    """The side of ``DistributedDataParallel`` that is a module which holds another one."""
 
     module: nn.Module
     process_group: ProcessGroup

@@ -39,7 +39,7 @@ class ReductionOptions:
     dtype: torch.dtype | None = None
 
     def shared(self, names: Sequence[str]) -> dict[str, object]:
-        """What must be equal on every rank, by the wrapper's arguments.
+        """The settings that must be equal on every rank, by the wrapper's arguments.
 
         Args:
             names: of the parameters.

@@ -20,7 +20,7 @@ __all__ = ["CastParameters", "MixedPrecision", "MixedPrecisionConfig", "check_pr
 
 
 class MixedPrecisionConfig(Protocol):
-    """What is read of ``mixed_precision``: torch's ``_MixedPrecision``, or ours."""
+    """The fields that are read of ``mixed_precision``: torch's ``_MixedPrecision``, or ours."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None

@@ -148,7 +148,7 @@ class Reducer(ReductionSetup):
 
     @staticmethod
     def _rebuild_buckets() -> bool:
-        """What those trainers call before: here buckets are laid anew without being told."""
+        """Do nothing: those trainers call it, and here buckets are laid anew without being told."""
         return False
 
     def check_finished(self) -> None:
@@ -311,7 +311,7 @@ class Reducer(ReductionSetup):
             self._warn_of_local()
 
     def _find_unexpected(self, came: Sequence[bool]) -> list[str]:
-        """What came though it was expected, or promised, not to."""
+        """A line for each gradient that came though it was expected, or promised, not to."""
         late = [*self.late]
         for bucket in self.buckets[: self._sending.num_started]:
             late += [bucket.indices[slot] for slot in bucket.find_late()]

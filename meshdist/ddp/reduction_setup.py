@@ -28,7 +28,7 @@ __all__ = ["ReductionSetup"]
 
 
 class ReductionSetup(Backward):
-    """What is averaged over which group, and how; ``Reducer`` does it.
+    """The parameters that are averaged, over which group, and how; ``Reducer`` does it.
 
     Args:
         parameters: those that require gradients, in the same order on every rank.
@@ -106,7 +106,7 @@ class ReductionSetup(Backward):
         return self.arrivals.is_learned and not self._settling.must_rebuild
 
     def shared_options(self) -> dict[str, object]:
-        """What must be equal on every rank, by the wrapper's arguments."""
+        """The settings that must be equal on every rank, by the wrapper's arguments."""
         return self._options.shared(self._names)
 
     def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:

@@ -249,7 +249,7 @@ class Settling:
             raise self._reports.lacking(self._gather(lacking))
 
     def _gather(self, mine: T) -> dict[int, T]:
-        """What all ranks have, by rank."""
+        """The values of all ranks, by rank."""
         found = [mine] * self._group.size()
         with torch.cuda.device_of(self._flags_of[0]):
             all_gather_object(found, mine, self._group)

@@ -105,7 +105,7 @@ class InPlaceBucket(SingleBucket):
 
     @property
     def sent(self) -> torch.Tensor:
-        """What is summed, once in a backward; zeros where there is no gradient."""
+        """The tensor to sum, once in a backward; zeros where there is no gradient."""
         if self.average is None:
             mine = self._mine
             if mine is not None and mine.stride() == self._stride and _has_own_memory(mine):

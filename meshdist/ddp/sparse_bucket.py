@@ -38,7 +38,7 @@ class SparseBucket(SingleBucket):
 
     @property
     def flat(self) -> torch.Tensor:
-        """What a communication hook is given, and writes its average into."""
+        """The tensor that a communication hook is given, and writes its average into."""
         if self.average is None:
             self.average = self._rows() if self._mine is None else self._mine.detach().clone()
         return self.average

@@ -124,7 +124,7 @@ def _limit(world: World, timeout_s: object) -> timedelta:
 
 
 def _open_counts(world: World) -> _Add:
-    """What adds to a number that all ranks share, and returns the sum.
+    """The function that adds to a number that all ranks share, and returns the sum.
 
     All ranks stop at one breakpoint after the other, so that four numbers are enough: how many
     were entered and left, and which was quit or had no debugger. Simulated ranks, which wait by

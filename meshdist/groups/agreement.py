@@ -45,7 +45,7 @@ def digest_of_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the members of one agreement know of each other.
+    """One agreement of the members of a group, and what they offered there.
 
     Args:
         name: its name in the store, equal on all members, and no other agreement's.
@@ -319,7 +319,7 @@ def _entry(value: tuple[dict[str, Any], dict[str, str]]) -> tuple[dict[str, Any]
 
 
 def _notice(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a member says of an agreement for which it waits; None where it waits for none."""
+    """The agreement for which a member waits, in words; None where it waits for none."""
     if value is None:
         return None
     ranks = [int(rank) for rank in value["ranks"]]

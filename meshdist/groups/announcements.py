@@ -40,7 +40,7 @@ _NUM_KEPT = 1024  # programs repeat their calls
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one member says in a round.
+    """The message of one member in a round.
 
     Args:
         verb: the call that it is about to start; "" for none.
@@ -118,7 +118,7 @@ _DEFAULTS = vars(Announcement())
 
 @lru_cache(maxsize=_NUM_KEPT)
 def to_bytes(announcement: Announcement) -> bytes:
-    """What travels; the inverse of ``from_bytes``."""
+    """The bytes that travel; the inverse of ``from_bytes``."""
     given = vars(announcement).items()
     fields = {name: value for name, value in given if value != _DEFAULTS[name]}
     return json.dumps(fields, separators=(",", ":")).encode()

@@ -462,11 +462,7 @@ def _disagreement(
     number: int,
     message: tuple[bool, int, int] | None = None,
 ) -> MeshdistError:
-    """The error of members whose calls differ, or whose messages do; raised on all of them.
-
-    Args:
-        message: whether it is a send, the peer and the tag.
-    """
+    """The error of members whose calls differ, or whose messages do; raised on all of them."""
     return explain(MembersDisagree("the members' calls differ", number, message))
 
 

@@ -105,7 +105,7 @@ class OtherMembers(ABC):
         return ""
 
     def find_first_failure(self, call: Call, text: str) -> str:
-        """What the first member that failed reports; "" where that is this one, with ``text``."""
+        """The report of the first member that failed; "" where that is this one, with ``text``."""
         return ""
 
     @abstractmethod
@@ -294,7 +294,7 @@ class Explainer:
 
 
 def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:
-    """What a failure says; a member is named by its rank, of ``ranks``."""
+    """The text of a failure; a member is named by its rank, of ``ranks``."""
     if isinstance(failure, (MemberLost, MemberGaveUp)):
         return f"rank {ranks[failure.member]} {failure}"
     return str(failure)

@@ -81,12 +81,7 @@ class Matching:
             return peer is None and self.header_table.can_find_sender(tag)
 
     def add(self, receive: Receive, *, waits: bool) -> Deferred:
-        """Start a receive as soon as its sender is known.
-
-        Args:
-            receive: the receive.
-            waits: whether the caller waits for it at once, so that no other thread has to look.
-        """
+        """Start a receive once its sender is known; no other thread looks if its caller waits."""
         deferred = receive.deferred = Deferred(self._look, self.communicator.wait_for)
         with self._lock:
             is_first = all(one.tag != receive.tag for one in self.receives)

@@ -173,7 +173,7 @@ class ProcessGroup(VerbMethods):
         return self._open_channel(device_type, agreement, slot)
 
     def offer(self, device_type: str, slot: str = "") -> dict[str, str]:
-        """What this member could share for ``device_type``, for an agreement."""
+        """The communicators that this member could share for ``device_type``, for an agreement."""
         wire = get_wire(self.wire_name(device_type))
         label = ""
         if not self.is_private:
@@ -448,7 +448,7 @@ def resolve_group(group: object) -> ProcessGroup:
 
 
 def _instead_of(group: object) -> str | None:
-    """What to pass instead of something that is no group."""
+    """The fix for an argument that is no group."""
     if isinstance(group, str) or _is_names(group):
         return f"name the axis on its mesh: group=mesh[{group!r}]"
     if isinstance(group, TorchGroup):

@@ -95,7 +95,7 @@ class OpenCommunicator:
 
 
 class Registry:
-    """What one rank has open; made on first use and closed with the world."""
+    """The communicators that one rank has open; made on first use and closed with the world."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -277,7 +277,7 @@ class Registry:
         return known
 
     def answer(self, about: dict[str, Any]) -> Answer:
-        """What this rank called last on each communicator and beside them; what is asked about."""
+        """The last call on each communicator and beside them, and the call that is asked about."""
         with self._lock:
             recorders = [(entry.label, entry.recorder) for entry in self._by_label.values()]
             asked = self._by_label.get(about.get("label", ""))
@@ -389,7 +389,7 @@ class Registry:
 
 
 def _all_key(key: str) -> str:
-    """What is set once all ranks have been counted under ``key``."""
+    """The key that is set once all ranks have been counted under ``key``."""
     return f"{key}/all"
 
 
@@ -399,7 +399,7 @@ def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
 
 
 def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
-    """What ``abort`` writes."""
+    """The message of an abort as ``abort`` writes it; raises where it is none."""
     texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
     if value.get("disagreement"):
         texts["disagreement"] = parse_disagreement(value["disagreement"])

@@ -185,7 +185,7 @@ class Shadowing:
             self.owner = before
 
     def _enter(self, place: Place, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
-        """What stands in for ``Channel.enter``."""
+        """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
         described = {name: value for name, value in named.items() if name != "layouts"}
         mine = Announcement.of_call(verb, *given[:5], **described, owner=self.owner)
         self._agree(place, channel, mine, waits=has_source(mine))

@@ -50,7 +50,7 @@ _END_S = 20.0  # a request to the store ends in a few seconds
 
 
 class Answer(TypedDict):
-    """What a rank answers to a question."""
+    """A rank's answer to a question."""
 
     calls: list[dict[str, Any]]
     """Its last call on each communicator (label, sequence, text), the most recent last."""

@@ -94,7 +94,7 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
 
 
 class VerbMethods:
-    """What a process group has of the verbs; a class of groups says how each is done."""
+    """The verbs as methods of a process group; a class of groups says how each is done."""
 
     rank: Any
     _start: Any

@@ -26,7 +26,7 @@ _TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank wrote to stderr from its last traceback on."""
+    """A rank's stderr from its last traceback on."""
 
     rank: int
     text: bytes
@@ -103,7 +103,7 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def text_of(group: Sequence[Report]) -> bytes:
-    """What the first of some reports of one error says, with a line for each other call.
+    """The text of the first of some reports of one error, with a line for each other call.
 
     Example:
         >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"

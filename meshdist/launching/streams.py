@@ -84,7 +84,7 @@ class Console:
 
 
 def _place(screen: TextIO) -> object:
-    """What two screens have in common that are one: a terminal, or a file."""
+    """The identity of a screen, equal for two that are one: a terminal, or a file."""
     try:
         found = os.fstat(screen.fileno())
     except (OSError, ValueError, AttributeError):

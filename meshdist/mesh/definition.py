@@ -54,7 +54,7 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class MeshDefinition:
-    """What makes a mesh the mesh that it is; equal definitions make interchangeable meshes.
+    """The definition of a mesh; equal definitions make interchangeable meshes.
 
     Args:
         world: the world of its ranks.
@@ -83,7 +83,7 @@ class MeshDefinition:
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """What must be equal on all of its ranks, as plain values."""
+        """The entries that must be equal on all of its ranks, as plain values."""
         return {
             "text": self.text,
             "device_type": self.device_type,
@@ -279,7 +279,7 @@ def definition_of_groups(
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """What an axis must choose to get such a group."""
+    """The options by which an axis gets such a group."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

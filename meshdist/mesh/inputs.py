@@ -96,12 +96,7 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most.
-
-    Args:
-        sizes: a sequence, or one size.
-        what: what they are, for messages.
-    """
+    """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most."""
     try:
         checked = tuple(
             operator.index(size) for size in ((sizes,) if isinstance(sizes, int) else sizes)
@@ -129,14 +124,7 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
 def inferred_sizes(
     sizes: tuple[int, ...], whole: int, what: str, whole_text: str
 ) -> tuple[int, ...]:
-    """Return ``sizes`` with a -1 replaced, so that their product is ``whole``.
-
-    Args:
-        sizes: from ``checked_sizes``.
-        whole: what the product shall be; unused without a -1.
-        what: what the sizes are, for messages.
-        whole_text: what ``whole`` is, for messages.
-    """
+    """Return ``sizes`` with a -1 replaced, so that their product is ``whole``."""
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)

@@ -288,7 +288,7 @@ class NamedSharding:
         return Placement(sizes, shape, tuple(dims), self._unreduced, self._reduced)
 
     def _arrangement(self, ndim: int) -> tuple[object, ...]:
-        """What equivalent shardings have in common, whatever their meshes are called.
+        """A key that equivalent shardings share, whatever the names of their meshes.
 
         Per dim, the sizes of the axes that cut it and sizes of parts; then, cell after cell, which
         ranks hold equal values, and which hold equal cotangents.

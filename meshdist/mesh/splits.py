@@ -39,7 +39,7 @@ _FEW_CELLS = 64
 
 @dataclass(frozen=True, eq=False)
 class _CacheKey:
-    """What the keys of caches have in common: a hash that is kept, and cheap comparing."""
+    """The base of keys of caches: it keeps its hash, and compares cheaply."""
 
     def _keep_key(self, *key: Any) -> None:
         vars(self).update(_key=key, _hash=hash(key))
@@ -281,7 +281,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def index_of(box: Box) -> tuple[slice, ...]:
-    """What an array is indexed with to get its part in a box.
+    """The index that takes an array's part in a box.
 
     Example:
         >>> np.arange(6).reshape(2, 3)[index_of(((0, 2), (1, 2)))].tolist()

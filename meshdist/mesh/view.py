@@ -21,7 +21,7 @@ Hosts = Mapping[int, object] | Sequence[object]
 
 
 class Grid(Protocol):
-    """What is drawn: a ``Layout``, which prints as its own drawing."""
+    """A ``Layout`` to draw, which prints as its own drawing."""
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -57,7 +57,7 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Marks:
-    """What a picture says about a rank besides its place."""
+    """The marks of a rank in a picture, besides its place."""
 
     highlight_rank: int | None
     highlight_at: tuple[int, ...] | None
@@ -126,7 +126,7 @@ class View:
         return ", ".join(map("{}={}".format, self.layout.names, block))
 
     def row_label(self, row: int) -> str:
-        """What stands before a row."""
+        """The label of a row."""
         return "rank" if self.layout.ndim == 1 else str(row)
 
     def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:

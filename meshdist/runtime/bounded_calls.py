@@ -54,7 +54,7 @@ class BoundedCall:
             self._has_ended.set()
 
     def wait(self, timeout: timedelta, check: Callable[[], object] | None = None) -> Any:
-        """What the call returns, or raises.
+        """Wait for the call, and return its result or raise its error.
 
         Args:
             timeout: how long to wait.

@@ -98,14 +98,10 @@ os.register_at_fork(after_in_child=forget)
 
 
 def new_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """Return a contiguous tensor of a dense tensor's dtype and device, of any values.
+    """Return a contiguous tensor like a dense one, of any values, or of another ``shape``.
 
     On the CPU, from 1 MiB on, it lies on huge pages, used before where possible; such a tensor
     cannot be resized beyond its memory. Sparse tensors have no contiguous form.
-
-    Args:
-        tensor: what the new one is like.
-        shape: its shape, where that is not the shape of ``tensor``, which is dense then.
     """
     if tensor.layout is not torch.strided:
         return torch.empty_like(tensor)

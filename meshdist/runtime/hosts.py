@@ -217,7 +217,7 @@ def is_stopped(card: ProcessCard) -> bool:
 
 
 def name_locker(path: str) -> str:
-    """What messages call the process that keeps a file locked, as the system lists locks."""
+    """The name of the process that keeps a file locked, as the system lists locks."""
     with suppress(OSError):
         status = os.stat(path)
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"

@@ -56,7 +56,7 @@ class Carrier:
             shape = step.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """What the steps make of ``x``: contiguous, in new memory, without a gradient."""
+        """The result of the steps on ``x``: contiguous, in new memory, without a gradient."""
         if x.is_complex() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         for action in self._actions:

@@ -59,7 +59,7 @@ def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
 
 
 class ElementwiseArray:
-    """What operations on elements see of a sharded array."""
+    """The part of a sharded array that operations on elements use."""
 
     local: Array
     sharding: NamedSharding

@@ -86,7 +86,7 @@ def device_put(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the root tells the others of the array."""
+    """The facts of the array that the root sends to the others."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -153,7 +153,7 @@ def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisType
 
 
 def _letter(place: int) -> str:
-    """What messages call an operand: x, y, z, then by number."""
+    """The name of an operand in messages: x, y, z, then by number."""
     return "xyz"[place] if place < 3 else f"operand {place}"
 
 

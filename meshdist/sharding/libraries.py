@@ -21,7 +21,7 @@ __all__ = ["Making", "in_library", "library_of", "mesh_device"]
 
 @dataclass(frozen=True)
 class Making:
-    """What new arrays are made of.
+    """The library, dtype and device of new arrays.
 
     Args:
         library: "torch", "numpy" or "cupy".

@@ -347,7 +347,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
 
 
 def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
-    """What draws so many numbers, and whether pieces of the whole may be drawn one by one."""
+    """The function that draws so many numbers, and whether pieces may be drawn one by one."""
     kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):

@@ -42,7 +42,7 @@ class SavedShard:
 
 @dataclass(frozen=True)
 class ArrayMetadata:
-    """What ``ShardedArray.metadata()`` says, read again, with or without the mesh that it names.
+    """The metadata of ``ShardedArray.metadata()``, read again, with or without its mesh.
 
     Args:
         shape: of the whole array.
@@ -122,7 +122,7 @@ class ArrayMetadata:
 
 
 def describe_array(shape: Sequence[int], dtype: object, sharding: NamedSharding) -> dict[str, Any]:
-    """What ``ShardedArray.metadata`` returns: dicts, lists, texts and whole numbers alone."""
+    """The metadata of an array, as dicts, lists, texts and whole numbers alone."""
     layout, spec = sharding.layout, sharding.spec
     names = layout.names or ()
     placement = sharding.placement(shape)

@@ -277,7 +277,7 @@ def _asked(
     shape: tuple[int, ...],
     given: DeviceMesh | None,
 ) -> Request:
-    """What a call asks for on the mesh in force, or on the one that it was given."""
+    """The request of a call on the mesh in force, or on the given mesh."""
     try:
         return request(where, shape)
     except AxisError as error:

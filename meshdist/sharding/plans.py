@@ -27,7 +27,7 @@ _TRANSPOSE = "transpose of "
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What one rank does to bring its part of an array from one placement to another.
+    """The way of one rank's part of an array from one placement to another.
 
     Args:
         source: where the array lies.
@@ -47,7 +47,7 @@ class Plan:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """What this rank does, one step after the other; () where its part stays as it is."""
+        """The steps of this rank, in order; () where its part stays as it is."""
         source, target, is_void = _values_alone(self.source, self.target, self.coordinate)
         if is_void:
             return (Pad(self.target.local_shape(self.coordinate), None),)

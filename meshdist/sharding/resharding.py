@@ -28,12 +28,7 @@ _NOTE = "transfers"
 
 
 def reshard_tensor(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
-    """What this rank holds after the plan, in new memory; collective over the mesh.
-
-    Args:
-        x: this rank's shard at the plan's source, of the plan's local shape.
-        plan: this rank's part of it.
-        mesh: whose axes the plan names by index.
+    """This rank's shard after the plan, in new memory; collective over the mesh.
 
     Gradient: the plan's transpose, from the target's cotangent to the source's.
     """
@@ -131,7 +126,7 @@ class Resharding:
         self._lies: str | None = None  # what a tensor carried that was found to lie so
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """What the request makes of this rank's ``x``, in new memory; differentiable.
+        """The result of the request on this rank's ``x``, in new memory; differentiable.
 
         Raises:
             DtypeError: summands that are bool.

@@ -179,7 +179,7 @@ def _num_held_in_all(placement: Placement) -> int:
 
 
 def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tuple[int, int, int]:
-    """What decides between routes of equal bytes: boxes, nanoseconds, then verbs in all.
+    """The key between routes of equal bytes: boxes, nanoseconds, then verbs in all.
 
     Times are added as fractions, since sums of floats part what is equal. 4 elements on 2 ranks: an
     all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take (5 us + 2 ns) twice, as

@@ -131,7 +131,7 @@ class ShardedArray(ElementwiseArray):
 
     @property
     def addressable_shards(self) -> list[Shard]:
-        """What this rank holds: one shard."""
+        """The shards that this rank holds: one."""
         return [Shard(index_of(self._box), self.sharding.replica(self.mesh.get_rank()), self.local)]
 
     @property
@@ -402,7 +402,7 @@ class ShardedArray(ElementwiseArray):
 
 
 def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """What ranks have summed by themselves: in typed contexts it varied, and is summands now."""
+    """An array of the ranks' own sums: in typed contexts it varied, and is summands now."""
     if isinstance(local, torch.Tensor):
         mark_spec(local, sharding.spec)
     return ShardedArray(local, sharding, shape)

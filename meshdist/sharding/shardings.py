@@ -74,7 +74,7 @@ def cut_further(
 
 
 def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:
-    """What an array is, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
+    """The type of an array, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
 
     Example:
         >>> from meshdist import Layout, P

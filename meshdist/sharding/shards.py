@@ -20,7 +20,7 @@ __all__ = ["Shard", "move", "move_by_pattern", "no_shard"]
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one rank holds of an array.
+    """The part of an array that one rank holds.
 
     Args:
         index: the slices that take it out of the whole array.
@@ -84,7 +84,7 @@ def move_by_pattern(
 
 
 def _carried_out(local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], Request]) -> Array:
-    """What a request, made at its first use on the mesh, makes of this rank's shard."""
+    """The result of a request, made at its first use on the mesh, on this rank's shard."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
     kept: dict[Any, Resharding] = mesh.notes.setdefault(_NOTE, {})
     found = kept.get(key)

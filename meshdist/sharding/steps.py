@@ -93,13 +93,7 @@ class Pad:
 
 @dataclass(frozen=True)
 class _SendingStep(ABC):
-    """A step in which a rank sends as much as it receives, to and from each other member.
-
-    Args:
-        axes: the group.
-        size: the number of its members.
-        place: this rank's place in it.
-    """
+    """A step in which a rank sends as much as it receives, to and from each other member."""
 
     axes: tuple[int, ...]
     size: int

@@ -71,7 +71,7 @@ class _BackendForHooks(Backend):
     """
 
     def getBackendName(self) -> str:
-        """What errors call it."""
+        """The group's name in errors."""
         return "meshdist"
 
 
@@ -157,7 +157,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     name = getBackendName
 
     def getGroupName(self) -> str:
-        """What torch calls the group."""
+        """Torch's name of the group."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
@@ -165,7 +165,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """What torch says that it is for."""
+        """Torch's description of the group."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:
@@ -190,7 +190,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """What torch asks a backend for: the name and the timeout."""
+        """The options that torch asks a backend for: the name and the timeout."""
         return Backend.Options(self._wire.name, self._timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -478,7 +478,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
 
 def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Communicator:
-    """What moves tensors of a device type."""
+    """The communicator for tensors of a device type."""
     if kind != opening.device_type:
         opening = opening.below(kind, device_type=kind)
     try:

@@ -90,5 +90,5 @@ class MembersOfTorchGroup(OtherMembers):
 
 
 def _abort(value: dict[str, Any]) -> dict[str, Any]:
-    """What a member writes that gives up."""
+    """The message of a member that gives up; raises where it is none."""
     return {"rank": int(value["rank"]), "reason": str(value["reason"])}

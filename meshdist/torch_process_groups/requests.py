@@ -82,7 +82,7 @@ class Request:
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a wire writes in place of ``tensor``; it holds the tensor's values now."""
+        """The tensor that a wire writes in place of ``tensor``, with the values of that."""
         buffer = self.read(tensor)
         if buffer is tensor:
             return tensor

@@ -212,7 +212,7 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """What a verb is on the whole; refusals of an op by a dtype do not count."""
+    """The support of a verb on the whole; refusals of an op by a dtype do not count."""
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:
         return "native, in part built"

@@ -176,7 +176,7 @@ def backends_text(backends: dict[str, str]) -> str:
 
 
 class BackendConfig:
-    """What a backend text means, in the form of torch's class of this name.
+    """The meaning of a backend text, in the form of torch's class of this name.
 
     Example:
         >>> BackendConfig("cpu:gloo")

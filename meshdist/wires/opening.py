@@ -14,7 +14,7 @@ __all__ = ["Opening"]
 
 @dataclass(frozen=True)
 class Opening:
-    """What a wire needs to open one communicator, equal on all members but for ``rank``.
+    """The terms under which a wire opens a communicator, equal on all members but for ``rank``.
 
     Args:
         store: a store whose keys belong to this communicator alone.

@@ -40,7 +40,7 @@ class Terms(NamedTuple):
 
 
 class Operation(ABC):
-    """What a communicator has started, or done already.
+    """An operation that a communicator has started, or done already.
 
     A helper thread may finish one while the program's starts or finishes others; never two threads
     the same one.

@@ -212,7 +212,7 @@ def _call_file(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class _Answer:
-    """What one rank sends through its pipe."""
+    """The message that one rank sends through its pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

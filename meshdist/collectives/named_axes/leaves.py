@@ -62,7 +62,7 @@ def on_leaves(
 
 
 def itself(number: Any, size: int) -> Any:
-    """What most verbs make of a Python number, which is equal on all ranks."""
+    """The number itself: the result of most verbs on a Python number, equal on all ranks."""
     return number
 
 

@@ -114,7 +114,7 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``_packed`` has packed: scales and zero points, shape (2, n, 1); the steps."""
+    """The inverse of ``_packed``: scales and zero points, shape (2, n, 1); the steps."""
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 

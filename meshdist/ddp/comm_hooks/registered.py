@@ -181,7 +181,7 @@ class PendingBucket:
 
 
 def hook_name(hook: object) -> str:
-    """What messages call a hook, which may be any object that can be called."""
+    """The name of a hook in messages; it may be any object that can be called."""
     named = getattr(hook, "func", hook)  # of functools.partial
     return str(getattr(named, "__qualname__", type(named).__qualname__))
 

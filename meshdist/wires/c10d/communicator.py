@@ -50,7 +50,7 @@ _LACKING = re.compile(
 
 
 class _Closed:
-    """What stands in the place of a process group that was closed."""
+    """A stand-in for a process group that was closed."""
 
     supports_coalescing = False
 
@@ -357,7 +357,7 @@ class C10dCommunicator(Communicator):
         return cls.arithmetic.find(op, dtype)
 
     def _view(self, verb: str, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """What the class's own ``verb`` reduces in the tensor's memory; None where it does not."""
+        """The view of the tensor that the class's own ``verb`` reduces; None where it does not."""
         found = None if verb in self.lacking else self._substitute(op, dtype)
         return found if found is not None and found.is_view else None
 
@@ -430,7 +430,7 @@ class C10dCommunicator(Communicator):
         return C10dOperation(self, started)
 
     def _started(self, work: Any, terms: Terms) -> Any:
-        """What ``finish_work`` takes for a work of c10d's."""
+        """The work that ``finish_work`` takes: c10d's own."""
         return work
 
     def _call(self, verb: str, *arguments: Any) -> Any:

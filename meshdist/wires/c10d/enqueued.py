@@ -298,7 +298,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         _log.error("%s", error)
 
     def _find_failure(self, group: Any) -> WireFailure | None:
-        """What c10d's own watchdog has found."""
+        """The failure that c10d's own watchdog has found."""
         found = group.get_error().name
         if found == "SUCCESS":
             return None

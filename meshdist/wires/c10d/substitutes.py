@@ -31,7 +31,7 @@ _OF_BYTES = {ReduceOp.BOR: _MAX, ReduceOp.BAND: _MIN}
 
 @dataclass(frozen=True)
 class Substitute:
-    """What to reduce instead.
+    """The op and dtype to reduce instead.
 
     Args:
         op: the op to ask for.

@@ -22,7 +22,7 @@ _END_S = 5.0
 
 
 class Watched(Protocol):
-    """What the thread looks after, as long as it lives."""
+    """The communicator that the thread looks after, as long as it lives."""
 
     def look(self) -> None:
         """Find out how its works end, and fail where one has failed or is late."""

@@ -44,7 +44,7 @@ _LEAST = timedelta(milliseconds=1)
 
 @dataclass(eq=False)
 class Stages:
-    """What one collective does on one level after the other, within its time.
+    """One collective, on one level after the other, within its time.
 
     Args:
         places: where the members are.
@@ -272,7 +272,7 @@ def _round_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _step(op: ReduceKind) -> ReduceKind:
-    """What every level does of an op: means are sums, divided in the end."""
+    """The op of every level: means are sums, divided in the end."""
     return ReduceOp.SUM if op == ReduceOp.AVG else op
 
 

@@ -70,7 +70,7 @@ class Arrivals:
     _interruption: BaseException | None = field(default=None, init=False)
 
     def for_core(self) -> Any:
-        """What the native core needs to do what ``enter`` does while the others come soon."""
+        """The core's object that does what ``enter`` does while the others come soon."""
         return core.ArrivalWords(
             core.Words(self.mine),
             [core.Words(theirs) for theirs in self.others],

@@ -288,7 +288,7 @@ class MpiCommunicator(Communicator):
     def _copy_back(
         self, plan: Plan, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
     ) -> Callable[[], None]:
-        """What writes a reduction into ``output``, and gives back the memory that it took."""
+        """The function that writes a reduction into ``output``, and gives back its memory."""
 
         def copy_back() -> None:
             plan.decode(result, output, self.size)

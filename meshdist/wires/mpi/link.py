@@ -205,7 +205,7 @@ class Link:
             self.opening.store.set(_why_key(self.opening.rank, number), text)
 
     def find_why(self, member: int, number: int) -> str:
-        """What ``say_why`` has told on another member."""
+        """The reason that ``say_why`` has told on another member."""
         text, key = "", _why_key(member, number)
         with suppress(RuntimeError):
             if self.opening.store.check([key]):
@@ -242,7 +242,7 @@ class Link:
             )
 
     def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
-        """What an error from MPI means, in a receive of ``num_bytes`` or anything else (None)."""
+        """The failure for an error from MPI in a receive of ``num_bytes``, or elsewhere (None)."""
         if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
             return MessageMisfit(
                 f"a longer message came where {num_bytes} bytes were to be received"
@@ -303,7 +303,7 @@ def _all_links() -> tuple[Link, ...]:
 
 
 def left_key(member: int) -> str:
-    """What a member writes into the store when it takes no further part."""
+    """The key that a member sets in the store when it takes no further part."""
     return f"left/{member}"
 
 

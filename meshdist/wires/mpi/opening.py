@@ -145,7 +145,7 @@ def _started(opening: Opening) -> Any:
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each member writes about itself."""
+    """The entries of all members, after each has written its own."""
     store = opening.store
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
@@ -158,7 +158,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_member(value: Any) -> dict[str, Any]:
-    """What a member writes about itself; raises where that is something else."""
+    """A member's entry, parsed; raises where it is something else."""
     found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
     if "problem" in value:
         summary = str(value["problem"]["summary"])

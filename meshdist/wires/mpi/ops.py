@@ -62,7 +62,7 @@ class Plan:
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """What MPI reduces for ``x``, flat: its own memory, new, or of ``scratch``."""
+        """The flat array that MPI reduces for ``x``: its own memory, new, or of ``scratch``."""
         x = x.detach().view(-1)
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))

@@ -219,7 +219,7 @@ def _copy(output: Any, data: Any) -> None:
 
 
 def _events(x: Any) -> list[torch.cuda.Event]:
-    """What is reached when all that was queued for ``x`` so far is complete."""
+    """The events that are reached when all that was queued for ``x`` so far is complete."""
     return [_event(device) for device in {one.device for one in _listed(x) if one.is_cuda}]
 
 

@@ -376,7 +376,7 @@ class ShmWire(Wire):
 
 
 def _fingerprint(terms: Terms) -> int:
-    """What the core compares of a call beside the arguments that it is given."""
+    """The number by which the core compares a call beside the arguments that it is given."""
     return 0 if terms.call is None else fingerprint_of(terms.call)
 
 
@@ -417,7 +417,7 @@ def _attach_memory(shared: Shared) -> Any:
 
 
 def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
-    """What ``attach`` makes of memory that all members share; ``make`` opens it on the first."""
+    """The result of ``attach`` on memory that all members share; ``make`` opens it on the first."""
     made: list[Any] = []
 
     def attach_and_close(shared: Shared) -> None:
@@ -455,7 +455,7 @@ _sums = {dtype: _codes(dtype, _SUM) for dtype in _CODES}
 
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """What the core reduces: op, its number, and its codes for each dtype. SUM comes first."""
+    """The core's reductions: op, its number, and its codes for each dtype. SUM comes first."""
     found = []
     for op in PLAIN_OPS:
         codes = {dtype: _codes(dtype, op) for dtype in _CODES}

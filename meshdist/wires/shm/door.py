@@ -71,7 +71,7 @@ class Door:
         return [*self._silent] if is_full else [self._listener, *self._silent]
 
     def look(self, one: socket.socket) -> tuple[int, socket.socket, int] | None:
-        """What has come: a member's place, its connection and the handle to its process; or None.
+        """The next arrival: a member's place, its connection and its process's handle; or None.
 
         Raises:
             OSError: no file number is left for a member.

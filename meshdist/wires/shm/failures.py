@@ -23,14 +23,7 @@ def failure_of(
     number: int | None = None,
     message: tuple[bool, int, int] | None = None,
 ) -> WireFailure:
-    """The failure that a status of the core's means.
-
-    Args:
-        status: what it returned.
-        failure: what the core knows of it.
-        number: under which the call or message was noted.
-        message: of a message whether it is a send, the peer (-1 for any) and the tag.
-    """
+    """The failure that a status of the core's means; a ``message`` is (is_send, peer, tag)."""
     known = core.STATUSES
     cause = failure.status if status == known["ABORTED"] else status
     text = failure.text

@@ -211,7 +211,7 @@ class _Member:
 
 @contextmanager
 def _as_trouble(rank: int, other: str) -> Iterator[None]:
-    """What goes wrong inside, as the trouble of ``rank``, or of the ``other`` it talks to."""
+    """Raise what goes wrong inside as the trouble of ``rank``, or of the ``other`` it talks to."""
     try:
         yield
     except ConnectionRefusedError as error:

@@ -88,7 +88,7 @@ class Collective(Step):
 
     @cached_property
     def header(self) -> tuple[Any, ...]:
-        """What must be equal on all members."""
+        """The header, which must be equal on all members."""
         # The sizes of a verb with a root are the root's alone: it compares the numbers of elements.
         call = self.call._replace(sizes=()) if self.way in ROOTED_VERBS else self.call
         return self.way, header_of(call)
@@ -174,7 +174,7 @@ class Receive(Step):
 
 @dataclass
 class Message:
-    """What a member has sent, and by which call."""
+    """A message that a member has sent, and its call."""
 
     source: int
     tag: int

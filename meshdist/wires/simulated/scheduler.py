@@ -43,13 +43,13 @@ class RankReleased(BaseException):
 
 
 class Waiting(Protocol):
-    """What a rank waits for."""
+    """An event that a rank waits for."""
 
     def is_ready(self) -> bool:
         """Whether the rank can run again; quick, and without effect."""
 
     def describe(self) -> str:
-        """What it waits for, with what, and where: completes the sentence "rank 0 waits in"."""
+        """The wait in words: completes the sentence "rank 0 waits in"."""
 
 
 _MOST_VAIN_POLLS = 100_000
@@ -356,7 +356,7 @@ class Scheduler(Generic[T]):
         return stuck[0]
 
     def _report(self) -> str:
-        """What each rank waits for, ranks that wait for the same joined."""
+        """The wait of each rank, ranks that wait for the same joined."""
         return grouped_text(
             (
                 rank.index,
