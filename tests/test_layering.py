@@ -324,6 +324,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "logging_data",
             "gradient_hooks",
             "wrapping",
+            "checksums",
             "parting",
             "sending",
             "accumulation",

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import unseen
-from ..errors import ArgumentError, MeshError
+from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .buckets import bucket_caps
@@ -32,6 +32,7 @@ from .torch_methods import TorchMethods
 from .typed_owner import TypedOwner
 from .wrapping import (
     check_module,
+    check_period,
     delayed_indices,
     find_devices,
     let_go,
@@ -100,6 +101,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         skip_all_reduce_unused_params: a promise that what no rank used in the first step is never
             used: it is not sent.
         forward_sync_buffers: False leaves buffers alone after construction.
+        verify_every: replicas are compared, to the bit, behind averaged backwards 2, 10, 100 and
+            each one whose number this divides; 0 for never.
 
     Cost: one all-reduce of all gradients a backward, in buckets that overlap with it; one broadcast
         of all buffers a forward.
@@ -143,10 +146,12 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        verify_every: int = 1000,
     ) -> None:
         super().__init__()
         has_buffers = broadcast_buffers is not False
         self.parameters_to_ignore = check_module(module, with_buffers=has_buffers)
+        self.verify_every = check_period(verify_every)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps)
         self.bucket_bytes_cap_list = list(self._caps) if bucket_cap_mb_list else []
@@ -192,6 +197,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 options={
                     **self.reducer.shared_options(),
                     "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
+                    "verify_every": self.verify_every,
                 },
             )
             broadcast_from(0, [one.detach() for one in state.values()], self.process_group)
@@ -229,7 +235,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             dtype=reduce_dtype,
         )
         self._owner = TypedOwner(trainable, self.device_mesh)
-        self._parting = Parting(module, parameters)
+        self._parting = Parting(module, self.verify_every, self.device)
         self.reducer = Reducer(
             parameters, list(trainable), self.process_group, options, self._parting
         )
@@ -334,7 +340,11 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             >>> md.simulate(program, 2)[0]
             'rank 1: an exception was raised inside backward()'
         """
-        self.reducer.check()
+        try:
+            self.reducer.check()
+        finally:  # once all ranks are in step
+            refuse_unfrozen(self._left_frozen, self.process_group)
+            self._parting.refuse_strangers()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
@@ -358,13 +368,17 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         elif self._optimizers is None:
             refuse_late_marks(self.reducer.parameters)
         refuse_unfrozen(self._left_frozen, self.process_group)
-        self._parting.report(self.process_group)
+        self._parting.forward_begins()
         joined = self._join_config
         if joined.context is not None and isinstance(joined.hook, JoinedReplica):
             joined.hook.begin_forward(joined.context, self)
         elif torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.refuse_unknown_context()
-        self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
+        try:
+            self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
+        except GradientError:
+            self._parting.refuse_strangers()  # which may be why
+            raise
         if self.takes_buffers(is_before=True):
             self.take_buffers()
 

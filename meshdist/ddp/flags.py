@@ -88,12 +88,12 @@ class DeferredReader(FlagReader):
         return self._copied
 
 
-def reader_for(device: torch.device, count: int) -> FlagReader:
-    """Return the reader for ``count`` numbers that lie on ``device``."""
+def reader_for(device: torch.device, count: int, dtype: torch.dtype = torch.float32) -> FlagReader:
+    """Return the reader for ``count`` numbers that lie on ``device``, on the host in ``dtype``."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(accelerator, "current_stream"):  # it has one, which reading waits for
         return ImmediateReader()
-    return DeferredReader(device, accelerator, torch.empty(count, pin_memory=True))
+    return DeferredReader(device, accelerator, torch.empty(count, dtype=dtype, pin_memory=True))
 
 
 def _real(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,94 +1,163 @@
-"""Whether the replicas of a model are equal: looked at behind backwards 4, 32, 256, 2048, ...
+"""Whether a model still is what was wrapped, and whether its replicas are equal, to the bit.
 
-Nothing else compares weights once a model is wrapped: where one rank alone loads a state, or steps
-by another learning rate, gradients of different weights would be averaged in silence. So the norms
-of the parameters before the step, and the number of modules in training mode, are compared:
+Nothing else compares weights once a model is wrapped: where one rank alone loads a state, steps by
+another learning rate, or has a bit flipped in its memory, gradients of different weights would be
+averaged in silence. So behind a few backwards each rank makes a checksum of its parameters, and the
+largest checksum of all ranks meets the smallest, in one message of 16 bytes:
 
-    rank 0: norms 3, 5; 2 training        rank 1: norms 3, 6; 2 training -> rank 1 differs
+    rank 0: 7    rank 1: 7    rank 2: 9        MAX of (c, ~c) over the ranks: (9, ~7)
 
-The first elements of a parameter stand for it, since a step changes them all: so little is read.
+All ranks see that 9 is not 7. Only then do they exchange the checksums of each parameter.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ..checking.call_sites import warn_caller
-from ..collectives.equal_values import difference_text, find_differing
+from ..collectives.axis_types import kinds_in
+from ..collectives.equal_values import find_differing
+from ..collectives.objects import all_gather_object
 from ..collectives.torch_private import unseen
-from ..error_text import explain
+from ..collectives.type_errors import type_of
+from ..collectives.verbs import all_reduce
+from ..dtypes import dtype_name
+from ..error_text import ranks_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceOp
+from .checksums import checksum
+from .flags import reader_for
 from .streams import is_capturing
-from .wrapping import ignored_names, trainable_parameters
+from .wrapping import ignored_names, module_state, trainable_parameters
 
 __all__ = ["Parting"]
 
-_FIRST, _GROWTH = 4, 8  # backwards 4, 32, 256, ...: four comparisons in the first 10,000
-_NUM_ELEMENTS = 4096  # of each parameter
+_FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides each n-th
+_LOOKS, _LOOK_EVERY = 3, 100  # forwards that look whether parameters came into the module
+_SHOWN = 8
+_PARTED = (
+    "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
+    "steps under no_sync(), eval()) by md.assert_equal(model, 'dp'), or for a bit that flipped"
+)
+_ROUNDED = "use equal processors and threads, and torch.use_deterministic_algorithms(True)"
 
 
 class Parting:
-    """Compares the replicas of ``module``, whose gradients of ``parameters`` are averaged."""
+    """Watches a replica, compared behind each ``every``-th backward too, if that is not 0."""
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, every: int, device: torch.device) -> None:
         self._module = module
-        self._parameters = parameters
+        self._every = every
+        self._device = device
+        self._wrapped = {id(one): one for one in module.parameters()}
+        self._reader = reader_for(device, 2, torch.int64)
+        self._num_forwards = 0
         self.count_anew()
+
+    def forward_begins(self) -> None:
+        """Look now and then whether parameters came into the module."""
+        if torch.is_grad_enabled():
+            self._num_forwards += 1
+            if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
+                self.refuse_strangers()
+
+    def refuse_strangers(self) -> None:
+        """Raise where the module trains parameters that were not wrapped; nothing is sent."""
+        places = (owner._parameters.values() for owner in self._module.modules())
+        if all(one is None or id(one) in self._wrapped for found in places for one in found):
+            return
+        new = [
+            name
+            for name, one in trainable_parameters(self._module, ignored_names(self._module)).items()
+            if id(one) not in self._wrapped
+            and isinstance(one, nn.Parameter)  # torch.func.functional_call puts tensors there
+        ]
+        if new:
+            raise GradientError(
+                f"{new[0]} came into the module after it was wrapped: its gradient is local",
+                expected="the parameters that the module had when it was wrapped",
+                found=f"in {type(self._module).__name__}: {_listed(new, ', ')}",
+                fix="complete the model first (adapters, heads, parametrizations), then wrap it: "
+                "del ddp and its outputs, wrap again, and make the optimizer of all parameters",
+            )
 
     def count_anew(self) -> None:
         """Begin again, as over another group, whose ranks may have counted otherwise."""
-        self._num_backwards = 0
-        self._next = _FIRST  # equal on every rank
-        self._differing: dict[int, float] | None = None  # by rank; None where nothing is to tell
+        self._num_backwards = 0  # equal on every rank
+        self._reader.take()
 
     def backward_ends(self, group: ProcessGroup, *, is_compared: bool) -> None:
         """Count a backward, which all ranks come to; compare where that is due, and meant."""
         self._num_backwards += 1
-        if self._num_backwards >= self._next:
-            self._next *= _GROWTH
-            if is_compared and not is_capturing(self._parameters[0].device):
-                self._compare(group)
+        number, every = self._num_backwards, self._every
+        is_due = every > 0 and (number in _FIRST or number % every == 0)
+        if is_due and is_compared and group.size() > 1 and not is_capturing(self._device):
+            self._compare(group)
 
     @unseen
     @torch.no_grad()
     def _compare(self, group: ProcessGroup) -> None:
-        """Learn which ranks differ from the first."""
-        device = self._parameters[0].device
-        real = (torch.view_as_real(one) if one.is_complex() else one for one in self._parameters)
-        parts = [one.reshape(-1)[:_NUM_ELEMENTS].to(device) for one in real]
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
-        num_training = norms[0].new_tensor(sum(one.training for one in self._module.modules()))
-        (self._differing,) = find_differing([torch.stack([*norms, num_training])], group)
-        if self._differing:
-            self._next = sys.maxsize  # one warning is enough
+        """Let all ranks have the largest checksum and the smallest; a device is not awaited."""
+        mine = checksum([*self._state(group).values()], self._device)
+        numbers = torch.stack([mine, ~mine])
+        all_reduce(numbers, ReduceOp.MAX, group)
+        self._reader.note(numbers)
 
+    def _state(self, group: ProcessGroup) -> dict[str, torch.Tensor]:
+        """All that must be equal; parameters that are shards by their marks need not be."""
+        num_training = sum(one.training for one in self._module.modules())
+        state = {"modules in training mode": torch.full((), num_training, device=self._device)}
+        found = module_state(self._module, ignored_names(self._module), with_buffers=False)
+        for name, one in found.items():
+            kinds = kinds_in(type_of(one))
+            if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
+                state[f"{name} {tuple(one.shape)} {dtype_name(one.dtype)}"] = one.detach()
+        return state
+
+    @unseen
     def report(self, group: ProcessGroup) -> None:
-        """Tell at a forward what was found behind the last backward."""
-        if self._differing is None:
+        """Raise on every rank where replicas differed behind the last backward, and still do."""
+        numbers = self._reader.take()
+        if numbers is None or int(numbers[0]) == ~int(numbers[1]):
             return
-        differing, self._differing = self._differing, None
-        where = f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}"
-        known = {id(one) for one in self._parameters}
-        for name, one in trainable_parameters(self._module, ignored_names(self._module)).items():
-            if id(one) not in known:
-                raise GradientError(
-                    f"{name} came into the module after it was wrapped: its gradient is local",
-                    where=where,
-                    expected="the parameters that the module had when it was wrapped",
-                    fix="del ddp, and wrap the model again, when it is complete",
-                )
-        if differing:
-            text = explain(
+        state = self._state(group)
+        held: list[dict[str, int]] = [{}] * group.size()
+        with torch.cuda.device_of(next(iter(state.values()))):
+            mine = {name: int(checksum([one], self._device)) for name, one in state.items()}
+            all_gather_object(held, mine, group)
+        lines = _differences(held, group.ranks)
+        is_rounding = len({*map(frozenset, held)}) == 1 and not any(
+            find_differing([state[name] for name in lines], group)
+        )
+        if lines:
+            raise GradientError(
                 "the replicas have parted: gradients of different models are averaged",
-                where=where,
-                expected="equal parameters on every rank, and eval() on all or none",
-                found=f"norms of the parameters: {difference_text(differing, group.ranks[0])}",
-                fix="look for what one rank does otherwise (weights loaded or drawn, learning "
-                "rate, clipping, steps under no_sync(), eval()) by md.assert_equal(model, 'dp')",
+                where=f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}",
+                expected="the same bits in every parameter on every rank, eval() on all or none",
+                found=_listed([*lines.values()], "\n") + "\nby roundings alone" * is_rounding,
+                fix=f"{_ROUNDED if is_rounding else _PARTED}; then load one state on every rank; "
+                "where it is meant, wrap with verify_every=0",
             )
-            warn_caller(text)
+
+
+def _differences(held: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> dict[str, str]:
+    """Say of each number that is not the same on all ``ranks`` which differ from most."""
+    lines = {}
+    for name in dict.fromkeys(name for one in held for name in one):
+        numbers = [one.get(name) for one in held]
+        usual = Counter(numbers).most_common(1)[0][0]
+        odd = [rank for rank, one in zip(ranks, numbers, strict=True) if one != usual]
+        if odd:
+            verb = "differs" if len(odd) == 1 else "differ"
+            rest = ranks_text([rank for rank in ranks if rank not in odd])
+            lines[name] = f"{name}: {ranks_text(odd)} {verb} from {rest}"
+    return lines
+
+
+def _listed(texts: Sequence[str], separator: str) -> str:
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return separator.join([*texts[:_SHOWN], *more])

@@ -67,6 +67,8 @@ class Reducer(ReductionSetup):
         if not is_synchronised:
             self._has_local_sums = True
             return
+        if self._parting is not None:
+            self._parting.report(self._group)
         self._has_begun = True
         if self.logger is not None:
             self._sending.timing = self.logger.iteration_begins(self.buckets)
@@ -91,6 +93,8 @@ class Reducer(ReductionSetup):
             self._stand_in()
         self._settling.read()
         self._settling.check_complete()
+        if self._parting is not None:
+            self._parting.report(self._group)
 
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True

@@ -35,7 +35,7 @@ class ReductionSetup(Backward):
         names: one per parameter, for messages.
         group: over whose members gradients are averaged; open for the parameters' devices.
         options: how.
-        parting: is told of the end of each backward.
+        parting: compares the replicas, if anything does.
 
     Attributes:
         buckets: in the order in which they are sent.
@@ -64,6 +64,7 @@ class ReductionSetup(Backward):
         self.arrivals = Arrivals(len(self.parameters))
         self._settling = Settling(self.parameters, self.arrivals, options, self._reports, group)
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
+        self._parting = parting
         self._sending = Sending(self._list, group, parting)
         self._hooks = GradientHooks(self.parameters, self.arrivals, self)
         self._has_local_sums = False  # a backward since the last averaged one was local

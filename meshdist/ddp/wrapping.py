@@ -17,6 +17,7 @@ from .gradient_hooks import is_reduced
 
 __all__ = [
     "check_module",
+    "check_period",
     "delayed_indices",
     "find_devices",
     "ignored_names",
@@ -156,6 +157,17 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             found=f"{tuple(tensor.shape)} {dtype_name(dtype)}",
             fix="keep it in bfloat16, and cast it in the forward; or freeze it",
         )
+
+
+def check_period(verify_every: object) -> int:
+    """Return ``verify_every``; raise unless it is a whole number, 0 or more."""
+    if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
+        raise ArgumentError(
+            f"verify_every is {verify_every!r}",
+            expected="0 or more: after how many backwards replicas are compared",
+            fix="pass for example 1000; 0 for never",
+        )
+    return verify_every
 
 
 class _Closable(Protocol):
