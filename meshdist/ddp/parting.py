@@ -67,8 +67,7 @@ class Parting:
 
     def refuse_strangers(self) -> None:
         """Raise where the module trains parameters that were not wrapped; nothing is sent."""
-        places = (owner._parameters.values() for owner in self._module.modules())
-        if all(one is None or id(one) in self._wrapped for found in places for one in found):
+        if all(id(one) in self._wrapped for one in self._module.parameters()):
             return
         new = [
             name
@@ -115,7 +114,7 @@ class Parting:
         for name, one in found.items():
             kinds = kinds_in(type_of(one))
             if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
-                state[f"{name} {tuple(one.shape)} {dtype_name(one.dtype)}"] = one.detach()
+                state[name] = one.detach()
         return state
 
     @unseen
@@ -124,7 +123,10 @@ class Parting:
         numbers = self._reader.take()
         if numbers is None or int(numbers[0]) == ~int(numbers[1]):
             return
-        state = self._state(group)
+        state = {
+            f"{name} {tuple(one.shape)} {dtype_name(one.dtype)}" if one.ndim else name: one
+            for name, one in self._state(group).items()
+        }
         held: list[dict[str, int]] = [{}] * group.size()
         with torch.cuda.device_of(next(iter(state.values()))):
             mine = {name: int(checksum([one], self._device)) for name, one in state.items()}
