@@ -198,19 +198,17 @@ def test_gradients_of_a_loss_by_themselves_are_not_averaged() -> None:
     assert md.simulate(program, 2) == [1.0, 2.0]
 
 
-def test_what_is_added_to_the_module_later_stays_local() -> None:
-    def program() -> list[float]:
+def test_what_is_added_to_the_module_later_is_refused() -> None:
+    def program() -> str:
         module = nn.Linear(1, 1, bias=False)
         model = md.DDP(module)
-        added = nn.Parameter(torch.ones(1))
-        module.register_parameter("added", added)
-        x = torch.full((1, 1), 1.0 + md.get_rank())
-        (model(x) * module.added).sum().backward()
-        return [module.weight.grad.item(), added.grad.item() / module.weight.item()]
+        module.register_parameter("added", nn.Parameter(torch.ones(1)))
+        with pytest.raises(GradientError) as error:
+            model(torch.ones(1, 1))
+        return error.value.summary
 
-    (one, alone), (two, other) = md.simulate(program, 2)
-    assert one == two == 1.5
-    assert (alone, other) == pytest.approx((1.0, 2.0))
+    summary = "added came into the module after it was wrapped: its gradient is local"
+    assert md.simulate(program, 2) == [summary] * 2
 
 
 def test_a_quarter_where_one_of_four_ranks_uses_it(run: Run) -> None:
