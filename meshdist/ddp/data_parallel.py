@@ -146,6 +146,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
         verify_every: int = 1000,
     ) -> None:
         super().__init__()
