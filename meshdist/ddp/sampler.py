@@ -203,7 +203,8 @@ def _find_reader() -> dict[str, Any] | None:
         if frame.f_back is None:
             return None
         frame = frame.f_back
-    return vars(reader)
+    # torchdata's keeps what a sampler says at each batch that is fetched: what was handed out.
+    return None if type(reader).__module__.startswith("torchdata.") else vars(reader)
 
 
 def _size_and_place(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler as TorchSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler as TorchSampler, Sampler, dataloader
 
 import meshdist as md
 from meshdist.errors import ArgumentError, KindError, NotInGroupError
@@ -300,6 +300,25 @@ def test_a_loader_that_does_not_tell_is_refused(which: str) -> None:
         "  fix:      sampler.state_dict(consumed=...), how many all ranks had of this epoch"
     )
     assert sampler.state_dict(consumed=2)["consumed"] == 2
+
+
+class StatefulReader(dataloader._SingleProcessDataLoaderIter):
+    """As torchdata's: it asks for the state while it fetches a batch."""
+
+    __module__ = "torchdata.stateful_dataloader"
+
+    def _next_index(self) -> Any:
+        index = super()._next_index()
+        self.state = self._index_sampler.sampler.state_dict()
+        return index
+
+
+def test_torchdatas_loader_learns_what_was_handed_out() -> None:
+    sampler = sampler_of(0, 2)
+    reader = StatefulReader(DataLoader(range(23), 2, sampler=sampler))
+    for _ in range(3):
+        next(reader)
+    assert reader.state["consumed"] == 12
 
 
 class Pairs:
