@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import lazy_loader
 
@@ -61,6 +61,8 @@ def __getattr__(name: str) -> object:
     found = _load(name)
     if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
         import_module(".collectives", __name__)
+        if isinstance(found, FunctionType) and __path__[0] in found.__code__.co_filename:
+            import_module(".runtime.untraced", __name__).leave_untraced(found)
     return found
 
 

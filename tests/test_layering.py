@@ -208,6 +208,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "axis_types",
             "leaf_names",
             "leaf_gradients",
+            "complete_losses",
             "linear_function",
             "functional",
             "rearranging",

@@ -103,6 +103,10 @@ class World:
     """The names of the axes of all meshes that this rank has made in it."""
     meshes: WeakValueDictionary[int, Any] = field(init=False, repr=False)
     """Those of the meshes that live, by ``id``."""
+    averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
+    """Over which ranks wrappers of this rank average gradients."""
+    complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
+    """The last backward that came to a complete loss, its ranks and place: ``complete_losses``."""
     latest_signal: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.signal_thread``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)

@@ -24,6 +24,7 @@ from ..groups.shadowing import find_shadowing
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.buffer_pool import new_like
 from .axis_types import kinds_in
+from .complete_losses import keep_line, note_complete
 from .detail_checks import check_cast, is_checked
 from .functional import psum
 from .leaf_buckets import Bucket, LeafBuckets, Place
@@ -215,12 +216,14 @@ class _Cast(Function):
         place: Place | None,
     ) -> torch.Tensor:
         ctx.group = group
+        keep_line(ctx, x, group)
         ctx.buckets = buckets
         ctx.place = place
         return _alias(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        note_complete(ctx, ctx.group, is_sum=True)
         if grad.layout is torch.sparse_coo:
             if ctx.place is not None:
                 ctx.buckets.leave_alone(ctx.place)

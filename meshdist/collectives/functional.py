@@ -39,6 +39,7 @@ from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.buffer_pool import new_like
 from .blocks import cut, get_dim, joined
 from .checks import check_reducible
+from .complete_losses import keep_line, note_complete
 from .equal_values import check_invariant
 from .leaf_gradients import note_leaves
 from .linear_function import LinearFunction
@@ -108,16 +109,13 @@ def pcast(x: torch.Tensor, group: object = None, *, to: str, source: str = "") -
             where=f"rank {group.world.rank}, {group.name}",
             expected="invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced to "
             "'varying'",
-            fix=_INSTEAD.get(to),
+            fix=_TO_INVARIANT if to in ("invariant", "invarying") else None,
         )
     kind = kinds[source] if source else next(iter(kinds.values()))
     return call_function(_Pvary if kind == "I" else _Recast, x, group)
 
 
-_INSTEAD = {
-    "invariant": "psum, pmean or all_gather(..., to='invarying') make a value invariant",
-    "invarying": "psum, pmean or all_gather(..., to='invarying') make a value invariant",
-}
+_TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
 
 
 def all_gather(
@@ -199,6 +197,7 @@ class _Pvary(LinearFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        note_complete(ctx, *ctx.rest, is_sum=True)
         return call_function(_Psum, grad, *ctx.rest), None
 
 
@@ -226,6 +225,7 @@ class _Extreme(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, ctx.group, _, ctx.verb = inputs
+        keep_line(ctx, x, ctx.group)
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
@@ -323,6 +323,7 @@ def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str
     In a world that compares the gradients of leaves, the node's are noted, too.
     """
     note_leaves(node, group)
+    note_complete(node, group)
     if get_debug_level() == DebugLevel.DETAIL:
         check_invariant(
             grad.detach(),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd import Function
 
+from .complete_losses import keep_line
 from .torch_private import call_function
 
 __all__ = ["LinearFunction"]
@@ -45,3 +46,4 @@ class LinearFunction(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what follows the tensor."""
         ctx.rest = inputs[1:]
+        keep_line(ctx, *inputs[:2])

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import AxisTypeError
+from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, REDUCED_BY_OWNER, SPEC_ATTRIBUTE
 from .type_errors import tensor_text, type_of
 
@@ -25,6 +26,7 @@ def keep_marks_in_parameters() -> None:
     """
     new = Parameter.__new__
 
+    @leave_untraced
     @wraps(new)
     def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
         made = new(cls, data, *rest, **named)

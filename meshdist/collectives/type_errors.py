@@ -271,7 +271,9 @@ def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -
         where=where(mesh, axes),
         expected="gradients that all ranks get: one without data would miss them",
         found=f"leaf: {tensor_text(leaf)}",
-        fix="train with DistributedDataParallel, in a loop inside `with model.join():`",
+        fix="sum once behind the loop: put it inside `with md.accumulate_gradients(parameters, "
+        f"{axes_argument(axes)}):`; or train with DistributedDataParallel, in a loop inside "
+        "`with model.join():`",
     )
 
 
@@ -304,9 +306,14 @@ def refused_write(
     )
     fix = f"cast it before: {cast}"
     if becomes == "V" and target.is_leaf and target.requires_grad:
+        cure = "where it is drawn, build the model first, and md.seed(..., differ_over=) behind it"
+        if name != "copy_" and any(axes[0] in kinds_in(type_of(one)) for one in operands):
+            cure = (
+                f"write what is equal over {shown(axes)}: gradients that are clipped by one norm, "
+                f"as {_RECIPE} does it"
+            )
         fix = (
-            f"write what is equal over {shown(axes)}: gradients that are clipped by one norm, as "
-            f"{_RECIPE} does it; or, where each rank has its own part of the target, "
+            f"{cure}; or, where each rank has its own part of the target, "
             f"md.annotate(target, varying={axes_argument(axes)})"
         )
     return AxisTypeError(

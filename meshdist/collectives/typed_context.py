@@ -42,6 +42,7 @@ _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.d
 
 
 @contextmanager
+@leave_untraced
 def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     """Let types follow values inside: each backward gets the reductions that it needs.
 
@@ -119,6 +120,7 @@ def _checked(mesh: object) -> DeviceMesh:
 
 
 @contextmanager
+@leave_untraced
 def untyped() -> Iterator[None]:
     """Pause the typed context inside: values have no types there, and nothing is cast.
 

@@ -20,8 +20,9 @@ from ..errors import ArgumentError, AxisTypeError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
+from ..runtime.untraced import leave_untraced
 from .buckets import assign_buckets, items_of, views_into
-from .gradient_hooks import is_reduced
+from .gradient_hooks import find_reducing_world
 
 __all__ = ["accumulate_gradients"]
 
@@ -84,6 +85,7 @@ def accumulate_gradients(
 
 
 @contextmanager
+@leave_untraced
 def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[None]:
     group = resolve_group(axes)
     texts = [type_of(leaf) for leaf in leaves]
@@ -136,7 +138,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
         owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
         for axis in axes.axis_names:
             kind = kinds_in(type_of(leaf)).get(axis, "I")
-            if is_reduced(leaf) and (axis in owned or owned == [""]):
+            if find_reducing_world(leaf) and (axis in owned or owned == [""]):
                 raise AxisTypeError(
                     f"accumulate_gradients over {axis!r} of a parameter that DDP reduces there",
                     where=where(axes, [axis]),

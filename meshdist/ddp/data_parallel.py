@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from ..runtime.untraced import leave_untraced
 from .buckets import bucket_caps
 from .buffers import Buffers
 from .comm_hooks.registered import hook_name
@@ -29,7 +30,7 @@ from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
 from .replicas import broadcast_from, check_equal_lines, tensor_line
 from .torch_methods import TorchMethods
-from .typed_owner import TypedOwner
+from .typed_owner import TypedOwner, refuse_shards
 from .wrapping import (
     check_module,
     check_period,
@@ -110,6 +111,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     Raises:
         AgreementError: the ranks' modules differ, or options that must be equal; on every rank,
             showing both.
+        AxisTypeError: a tensor is marked as varying between the ranks (``md.annotate``).
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -157,9 +159,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.bucket_bytes_cap = max(self._caps)
         self.bucket_bytes_cap_list = list(self._caps) if bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
-        trainable = list(trainable_parameters(module, self.parameters_to_ignore).values())
+        trained = trainable_parameters(module, self.parameters_to_ignore)
         self._delayed = delayed_indices(
-            trainable, delay_all_reduce_named_params, param_to_hook_all_reduce
+            list(trained.values()), delay_all_reduce_named_params, param_to_hook_all_reduce
         )
         if mixed_precision is not None:
             check_precision(mixed_precision)
@@ -173,6 +175,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         refuse_both(MeshError, process_group=process_group, device_mesh=device_mesh)
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
+        state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
+        refuse_shards(state if init_sync else trained, self.process_group)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -187,7 +191,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.process_group.connect(device)
         self._adopt(module)
         if init_sync:
-            state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
             check_equal_lines(
                 [tensor_line(name, tensor) for name, tensor in state.items()],
                 self.process_group,
@@ -275,7 +278,19 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             outputs = moved(outputs, self.output_device)
         return self._end_forward(outputs)
 
+    def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
+        """Let the next backward that reaches ``outputs`` be averaged, whatever their forward was.
+
+        A pipeline by hand runs its forwards in ``no_sync``, and calls this before the last backward
+        of a step, on every rank: that one averages what all have added up.
+
+        Raises:
+            GradientError: the outputs have no graph; or as a forward, of the last step.
+        """
+        self.reducer.prepare_for_backward(outputs)
+
     @contextmanager
+    @leave_untraced
     def no_sync(self) -> Iterator[None]:
         """Let the forwards inside have backwards that are not averaged: gradients add up here.
 

@@ -9,21 +9,22 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..bootstrap.world import World, get_world
 from ..runtime.untraced import leave_untraced
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket
 from .graph_tasks import current_task
 
-__all__ = ["Backward", "GradientHooks", "Hook", "is_reduced"]
+__all__ = ["Backward", "GradientHooks", "Hook", "find_reducing_world"]
 
 Hook: TypeAlias = Callable[[torch.Tensor], None]
 
 _reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be pickled with it
 
 
-def is_reduced(parameter: torch.Tensor) -> bool:
-    """Whether a Reducer averages the gradient of ``parameter``."""
-    return parameter in _reduced_parameters
+def find_reducing_world(parameter: torch.Tensor) -> World | None:
+    """The world in which a Reducer averages the gradient of ``parameter``, if one does."""
+    return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
 class Backward(Protocol):
@@ -64,7 +65,7 @@ class GradientHooks:
         """Put hooks on the parameters of buckets that expect them, in place of all others."""
         self.close()
         for parameter in self._parameters:
-            _reduced_parameters[parameter] = True
+            _reduced_parameters[parameter] = get_world()
         for bucket in buckets:
             for slot, is_hooked in enumerate(bucket.is_hooked):
                 if is_hooked:

@@ -135,15 +135,7 @@ class Reducer(ReductionSetup):
                 bucket.forward_ends()
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Let the next backward be averaged, whatever was said at its forward.
-
-        Torch's pipeline stages, and trainers with several losses, call this on a wrapper's reducer:
-        their forwards run under ``no_sync``, since only later they know which backward is the last.
-
-        Raises:
-            GradientError: the outputs have no graph any more: a schedule has split their backwards,
-                and adds up the weights' gradients by itself, where no hook sees them.
-        """
+        """The wrapper's method, which torch's pipeline stages and trainers call here."""
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             raise self._reports.split_backward()
@@ -220,6 +212,11 @@ class Reducer(ReductionSetup):
                 raise self._reports.overlapping()
             self._settling.read()  # where no forward came since the last backward
             self.task = task
+            noted, ranks, place = self._group.world.complete
+            if noted == task and place and self.hook is None and not self._has_warned_of_complete:
+                self._has_warned_of_complete = len({*ranks} & {*self._group.ranks}) > 1
+                if self._has_warned_of_complete:
+                    self._reports.warn_of_complete(place)
             if self._sending.timing is not None:
                 self._sending.timing.backward_begins()
             self._has_graph = torch.is_grad_enabled()

@@ -79,7 +79,7 @@ class ReductionSetup(Backward):
         self._num_local = 0  # backwards since the last one that was averaged
         self._local_task: int | None = None  # one that reached an output under no_sync
         self._is_local_running: Callable[[], bool] = bool  # whether that one has not ended
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_complete = False
         self._has_graph = False  # gradients of that backward could be differentiated again
         self.late: list[int] = []  # what came after its bucket had gone
         self._has_begun = False  # a synchronised forward, since the last check
@@ -160,6 +160,7 @@ class ReductionSetup(Backward):
 
     def _lay(self) -> None:
         """Make the buckets anew, and put hooks on their parameters."""
+        self._group.world.averaged.add(frozenset(self._group.ranks))
         with torch.no_grad():
             scale = self._sending.find_scale(self.parameters[0].device)
             self._list.lay(self.arrivals, self._options, self._group, scale)

@@ -46,6 +46,16 @@ class Reports:
         summary += ": its gradients stay local"
         warn_caller(explain(summary, where=self._where, expected=expected, fix=fix))
 
+    def warn_of_complete(self, place: str) -> None:
+        """Warn of a loss that ranks have made together, by the verb at ``place``."""
+        summary = "a DistributedDataParallel averages the gradients of a loss that its ranks made "
+        summary += "together: they are divided by the number of ranks once too often"
+        where = f"{self._where}; the loss is made of what all ranks have along {place}"
+        expected = "the loss of this rank's own samples: the wrapper takes the mean"
+        fix = "call backward() on the loss before it is reduced, or gathered; where it is made of "
+        fix += "such a result, cast that: y = lax.pvary(lax.pmean(x, axis), axis)"
+        warn_caller(explain(summary, where=where, expected=expected, fix=fix))
+
     def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
         """Parameters got no gradient: which ones, by rank."""
         lines = {rank: [*map(self.describe, indices)] for rank, indices in held.items()}
@@ -108,10 +118,10 @@ class Reports:
     def split_backward(self) -> GradientError:
         """A pipeline schedule comes to the weights' part of a backward, behind the inputs' part."""
         return self._error(
-            "this pipeline schedule adds up the weights' gradients apart from backward()",
+            "outputs without a graph were given to prepare_for_backward: no backward comes to them",
             expected="a last backward that goes through the stage's outputs to its parameters",
-            found="outputs that were cut off their graph, as under InterleavedZeroBubble, "
-            "ZBVZeroBubble and DualPipeV",
+            found="outputs made without gradients; or cut off their graph by a schedule that adds "
+            "up the weights' gradients apart, as InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
             fix="leave the stage bare: behind schedule.step() call md.all_reduce_coalesced("
             "gradients, md.ReduceOp.AVG, mesh['dp']); or take torch's fully_shard",
         )

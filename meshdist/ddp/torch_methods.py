@@ -18,7 +18,7 @@ from .comm_hooks.halves import fp16_compress_hook
 from .comm_hooks.reducing import allreduce_hook
 from .in_backward import InBackward
 from .logging_data import DataLogger
-from .typed_owner import TypedOwner
+from .typed_owner import TypedOwner, refuse_shards
 from .wrapping import ignored_names
 
 __all__ = ["TorchMethods"]
@@ -170,7 +170,9 @@ class TorchMethods:
 
         Every member of the new group calls it, between a backward and a forward.
         """
-        self.process_group = resolve_group(new_process_group)
+        group = resolve_group(new_process_group)
+        refuse_shards(dict(self.module.named_parameters()), group)
+        self.process_group = group
         is_mesh = isinstance(new_process_group, DeviceMesh)
         self.device_mesh = new_process_group if is_mesh else None
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):

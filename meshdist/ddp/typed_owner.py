@@ -7,7 +7,7 @@ each rank's loss must be its own over them, since the wrapper takes the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import leave_untraced
 
-__all__ = ["OWNER", "TypedOwner", "note_equal"]
+__all__ = ["OWNER", "TypedOwner", "note_equal", "refuse_shards"]
 
 OWNER = "DDP"
 """As messages call it."""
@@ -99,17 +99,8 @@ class TypedOwner:
     ) -> str:
         kinds = dict(kinds_in(self._without_own(type_of(parameter))))
         for axis in names:
-            kind = kinds.get(axis, "I")
-            if kind in "VU":
-                raise AxisTypeError(
-                    f"{name} is {KINDS[kind]} over {axis!r}, over which {OWNER} averages its "
-                    "gradient",
-                    where=where(mesh, [axis]),
-                    expected=f"a parameter that is equal on all ranks along {axis!r}",
-                    found=f"{name}: {tensor_text(parameter)}",
-                    fix=f"give {OWNER} the axes alone along which the model is replicated, such as "
-                    "device_mesh=mesh['dp']; or leave the parameter out of the wrapped module",
-                )
+            if kinds.get(axis, "I") in "VU":
+                raise _of_a_shard(name, parameter, axis, where(mesh, [axis]))
             kinds[axis] = "R"
         return type_text(kinds)
 
@@ -118,6 +109,28 @@ class TypedOwner:
         return type_text(
             {axis: one for axis, one in kinds.items() if one != "R" or axis not in self._axes}
         )
+
+
+def refuse_shards(tensors: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
+    """Raise where a tensor's mark names an axis that lies in the group, in every mesh with it."""
+    meshes = [one for one in group.world.meshes.values() if one.get_coordinate() is not None]
+    for name, tensor in tensors.items():
+        for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
+            lines = [mesh.get_group(axis).ranks for mesh in meshes if axis in mesh.axis_names]
+            if lines and all(len({*ranks} & {*group.ranks}) > 1 for ranks in lines):
+                raise _of_a_shard(name, tensor, axis, f"rank {group.world.rank}, {group.name}")
+
+
+def _of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
+    kind = KINDS[kinds_in(type_of(tensor))[axis]]
+    return AxisTypeError(
+        f"{name} is {kind} over {axis!r}, over which {OWNER} keeps it equal",
+        where=where,
+        expected=f"a tensor that is equal on all ranks along {axis!r}",
+        found=f"{name}: {tensor_text(tensor)}",
+        fix=f"give {OWNER} the axes alone along which the model is replicated, such as "
+        "device_mesh=mesh['dp']; or leave the tensor out of the wrapped module",
+    )
 
 
 def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from ..collectives.neutral_answers import answer
 from ..errors import ArgumentError, JoinError, KindError
 from ..groups.process_group import GroupLike, resolve_group
 from ..groups.shadowing import Shadowing, find_shadowing
+from ..runtime.untraced import leave_untraced
 
 __all__ = ["Uneven", "uneven"]
 
@@ -72,6 +73,7 @@ class Uneven(Generic[T]):
         else:
             self._shadowing.end(error)
 
+    @leave_untraced
     def _begin(self) -> None:
         world = self._group.world
         if find_shadowing(world) is not None:
@@ -84,6 +86,7 @@ class Uneven(Generic[T]):
         self._shadowing = self._new_shadowing()
         self._shadowing.begin()
 
+    @leave_untraced
     def _join(self) -> None:
         error: BaseException | None = None
         try:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..bootstrap.world import find_world
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from .gradient_hooks import is_reduced
+from .gradient_hooks import find_reducing_world
 
 __all__ = [
     "check_module",
@@ -110,8 +111,16 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 expected="parameters that are initialized",
                 fix="run one forward on the module before it is wrapped",
             )
-        if is_reduced(parameter):
-            is_whole = all(map(is_reduced, trainable_parameters(module, ignored).values()))
+        world = find_reducing_world(parameter)
+        if world is not None and world is not find_world() and not world.is_closed:
+            raise GradientError(
+                f"{name} belongs to the DistributedDataParallel of rank {world.rank}",
+                expected="a module of its own: simulated ranks share what the function closes over",
+                fix="make it inside the function, or let each rank have a copy: "
+                "md.simulate(function, ranks, args=(module,))",
+            )
+        if world is not None:
+            is_whole = all(map(find_reducing_world, trainable_parameters(module, ignored).values()))
             raise GradientError(
                 f"{name} belongs to another DistributedDataParallel",
                 expected="a parameter whose gradient one wrapper averages",

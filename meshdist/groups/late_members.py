@@ -19,6 +19,7 @@ from ..bootstrap.world import World, get_usable_world
 from ..checking.calls import Call
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline
+from ..runtime.untraced import leave_untraced
 from .other_members import MembersOfWorld
 from .registry import OpenCommunicator, get_registry
 
@@ -84,6 +85,7 @@ class LateMembers:
 
 
 @contextmanager
+@leave_untraced
 def wait_notice(after_s: float | None) -> Iterator[None]:
     """Let this rank tell of the waits inside after ``after_s`` seconds; None: never.
 

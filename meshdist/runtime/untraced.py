@@ -16,8 +16,8 @@ __all__ = ["leave_untraced"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _WHY_NOT_TRACED = (
-    "a verb of meshdist waits for other ranks, and no graph can hold that; without fullgraph=True "
-    "one graph ends before it and another begins behind it"
+    "what meshdist does is no part of a graph: a verb waits for other ranks, marks are not seen "
+    "there; without fullgraph=True one graph ends before the call and another begins behind it"
 )
 
 
@@ -25,7 +25,7 @@ def leave_untraced(function: _F) -> _F:
     """Let torch.compile run ``function``, and all that it calls, as they are.
 
     This has the effect of torch.compiler.disable, without importing the whole compiler and without
-    a wrapper.
+    a wrapper. Behind ``contextmanager`` it serves a context.
     """
     never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, never)  # once it runs

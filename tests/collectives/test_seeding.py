@@ -441,3 +441,43 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
                 md.seed(1, differ_over="dp", mesh=half)
 
     md.simulate(program, 2)
+
+
+def test_a_model_that_is_built_behind_a_seed_that_differs() -> None:
+    def build(mesh: md.DeviceMesh) -> nn.Module:
+        md.seed(1, differ_over="dp", mesh=mesh)
+        return nn.Linear(2, 2)
+
+    text = refusal(AxisTypeError, build)
+    assert "uniform_ would turn what it writes, invariant over 'dp', into varying\n" in text
+    assert text.endswith(
+        "fix:      where it is drawn, build the model first, and md.seed(..., differ_over=) "
+        "behind it; or, where each rank has its own part of the target, "
+        "md.annotate(target, varying='dp')"
+    )
+
+    def first(mesh: md.DeviceMesh) -> Any:
+        with md.typed(mesh):
+            md.seed(0)
+            net = nn.Linear(2, 2)
+            md.seed(1, differ_over="dp", mesh=mesh)
+            return net.weight.tolist(), kinds(F.dropout(net.weight))
+
+    def own(mesh: md.DeviceMesh) -> str:
+        with md.typed(mesh):
+            md.seed(1, differ_over="dp", mesh=mesh)
+            weight = nn.init.normal_(varying(nn.Parameter(torch.ones(2, 2))))
+            return kinds(weight * 2)
+
+    weights = in_mesh(first)
+    assert weights == [weights[0]] * 4 and weights[0][1] == "V:dp"
+    assert in_mesh(own) == ["V:dp"] * 4
+
+
+@pytest.mark.parametrize("init", ["orthogonal_", "trunc_normal_", "kaiming_normal_", "normal_"])
+def test_other_inits_behind_a_seed_that_differs(init: str) -> None:
+    def draw(mesh: md.DeviceMesh) -> None:
+        md.seed(1, differ_over="dp", mesh=mesh)
+        getattr(nn.init, init)(nn.Parameter(torch.ones(2, 2)))
+
+    assert "fix:      where it is drawn, build the model first" in refusal(AxisTypeError, draw)

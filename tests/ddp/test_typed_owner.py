@@ -398,7 +398,7 @@ def test_a_parameter_that_differs_between_the_ranks() -> None:
         md.DDP(net, device_mesh=mesh["dp", "tp"])
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("weight is varying over 'tp', over which DDP averages its gradient\n")
+    assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
     assert "weight: float32[1, 1]{V:tp}" in text
     assert "device_mesh=mesh['dp']" in text
 
@@ -408,6 +408,74 @@ def test_a_parameter_that_differs_between_the_ranks() -> None:
         md.DDP(net)(torch.ones(1, 1))
 
     assert "weight is varying over 'tp'" in refusal(AxisTypeError, at_the_forward)
+
+
+@pytest.mark.parametrize("how", ["neither", "group", "new group", "flat", "turned"])
+@pytest.mark.parametrize("what", ["trained", "frozen", "buffer"])
+def test_shards_are_refused_wherever_the_group_comes_from(how: str, what: str) -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        torch.manual_seed(md.get_rank())
+        net = nn.Linear(2, 2)
+        net.register_buffer("shift", torch.rand(2))
+        net.bias.requires_grad_(False)
+        tensor = {"trained": net.weight, "frozen": net.bias, "buffer": net.shift}[what]
+        varying(tensor, "tp")
+        before = tensor.tolist()
+        given: dict[str, Callable[[], dict[str, Any]]] = {
+            "neither": dict,
+            "group": lambda: {"process_group": mesh.get_group("tp")},
+            "new group": lambda: {"process_group": md.new_group([0, 1, 2, 3])},
+            "flat": lambda: {"device_mesh": mesh["dp", "tp"].flatten(name="all")},
+            "turned": lambda: {
+                "device_mesh": md.DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("all",))
+            },
+        }
+        arguments = given[how]()
+        with pytest.raises(AxisTypeError) as caught:
+            md.DDP(net, **arguments)
+        assert tensor.tolist() == before
+        md.DDP(net, process_group=mesh.get_group("dp"))  # as the error says
+        return str(caught.value)
+
+    name = {"trained": "weight", "frozen": "bias", "buffer": "shift"}[what]
+    for rank, text in enumerate(in_mesh(body)):
+        assert text.startswith(
+            f"{name} is varying over 'tp', over which DDP keeps it equal\n  where:    rank {rank}, "
+        )
+        assert "  expected: a tensor that is equal on all ranks along 'tp'\n" in text
+        assert "device_mesh=mesh['dp']" in text
+
+
+def test_a_group_that_is_set_later_is_looked_at_too() -> None:
+    def body(mesh: md.DeviceMesh) -> str:
+        ddp = md.DDP(layer(), device_mesh=mesh["dp"])
+        varying(ddp.module.weight, "tp")
+        with pytest.raises(AxisTypeError) as caught:
+            ddp._update_process_group(mesh["tp"])
+        assert ddp.process_group.size() == 2 and ddp.device_mesh == mesh["dp"]
+        return str(caught.value)
+
+    assert in_mesh(body)[0].startswith("weight is varying over 'tp', over which DDP keeps")
+
+
+def test_shards_along_an_axis_of_one_rank_and_of_another_mesh_are_none() -> None:
+    def body(mesh: md.DeviceMesh) -> None:
+        other = md.init_device_mesh("cpu", (4, 1), mesh_dim_names=("tp", "pp"))
+        net = layer()
+        varying(net.weight, "pp")
+        md.DDP(net)
+        net = layer()
+        varying(net.weight, "tp")
+        md.DDP(net, device_mesh=mesh["dp"])  # `other` has its "tp" there, this mesh does not
+        net = layer()
+        varying(net.weight, "ep")  # of no mesh
+        md.DDP(net, device_mesh=other["tp"])
+        net.weight.data.fill_(md.get_rank())
+        varying(net.weight, "tp")
+        md.DDP._set_params_and_buffers_to_ignore_for_model(net, ["weight"])
+        assert net.weight.item() == md.get_rank()
+
+    in_mesh(body)
 
 
 def test_a_parameter_that_is_annotated_again_stays_the_wrappers() -> None:

@@ -90,3 +90,29 @@ def test_inside_a_join_context_it_is_refused(around: str) -> None:
             "  fix:      loop over the data themselves: the context around it answers the "
             "collectives"
         )
+
+
+def test_gradients_that_are_summed_in_the_loop_miss_ranks_and_behind_it_none() -> None:
+    def program(way: str) -> float:
+        mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+        weight = torch.ones(1, requires_grad=True)
+        weight.grad = torch.zeros(1)
+        total = torch.zeros(1)
+        for x in md.uneven(torch.arange(1.0, 5.0).split(1)[md.get_rank() :: 3], mesh["dp"]):
+            if way == "lax":
+                with mesh:
+                    used = md.lax.pvary(weight, "dp")
+                    md.lax.psum((used * x).sum(), "dp").backward()
+                continue
+            (weight * x).sum().backward()
+            if way == "in the loop":
+                md.all_reduce(weight.grad, group=mesh["dp"])
+                total += weight.grad
+                weight.grad.zero_()
+        if way == "behind":
+            md.all_reduce(weight.grad, group=mesh["dp"])
+        return (total if way == "in the loop" else weight.grad).item()
+
+    assert md.simulate(program, 3, ("behind",)) == [10.0] * 3
+    for way in ("in the loop", "lax"):
+        assert md.simulate(program, 3, (way,)) == [10.0, 6.0, 6.0]  # 1 + 2 + 3, and 4 on rank 0

@@ -332,3 +332,36 @@ def test_a_parameter_that_is_frozen_after_wrapping_is_none() -> None:
         return seen
 
     assert md.simulate(program, 2) == [[True, True, None, None, True, True]] * 2
+
+
+# -- simulated ranks ------------------------------------------------------------------------------
+
+
+def test_a_module_that_simulated_ranks_share_is_told() -> None:
+    shared = nn.Linear(1, 1)
+
+    def program() -> None:
+        md.DDP(shared)
+
+    with pytest.raises(GradientError) as caught:
+        md.simulate(program, 3)
+    assert str(caught.value) == (
+        "weight belongs to the DistributedDataParallel of rank 0\n"
+        "  expected: a module of its own: simulated ranks share what the function closes over\n"
+        "  fix:      make it inside the function, or let each rank have a copy: "
+        "md.simulate(function, ranks, args=(module,))"
+    )
+
+    def handed(module: nn.Module) -> float:
+        model = md.DDP(module)
+        model(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
+        return module.weight.grad.item()
+
+    assert md.simulate(handed, 3, (shared,)) == [2.0] * 3
+
+    kept = []
+    md.simulate(lambda: kept.append(md.DDP(shared)), 1)
+    with pytest.raises(GradientError, match="belongs to another DistributedDataParallel"):
+        md.simulate(program, 2)  # of a world that has ended
+    kept.clear()
+    md.simulate(lambda: md.DDP(shared) and None, 1)

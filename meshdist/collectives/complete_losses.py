@@ -1,0 +1,31 @@
+"""Losses that ranks have made together, where a wrapper averages over them: it divides once more.
+
+Verbs with an invariant result keep the line of their call where there is a wrapper, and the first
+that a backward comes to is noted; the wrapper warns when that backward comes to its outputs. The
+first of ``pvary(pmean(x))`` is a cast, whose backward sums what the mean divides: all is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..checking.call_sites import call_site, show_site
+from ..groups.process_group import ProcessGroup
+
+__all__ = ["keep_line", "note_complete"]
+
+
+def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
+    """Let a verb's node keep the line of its call, where wrappers average over ranks of a group."""
+    is_kept = x.requires_grad and isinstance(group, ProcessGroup)
+    if is_kept and any(len(one.intersection(group.ranks)) > 1 for one in group.world.averaged):
+        node.line = show_site(call_site())
+
+
+def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
+    """Note the backward of a verb whose result is invariant, or that of a cast, which sums."""
+    task, world = torch._C._current_graph_task_id(), group.world
+    if hasattr(node, "line") and world.complete[0] != task:
+        world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
