@@ -20,6 +20,7 @@ from types import FunctionType, SimpleNamespace
 import lazy_loader
 
 __version__ = "0.1.0"
+_FOLDER = __file__.removesuffix("__init__.py")
 
 if sys.platform == "win32":
     raise ImportError(
@@ -61,7 +62,7 @@ def __getattr__(name: str) -> object:
     found = _load(name)
     if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
         import_module(".collectives", __name__)
-        if isinstance(found, FunctionType) and __path__[0] in found.__code__.co_filename:
+        if isinstance(found, FunctionType) and _FOLDER in found.__code__.co_filename:
             import_module(".runtime.untraced", __name__).leave_untraced(found)
     return found
 
