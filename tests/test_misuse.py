@@ -85,15 +85,20 @@ def test_replicas_are_drawn_from_one_state_or_refused(size: int) -> None:
     assert "fix:      md.seed(0) on every rank, before the first draw" in texts[0]
 
 
-def test_wholes_that_differ_are_found_by_assert_equal() -> None:
+def test_wholes_that_differ_are_found_on_simulated_ranks_and_by_assert_equal() -> None:
     def program() -> list[Any]:
         mesh = mesh_of_all()
         whole = torch.arange(3.0) + 10 * md.get_rank()
-        parts = md.unshard(md.shard(whole, "f@a", mesh), "f@a", mesh).tolist()
-        put = md.device_put(whole, md.NamedSharding(mesh, md.P("a"))).local.tolist()
+        rows = md.NamedSharding(mesh, md.P("a"))
+        with pytest.raises(md.UnequalError, match="what shall be the same on every rank"):
+            md.shard(whole, "f@a", mesh)
+        with pytest.raises(md.UnequalError, match="what shall be the same on every rank"):
+            md.device_put(whole, rows)
+        parts = md.unshard(md.shard(whole, "f@a", mesh, check=False), "f@a", mesh).tolist()
+        put = md.device_put(whole, rows, check=False).local.tolist()
         with pytest.raises(md.UnequalError):
             md.assert_equal(whole, "a", mesh=mesh)
-        from_root = md.device_put(whole, md.NamedSharding(mesh, md.P("a")), root=1).local.tolist()
+        from_root = md.device_put(whole, rows, root=1).local.tolist()
         return [parts, put, from_root]
 
     assert md.simulate(program, 3) == [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, INVARIANT, Join, Refusal, join, kinds_in, type_text
@@ -232,6 +233,24 @@ def find_mode() -> ContextMode | None:
         return None
     mode = innermost_mode()
     return None if mode is None or mode.is_asleep else mode
+
+
+def show_method(name: str) -> None:
+    """Let contexts see a method of tensors that torch shows to no mode."""
+    method = getattr(torch.Tensor, name)
+
+    @wraps(method)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        is_seen = find_mode() is not None
+        call = partial(handle_torch_function, seen, args[:1]) if is_seen else method
+        return call(*args, **kwargs)
+
+    seen.__module__ = "torch"
+    setattr(torch.Tensor, name, seen)
+
+
+show_method("as_subclass")
+show_method("set_")
 
 
 @contextmanager

@@ -8,17 +8,25 @@ infinity equals infinity of its sign.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+from zlib import crc32
 
 import torch
 
+from ..arrays import describe
+from ..checking.call_sites import call_site, show_site
+from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..dtypes import DTYPES
-from ..error_text import ranks_text
-from ..errors import GradientError
+from ..error_text import grouped_text, ranks_text
+from ..errors import GradientError, UnequalError
 from ..groups.process_group import ProcessGroup
-from .torch_private import are_transforms_active
+from ..mesh.device_mesh import DeviceMesh
+from .objects import all_gather_object
+from .torch_private import are_transforms_active, unseen
 from .verbs import all_gather_into_tensor, broadcast
 
-__all__ = ["check_invariant", "difference_text", "find_differing", "relative_distance", "tolerance"]
+__all__ = ["check_invariant", "check_replicas", "checksum", "difference_text", "find_differing"]
+__all__ += ["relative_distance", "tolerance"]
 
 
 def check_invariant(
@@ -51,6 +59,43 @@ def check_invariant(
             found=difference_text(far, group.ranks[0]),
             fix=fix if isinstance(fix, str) else fix(far),
         )
+
+
+@unseen
+def check_replicas(
+    x: torch.Tensor, mesh: DeviceMesh, axes: Collection[str], call: str, check: bool | None
+) -> None:
+    """Raise the same UnequalError on every rank along ``axes`` unless all hold the same ``x``.
+
+    Values travel where checksums differ. None compares on simulated ranks, and at DETAIL.
+    """
+    if check is None:
+        check = mesh.world.is_simulated or get_debug_level() == DebugLevel.DETAIL
+    names = tuple(axis for axis, size in mesh.axis_sizes.items() if axis in axes and size > 1)
+    if not check or not names or are_transforms_active():
+        return
+    x, group = x.detach(), mesh[names].open_group()
+    of_all: list[Any] = [None] * group.size()
+    all_gather_object(of_all, (f"{call}, {describe(x)}", checksum(x)), group)
+    texts = [text for text, _ in of_all]
+    is_same = len(set(texts)) == 1
+    far = find_differing([x], group)[0] if is_same and len(set(of_all)) > 1 else {}
+    if far or not is_same:
+        by_rank = grouped_text(zip(group.ranks, texts, strict=True), separator="; ")
+        raise UnequalError(
+            f"what shall be the same on every rank over {group.name} is not",
+            where=f"{texts[0]}, called at {show_site(call_site())}",
+            expected="equal arrays along an axis that the source, or the left side, does not name",
+            found=difference_text(far, group.ranks[0]) if far else by_rank,
+            fix="md.seed(0) on every rank before it is drawn; or send one rank's: md.device_put(x, "
+            "sharding, root=0); or check=False, where each rank's own is meant",
+        )
+
+
+def checksum(x: torch.Tensor) -> int:
+    """A number made of the bits of a tensor without gradient."""
+    bits = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
+    return crc32(bits.view(torch.uint8).cpu().numpy().data)
 
 
 @torch.no_grad()

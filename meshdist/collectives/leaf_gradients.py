@@ -4,7 +4,9 @@ Where an equal value meets one that varies a cast is due (``lax.pvary``), whose 
 that was forgotten leaves each rank with its own part of a leaf's gradient. So in a world that
 compares gradients the backward of every verb whose result is invariant notes the leaves below it.
 When the backward has ended, the rank adds their values and gradients to the notes of all ranks, and
-the last member of the verb's group to come compares. Nothing is sent, and no rank waits.
+the last member of the verb's group to come compares. Nothing is sent, and no rank waits. A typed
+backward notes those of its losses, too. Leaves that part behind a backward, as by a norm of each
+rank's own gradients, lack no cast: what the last backward left is looked at first.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import describe
 from ..checking.call_sites import call_site, program_frame, show_site
+from ..error_text import grouped_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from .axis_types import ATTRIBUTE, INVARIANT, kinds_in
-from .equal_values import difference_text, relative_distance, tolerance
+from .equal_values import checksum, difference_text, relative_distance, tolerance
 from .leaf_names import names_of
 from .torch_private import are_transforms_active
 
@@ -35,17 +39,27 @@ _SHOWN_LEAVES = 8
 
 @dataclass(frozen=True)
 class _Note:
-    """A leaf on one rank: its value before its backward, and its gradient behind; None is zeros."""
+    """A leaf on one rank: its value before its backward, and its gradient behind; None is zeros.
+
+    ``grad`` is the gradient itself, which the program may change; ``left`` has checksums of the
+    last note, and ``changed`` says how far its ``grad`` was changed since.
+    """
 
     value: torch.Tensor
     gradient: torch.Tensor | None
+    grad: torch.Tensor | None
+    left: str
+    changed: float
 
 
 class _Leaf:
     """A leaf of a backward that runs; it learns its gradient."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, last: _Note | None) -> None:
+        self.tensor, self._left, self._changed = tensor, "", 0.0
+        if last is not None and last.grad is not None and last.gradient is not None:
+            self._left = f"{checksum(last.value)} {checksum(last.gradient)}"
+            self._changed = relative_distance(last.grad.detach().to_dense(), last.gradient)
         self._value = tensor.detach().clone()
         self._before = self._state()
         self._arrived: torch.Tensor | None = None
@@ -66,7 +80,8 @@ class _Leaf:
         grad = self.tensor.grad
         if grad is None or self._state() == self._before:
             grad = self._arrived
-        return _Note(self._value, None if grad is None else grad.detach().to_dense().clone())
+        dense = None if grad is None else grad.detach().to_dense().clone()
+        return _Note(self._value, dense, grad, self._left, self._changed)
 
 
 @dataclass
@@ -103,36 +118,40 @@ class _Backward:
 
     below: dict[tuple[int, ...], _Below] = field(default_factory=dict)
     leaves: dict[int, _Leaf] = field(default_factory=dict)
+    is_typed: bool = False
 
 
-def note_leaves(verb: Any, group: ProcessGroup) -> None:
-    """Note the leaves below a verb's node in the graph, if the world compares gradients."""
+def note_leaves(verb: Any, group: ProcessGroup, is_typed: bool = False, *_: object) -> None:
+    """Note the leaves below a node, a verb's or a typed loss's, if the world compares gradients."""
     notes = group.world.shared_notes
     if notes is None or group.size() == 1 or are_transforms_active():
         return
     key = ("backward", group.world.rank, torch._C._current_graph_task_id())
+    last = notes.setdefault(("last", group.world.rank), WeakIdKeyDictionary())
     backward = notes.get(key)
     if backward is None:
         backward = notes[key] = _Backward()
 
         def ends() -> None:
-            _compare(notes.pop(key), notes)
+            _compare(notes.pop(key), notes, last)
 
         # What wrappers do at the end of a backward is queued before its second round begins.
         engine = Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(ends))
+    backward.is_typed |= is_typed
     below = backward.below.setdefault(group.ranks, _Below(group))
     for leaf in below.add(verb):
         if id(leaf) not in backward.leaves:
-            backward.leaves[id(leaf)] = _Leaf(leaf)
+            backward.leaves[id(leaf)] = _Leaf(leaf, last.get(leaf))
 
 
-def _compare(backward: _Backward, notes: dict[Any, Any]) -> None:
+def _compare(backward: _Backward, notes: dict[Any, Any], last: WeakIdKeyDictionary) -> None:
     """Add a backward that has ended to the notes; compare, and raise, where all members have."""
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
     )
     own = {key: leaf.note() for key, leaf in backward.leaves.items()}
+    last.update({leaf.tensor: own[key] for key, leaf in backward.leaves.items()})
     for ranks, below in backward.below.items():
         world = below.group.world
         count = world.next_number(("backward over", ranks))
@@ -144,36 +163,66 @@ def _compare(backward: _Backward, notes: dict[Any, Any]) -> None:
         }
         if len(of_members) == len(ranks):
             del notes["leaves", ranks, count]
-            _compare_members({rank: of_members[rank] for rank in ranks}, below.group)
+            of_members = {rank: of_members[rank] for rank in ranks}
+            _compare_members(of_members, below.group, is_typed=backward.is_typed)
 
 
-def _compare_members(of_members: Mapping[int, Mapping[str, _Note]], group: ProcessGroup) -> None:
-    lines, wrong = [], ""
+def _compare_members(
+    of_members: Mapping[int, Mapping[str, _Note]], group: ProcessGroup, *, is_typed: bool
+) -> None:
+    lines, parted, wrong = list[str](), list[str](), ""
     for name in dict.fromkeys(name for leaves in of_members.values() for name in leaves):
         held = {rank: leaves[name] for rank, leaves in of_members.items() if name in leaves}
+        text, count = f"{name}, {describe(next(iter(held.values())).value)}: ", len(lines)
         for ranks in _ranks_with_equal_values(held):
             far = _far({rank: held[rank] for rank in ranks})
             if far:
                 wrong = wrong or name
-                text = describe(held[ranks[0]].value)
-                lines.append(f"{name}, {text}: {difference_text(far, ranks[0])}")
-    if not lines:
+                lines.append(text + difference_text(far, ranks[0]))
+        parted += [text + one for one in _parting(held, is_far=len(lines) > count)]
+    if not lines and not parted:
         return
-    axes = group.axis_names
+    told, axes = parted or lines, group.axis_names
     axis = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis"
-    shown = lines[:_SHOWN_LEAVES]
-    if len(lines) > _SHOWN_LEAVES:
-        shown.append(f"and {len(lines) - _SHOWN_LEAVES} more")
+    shown = told[:_SHOWN_LEAVES]
+    if len(told) > _SHOWN_LEAVES:
+        shown.append(f"and {len(told) - _SHOWN_LEAVES} more")
+    if parted:
+        raise GradientError(
+            f"leaves that were equal over {group.name} when the last backward ended have parted",
+            where=f"before the backward at {show_site(call_site())}",
+            expected="leaves that stay equal, as their gradients were",
+            found="\n".join(shown),
+            fix="look at what each rank does by itself behind a backward: clip_grad_norm_ takes "
+            "the norm of its own gradients (docs/axis_types.md, 'Clipping by the norm'); a "
+            "learning rate, or weights that it loads",
+        )
+    mend = f"cast where it meets values that vary: lax.pvary({wrong}, {axis})\n"
+    if is_typed:
+        mend = f"say which data differ, where they enter: md.annotate(batch, varying={axis})\n"
     raise GradientError(
         f"leaves that are equal over {group.name} have gradients that are not",
         where=f"behind the backward at {show_site(call_site())}",
         expected="equal gradients, as leaves that are equal along an axis are invariant there",
         found="\n".join(shown),
-        fix=f"cast where it meets values that vary: lax.pvary({wrong}, {axis})\n"
-        "or, where equal numbers are chance, as zeros of a shard: "
+        fix=f"{mend}or, where equal numbers are chance, as zeros of a shard: "
         f"md.annotate({wrong}, varying={axis})\n"
         f"or, where gradients are summed later: md.annotate({wrong}, reduced={axis})",
     )
+
+
+def _parting(held: Mapping[int, _Note], *, is_far: bool) -> Iterator[str]:
+    """How a leaf, or where it ``is_far`` its gradient, has parted since the last backward."""
+    for left in {note.left for note in held.values() if note.left}:
+        same = {rank: note for rank, note in held.items() if note.left == left}
+        (first, base), *_ = same.items()
+        apart = {rank: relative_distance(one.value, base.value) for rank, one in same.items()}
+        far = {rank: distance for rank, distance in apart.items() if distance}
+        changes = {rank: f"{note.changed:.4g}" for rank, note in same.items()}
+        if far or (is_far and len({*changes.values()}) > 1):
+            by_rank = grouped_text(changes.items(), separator=", ")
+            value = difference_text(far, first) if far else "equal"
+            yield f"{value}; its gradient changed since by {by_rank} of its largest value"
 
 
 def _ranks_with_equal_values(held: Mapping[int, _Note]) -> list[list[int]]:

@@ -38,7 +38,7 @@ class Kind(Enum):
     FREE = auto()
     """It reads no values, or changes none: shapes, flags, hooks."""
     NUMBER = auto()
-    """It turns values into Python's or NumPy's."""
+    """It turns values into Python's or NumPy's, or hands out their memory."""
     DRAW = auto()
     """It may draw from a random generator."""
     ITEMS = auto()
@@ -89,7 +89,7 @@ def _words(text: str) -> list[str]:
 _FREE = frozenset(
     _words(
         """
-        __delitem__ __dlpack_device__ __format__ __hash__ __len__ __reduce_ex__ __repr__
+        __delitem__ __dlpack_device__ __hash__ __len__ __reduce_ex__ __repr__
         __setstate__ _backward_hooks _base _cdata _grad_fn _has_symbolic_sizes_strides _is_view
         _post_accumulate_grad_hooks _set_grad_enabled _version broadcast_shapes can_cast
         data_ptr dense_dim device dim dim_order dtype element_size get_device grad_dtype grad_fn
@@ -99,8 +99,8 @@ _FREE = frozenset(
         is_sparse is_sparse_csr is_tensor is_vulkan is_xla is_xpu itemsize layout name names
         nbytes ndim ndimension nelement numel output_nr promote_types record_stream
         register_hook register_post_accumulate_grad_hook requires_grad requires_grad_
-        result_type retain_grad retains_grad shape share_memory_ size sparse_dim storage
-        storage_offset storage_type stride typename untyped_storage volatile
+        result_type retain_grad retains_grad shape share_memory_ size sparse_dim
+        storage_offset storage_type stride typename volatile
         """
     )
 )
@@ -108,8 +108,8 @@ _NUMBERS = frozenset(
     _words(
         """
         __array__ __bool__ __complex__ __contains__ __cuda_array_interface__ __dlpack__
-        __float__ __index__ __int__ __long__ __nonzero__ allclose equal is_nonzero item numpy
-        tolist
+        __float__ __format__ __index__ __int__ __long__ __nonzero__ allclose equal is_nonzero item
+        numpy storage tolist untyped_storage
         """
     )
 )

@@ -344,6 +344,8 @@ class TypedMode(ContextMode):
         kind = operation.kind
         if kind is Kind.GET_GRAD:
             return get_grad(args[0], func(*args))
+        if operation.name == "__format__" and args[0].dim():
+            return func(*args)  # no number: it is shown
         if kind is Kind.NUMBER:
             operands = self._operands(operation, args, kwargs)
             text = self.joined(operation, operands).text

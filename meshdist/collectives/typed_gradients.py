@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import AxisTypeError
+from ..groups.process_group import resolve_group
 from .axis_types import ATTRIBUTE, REDUCED_BY_OWNER, gradient_type, kinds_in, with_kinds
 from .contexts import ContextMode
 from .detail_checks import check_gradient_of, check_loss
+from .leaf_gradients import note_leaves
 from .operation_rules import argument
 from .provenance import varying_loss
 from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
@@ -43,10 +47,8 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
     leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
     if leaf is not None:
         raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
-    try:
+    with _noted(mode, losses):
         result = call(*args, **kwargs)
-    finally:
-        mode.casts.forget_leaves()
     for leaf in mode.leaves.values():
         check_gradient_of(leaf, leaf.grad, gradient_type_of(leaf), mode.mesh)
     return result
@@ -60,16 +62,32 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
     gradients = _check_losses(mode, "autograd.grad", losses, argument(place, args, kwargs))
     args, kwargs = _with_argument(place, gradients, args, kwargs)
     mode.casts.refuse_leaves_in_uneven_loop("autograd.grad")
-    try:
+    with _noted(mode, losses):
         found = call(*args, **kwargs)
-    finally:
-        mode.casts.forget_leaves()
     for one, grad in zip(inputs, found, strict=True):
         if mode.is_checked and one.is_leaf:
             check_gradient_of(one, grad, gradient_type(type_of(one)), mode.mesh)
         if grad is not None:
             grad.__dict__[ATTRIBUTE] = gradient_type(type_of(one))
     return found
+
+
+@contextmanager
+def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
+    """A backward inside notes its leaves, where the world compares their gradients."""
+    axes = () if mode.mesh.world.shared_notes is None else mode.mesh.axis_names
+    hooks = [
+        one.register_hook(partial(note_leaves, one.grad_fn, resolve_group(mode.mesh[axis]), True))
+        for one in losses
+        for axis in axes
+        if getattr(one, "grad_fn", None) is not None
+    ]
+    try:
+        yield
+    finally:
+        mode.casts.forget_leaves()
+        for hook in hooks:
+            hook.remove()
 
 
 def _listed(given: Any) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 from ..arrays import Array, as_tensor
 from ..collectives.carried_specs import mark_spec
 from ..collectives.contexts import find_mode
+from ..collectives.equal_values import check_replicas
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import NotSeen
 from ..dtypes import dtype_name
@@ -36,6 +37,7 @@ def device_put(
     x: Array | ShardedArray | None,
     sharding: NamedSharding | PartitionSpec,
     root: int | None = None,
+    check: bool | None = None,
 ) -> ShardedArray:
     """The array ``x`` with a sharding: every rank holds its shard.
 
@@ -45,6 +47,7 @@ def device_put(
         sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
         root: the one rank that holds the whole, as a rank of the world; the same on every rank.
             Then the call is collective over the mesh.
+        check: whether all ranks compare ``x``, where there is no root; None as in ``reshard``.
 
     Returns: an array in new memory, of the library of ``x``; tensors lie on the mesh's device.
         Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
@@ -59,7 +62,7 @@ def device_put(
         KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
         NotInGroupError: this rank, or the root, is not in the mesh.
         ShapeError: the sharding does not fit the shape.
-        AgreementError: ranks name different roots.
+        AgreementError: ranks name different roots. UnequalError: a comparison finds a difference.
 
     Example:
         >>> import torch, meshdist as md
@@ -74,12 +77,18 @@ def device_put(
     if root is not None:
         return _put_from_root(x, where, root)
     if isinstance(x, ShardedArray):
+        local = as_tensor(x.local, argument="x", verb="device_put", writable=False)
+        check_replicas(local, x.mesh, x.sharding.replicated_axes, f"put {x.shape}", bool(check))
         return x.reshard(where)
     tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
     library = library_of(x)
     if library == "torch":
         tensor = tensor.to(mesh_device(where.mesh))
     shape = tuple(tensor.shape)
+    where.placement(shape)  # raises before anything is sent
+    check_replicas(
+        tensor, where.mesh, where.mesh.axis_names, f"device_put as {where.spec!r}", check
+    )
     moved = move(tensor, whole_sharding(where.mesh), where, shape)
     return ShardedArray(in_library(moved, library), where, shape)
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from ..arrays import Array, as_tensor, like
 from ..checking.tracebacks import one_frame
+from ..collectives.equal_values import check_replicas
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -38,6 +39,7 @@ def reshard(
     mesh: DeviceMesh | NamedSharding | None = None,
     *,
     shape: Sequence[int] | None = None,
+    check: bool | None = None,
     **sizes: int,
 ) -> Any:
     """Every rank holds the shard that the right side of a pattern gives it; collective.
@@ -56,6 +58,8 @@ def reshard(
             the one that it shall have.
         shape: of the whole array; None takes each dim as the shard's size times the number of
             shards, or as ``sizes`` says.
+        check: whether ranks compare what they hold, along axes that the right side cuts or sums and
+            the left does not name; None does on simulated ranks, and at debug level DETAIL.
         sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
 
     Returns:
@@ -73,7 +77,7 @@ def reshard(
         PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
         DtypeError: bool values that are summands.
         MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
-        AgreementError: ranks have different plans.
+        AgreementError: ranks have different plans. UnequalError: a comparison finds a difference.
 
     Example:
         >>> import torch, meshdist as md
@@ -92,6 +96,8 @@ def reshard(
                 found=f"mesh={mesh!r}, shape={shape!r}",
                 fix="leave them out: reshard(x, target)",
             )
+        local = as_tensor(x.local, argument="x", verb="reshard", writable=False)
+        check_replicas(local, x.mesh, x.sharding.replicated_axes, f"reshard {x.shape}", bool(check))
         return x.reshard(pattern, **sizes)
     tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
     is_pattern = not isinstance(pattern, NamedSharding)
@@ -105,7 +111,7 @@ def reshard(
 
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
-    return like(_get("reshard", pattern, asked, tensor.shape, more, request)(tensor), x)
+    return like(_get("reshard", pattern, asked, tensor.shape, more, request)(tensor, check), x)
 
 
 def _request_between(
@@ -136,6 +142,8 @@ def shard(
     pattern: str | NamedSharding,
     /,
     mesh: DeviceMesh | None = None,
+    *,
+    check: bool | None = None,
     **sizes: int,
 ) -> Any:
     """Every rank keeps its own shard of an array that all ranks hold. Inverse of ``unshard``.
@@ -144,6 +152,7 @@ def shard(
         whole: the same array on every rank; of any library.
         pattern: how it shall lie, such as ``"b@dp s d"``; or a ``NamedSharding``.
         mesh: whose axes the pattern names; None takes the mesh in force.
+        check: whether all ranks of the mesh call it, and compare ``whole``, as for ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
     Returns:
@@ -174,7 +183,7 @@ def shard(
         return shard_request(pattern, mesh, shape, sizes)
 
     more = tuple(sizes.items())
-    return like(_get("shard", pattern, mesh, tensor.shape, more, request)(tensor), whole)
+    return like(_get("shard", pattern, mesh, tensor.shape, more, request)(tensor, check), whole)
 
 
 @one_frame

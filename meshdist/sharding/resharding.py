@@ -11,6 +11,7 @@ from ..arrays import describe
 from ..collectives.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE
 from ..collectives.carried_specs import find_spec, mark_spec
 from ..collectives.contexts import find_mode
+from ..collectives.equal_values import check_replicas
 from ..collectives.linear_function import LinearFunction
 from ..collectives.torch_private import NotSeen, call_function
 from ..errors import ArgumentError, DtypeError
@@ -20,7 +21,7 @@ from ..mesh.splits import Placement, split_dim
 from .carrying import Carrier
 from .plans import Plan, make_plan
 from .requests import Request
-from .typed_transfers import typed_operand, typed_result
+from .typed_transfers import kinds_of, typed_operand, typed_result
 
 __all__ = ["Resharding", "Transfer", "get_transfer", "reshard_tensor"]
 
@@ -116,21 +117,27 @@ class _Transferred(LinearFunction):
 class Resharding:
     """A request on the groups of its mesh; making one opens them, collectively."""
 
-    __slots__ = ("_is_summed", "_join", "_lies", "_request", "_take_apart", "_transfer")
+    __slots__ = ("_alike", "_is_summed", "_join", "_lies", "_request", "_take_apart", "_transfer")
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._take_apart, self._join = request.take_apart, request.join
         self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
         self._transfer = get_transfer(request.plan, request.mesh)
+        source, target = kinds_of(request.source), kinds_of(request.target)
+        # Along these axes parts of what each rank holds come together.
+        self._alike = {
+            one for one in source if source[one] in "IR" and target.get(one, "V") in "UV"
+        }
         self._lies: str | None = None  # what a tensor carried that was found to lie so
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
         """The result of the request on this rank's ``x``, in new memory; differentiable.
 
         Raises:
             DtypeError: summands that are bool.
             ArgumentError: ``x`` carries a spec by which it lies otherwise.
+            UnequalError: what ``check_replicas`` compares is not the same on every rank.
             AxisTypeError: in a typed context, the type of ``x`` is not what the request says.
         """
         request = self._request
@@ -145,13 +152,13 @@ class Resharding:
         mode = find_mode()
         if mode is None:
             self._check_lies(x)
-            return mark_spec(self._moved(x), request.target.spec)
+            return mark_spec(self._moved(x, check), request.target.spec)
         mesh, other = request.meshes
         text = typed_result(mode, request.verb, x, request.target, other)
         cast = typed_operand(mode, request.verb, x, request.source, mesh)
         self._check_lies(x)
         with NotSeen():
-            result = mark_spec(self._moved(cast), request.target.spec)
+            result = mark_spec(self._moved(cast, check), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, request.verb, [x])
         return result
@@ -175,7 +182,9 @@ class Resharding:
                 )
         self._lies = text
 
-    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+    def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
+        request = self._request
+        check_replicas(x, request.meshes[0], self._alike, request.plan.title, check)
         if self._take_apart is None or self._join is None:
             return self._transfer(x)
         text, sizes = self._take_apart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ def test_a_rank_that_runs_no_backward_is_not_waited_for() -> None:
             if md.get_rank() == 0:
                 loss.backward()
         notes = get_world().shared_notes
-        return weight.grad, 0 if notes is None else len(notes)
+        return weight.grad, sum(key[0] == "leaves" for key in notes or ())
 
     ended, _ = md.simulate(program, 2, compare_gradients=True)
     torch.testing.assert_close(ended, (torch.zeros(1), 8))  # of the last ones alone
@@ -293,3 +294,129 @@ def test_transforms_are_left_alone() -> None:
         return torch.func.grad(loss)(torch.tensor(1.0))
 
     passes(program, 2)
+
+
+# -- typed contexts: a batch without its annotation ----------------------------------------------
+
+
+def unmarked_batch(is_marked: bool, way: str) -> Any:
+    mesh = mesh_of(dp=2, tp=2)
+    weight = torch.ones(2, requires_grad=True)
+    shard = md.annotate(torch.full((2,), 1.0 + mesh.get_local_rank("tp")), varying="tp")
+    shard.requires_grad_()
+    batch = torch.ones(2) * (1 + mesh.get_local_rank("dp"))
+    if is_marked:
+        md.annotate(batch, varying="dp")
+    with md.typed(mesh):
+        loss = (weight * batch).sum()
+        if way == "shard":
+            loss = md.lax.psum((weight * batch * shard).sum(), "tp")
+        if is_marked:
+            loss = md.lax.psum(loss, "dp")
+        if way == "grad":
+            return torch.autograd.grad(loss, [weight])
+        loss.backward()
+    return weight.grad, shard.grad
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "shard"])
+def test_a_batch_that_nobody_annotated_is_found_in_typed_contexts(way: str) -> None:
+    error = refused(unmarked_batch, 4, False, way)
+    assert set(leaves_of(error)) == ({"weight", "shard"} if way == "shard" else {"weight"})
+    lines = str(error).splitlines()
+    assert lines[0] == (
+        "leaves that are equal over axis 'dp' of DeviceMesh(dp=2, tp=2) have gradients that are not"
+    )
+    assert "differs from rank" in lines[3] and "by up to 1 of" in lines[3]
+    assert "say which data differ, where they enter: md.annotate(batch, varying='dp')" in str(error)
+    assert "lax.pvary" not in str(error)
+    passes(unmarked_batch, 4, True, way)
+
+
+# -- leaves that part behind a backward -----------------------------------------------------------
+
+
+def clipped(is_typed: bool, way: str, lr: float = 0.1) -> Any:
+    mesh = mesh_of(dp=1, tp=2)
+    model = Split(mesh["tp"], is_cast=not is_typed)
+    for one in (model.up.weight, model.up.bias, model.down.weight):
+        md.annotate(one, varying="tp")
+    data = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for _ in range(2):
+        if way != "accumulated":
+            optimizer.zero_grad(set_to_none=way != "zeroed")
+        with md.typed(mesh) if is_typed else nullcontext():
+            model(data).square().sum().backward()
+        if way != "whole":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if way != "accumulated":
+            optimizer.step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("way", ["", "zeroed", "accumulated", "small"])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_clip_by_each_ranks_own_norm_is_told_as_such(is_typed: bool, way: str) -> None:
+    text = str(refused(clipped, 2, is_typed, way, 1e-5 if way == "small" else 0.1))
+    lines = text.splitlines()
+    assert lines[0] == (
+        "leaves that were equal over axis 'tp' of DeviceMesh(dp=1, tp=2) when the last backward "
+        "ended have parted"
+    )
+    assert lines[3].startswith("  found:    model.")
+    if way != "accumulated":
+        assert "rank 1 differs from rank 0, by up to" in lines[3]
+    by = "ranks 0-1: 1 of" if way == "zeroed" else "rank 0: 0."
+    assert f"its gradient changed since by {by}" in lines[3]
+    assert "clip_grad_norm_ takes the norm of its own gradients" in text
+    assert "pvary" not in text
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_steps_without_a_clip_pass(is_typed: bool) -> None:
+    passes(clipped, 2, is_typed, "whole")
+
+
+def test_clipping_by_the_norm_of_all_ranks_passes() -> None:
+    def program() -> Any:
+        mesh = mesh_of(dp=2, tp=2)
+        model = Split(mesh["tp"], is_cast=True)
+        for one in (model.up.weight, model.up.bias, model.down.weight):
+            md.annotate(one, varying="tp")
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp"))
+            md.lax.pmean(model(torch.randn(3, 6, generator=generator)).square().sum(), mesh["dp"])
+            loss = model(torch.randn(3, 6, generator=torch.Generator().manual_seed(step)))
+            loss.square().sum().backward()
+            squares = torch.zeros(())
+            for one in model.parameters():
+                part = one.grad.square().sum()
+                is_split = "tp" in md.typeof(one).varying
+                squares = squares + (md.lax.psum(part, mesh["tp"]) if is_split else part)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, squares.sqrt())
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    passes(program, 4)
+
+
+def test_weights_that_one_rank_loads_have_parted() -> None:
+    def program() -> None:
+        mesh = mesh_of(dp=2)
+        weight = torch.ones(2, requires_grad=True)
+        for _ in range(2):
+            weight.grad = None
+            there = md.lax.pvary(weight, "dp", mesh=mesh)
+            md.lax.psum((there * (1 + md.get_rank())).sum(), "dp", mesh=mesh).backward()
+            if md.get_rank():
+                with torch.no_grad():
+                    weight += 5
+
+    error = refused(program, 2)
+    assert str(error.found) == (
+        "weight, shape (2,), float32: rank 1 differs from rank 0, by up to 5 of its largest value; "
+        "its gradient changed since by ranks 0-1: 0 of its largest value"
+    )
