@@ -71,8 +71,9 @@ def check_replicas(
     """
     if check is None:
         check = mesh.world.is_simulated or get_debug_level() == DebugLevel.DETAIL
-    names = tuple(axis for axis, size in mesh.axis_sizes.items() if axis in axes and size > 1)
-    if not check or not names or are_transforms_active():
+    sizes = mesh.axis_sizes if check else {}
+    names = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
+    if not names or are_transforms_active():
         return
     x, group = x.detach(), mesh[names].open_group()
     of_all: list[Any] = [None] * group.size()

@@ -37,6 +37,7 @@ def device_put(
     x: Array | ShardedArray | None,
     sharding: NamedSharding | PartitionSpec,
     root: int | None = None,
+    *,
     check: bool | None = None,
 ) -> ShardedArray:
     """The array ``x`` with a sharding: every rank holds its shard.

@@ -124,11 +124,9 @@ class Resharding:
         self._take_apart, self._join = request.take_apart, request.join
         self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
         self._transfer = get_transfer(request.plan, request.mesh)
-        source, target = kinds_of(request.source), kinds_of(request.target)
+        here, there = kinds_of(request.source), kinds_of(request.target)
         # Along these axes parts of what each rank holds come together.
-        self._alike = {
-            one for one in source if source[one] in "IR" and target.get(one, "V") in "UV"
-        }
+        self._alike = {axis for axis in here if here[axis] in "IR" and there.get(axis, "V") in "UV"}
         self._lies: str | None = None  # what a tensor carried that was found to lie so
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
@@ -183,8 +181,7 @@ class Resharding:
         self._lies = text
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
-        request = self._request
-        check_replicas(x, request.meshes[0], self._alike, request.plan.title, check)
+        check_replicas(x, self._request.meshes[0], self._alike, self._request.plan.title, check)
         if self._take_apart is None or self._join is None:
             return self._transfer(x)
         text, sizes = self._take_apart
