@@ -22,10 +22,7 @@ _WORDS = {1: torch.int8, 2: torch.int16}  # of smaller elements; else 32 bits
 
 @torch.no_grad()
 def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return an integer of 64 bits in memory of ``device``; no device is awaited.
-
-    Args:
-        tensors: dense, of any dtypes, on any devices.
+    """Return 64 bits on ``device`` for dense tensors on any devices, none of which is awaited.
 
     Example:
         >>> one, other = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
@@ -34,14 +31,15 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for place in dict.fromkeys(one.device for one in tensors):
-        sums = torch.zeros(_ROW, dtype=torch.int64, device=place)
+        length = _ROW if place.type == "cpu" else 64 * _ROW  # else: by few kernels
+        sums = torch.zeros(length, dtype=torch.int64, device=place)
         here = [one for one in tensors if one.device == place]
         for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small ones together
             words = _WORDS.get(alike[0].itemsize, torch.int32)
-            for row in _flatten_dense_tensors(alike).view(words).split(_ROW):
+            for row in _flatten_dense_tensors(alike).view(words).split(length):
                 part = sums[: len(row)]  # times a factor, plus the row: one pass, little memory
                 torch.add(row, part, alpha=_FACTOR, out=part)
-        weights = torch.arange(1, _ROW + 1, device=place).mul_(_FACTOR)
+        weights = torch.arange(1, length + 1, device=place).mul_(_FACTOR)
         weights = (weights ^ (weights >> 29)).mul_(_SPREAD).bitwise_or_(1)
         total = total * _FACTOR + sums.mul_(weights).sum().to(device, non_blocking=True)
     return total

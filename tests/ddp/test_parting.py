@@ -124,6 +124,20 @@ def test_the_checksum_sees_values_and_neither_strides_nor_devices_threads() -> N
     assert sum_of(torch.ones(0), torch.ones(())) == sum_of(torch.ones(()))
 
 
+@pytest.mark.gpu
+def test_a_checksum_on_a_gpu_awaits_nothing() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [torch.ones(5_000_000, device=device), torch.ones(3, device=device).bfloat16()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = [checksum(tensors, device)]
+        tensors[1][2] = -1.0
+        sums.append(checksum(tensors, device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert int(sums[0]) == int(checksum([one.abs() for one in tensors], device)) != int(sums[1])
+
+
 # -- replicas that part ---------------------------------------------------------------------------
 
 
