@@ -9,6 +9,7 @@ import torch
 from ..errors import AxisError, AxisTypeError, KindError, MeshError
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.inputs import no_axis
 from ..mesh.layout import Layout
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
@@ -95,14 +96,8 @@ def annotate(
     for argument, (kind, axes) in given.items():
         for axis in _names(axes, argument):
             if mesh is not None and axis not in mesh.axis_names:
-                absent = AxisError(
-                    f"annotate: axis {axis!r} is not in the mesh",
-                    where=mesh_text(mesh),
-                    expected=f"some of {', '.join(map(repr, mesh.axis_names))}",
-                    found=f"{argument}={axes!r}",
-                )
-                absent.axis = axis
-                raise with_hidden_mesh(absent, given_mesh)
+                where = f"annotate(x, {argument}={axes!r}) on {mesh_text(mesh)}"
+                raise with_hidden_mesh(no_axis(axis, mesh.axis_names, where), given_mesh)
             if kinds.setdefault(axis, kind) != kind:
                 raise AxisTypeError(
                     f"annotate: a value is of one kind over axis {axis!r}",

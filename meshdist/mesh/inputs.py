@@ -28,7 +28,8 @@ __all__ = [
 
 _ABBREVIATED = 3
 """Letters up to which a name is an abbreviation. One letter tells two of them apart, so that the
-nearest is no guess at what was meant: 'ep' is not 'dp', nor 'etp' 'edp'."""
+nearest is no guess at what was meant where both may name a kind of parallelism: 'ep' is not 'dp',
+nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
@@ -207,24 +208,28 @@ def num_ranks_text(count: int) -> str:
 
 
 def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
-    """The error of a mesh that has no axis of this name; it suggests the nearest long one.
+    """The error of a mesh that has no axis of this name; it suggests the one it is a typo of.
 
     Example:
         >>> no_axis("modle", ("data", "model"), "mesh (data=2, model=4)").fix
         "did you mean 'model'?"
-        >>> no_axis("DP", ("dp", "tp"), "mesh (dp=2, tp=4)").fix
-        "did you mean 'dp'?"
+        >>> [no_axis(typo, ("dp", "tp"), "mesh (dp=2, tp=4)").fix for typo in ("DP", "dpp", "db")]
+        ["did you mean 'dp'?", "did you mean 'dp'?", "did you mean 'dp'?"]
+        >>> no_axis("ep", ("dp", "tp"), "mesh (dp=2, tp=4)").fix is None
+        True
     """
-    lowered = {name.lower(): name for name in names}
-    near = [axis.lower()] if axis.lower() in lowered else []
-    if not near and len(axis) > _ABBREVIATED:
+    given, lowered = axis.lower(), {name.lower(): name for name in names}
+    near = [given] if given in lowered else [one for one in lowered if set(one) == set(given)]
+    if not near and len(given) > _ABBREVIATED:
         long = [name for name in lowered if len(name) > _ABBREVIATED]
-        near = difflib.get_close_matches(axis.lower(), long, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(given, long, n=1, cutoff=0.5)
+    elif not near and not given.endswith("p"):
+        near = difflib.get_close_matches(given, lowered, n=2, cutoff=0.5)
     error = AxisError(
         f"no axis {axis!r} in the mesh",
         where=where,
         expected=f"one of {', '.join(map(repr, names))}",
-        fix=f"did you mean {lowered[near[0]]!r}?" if near else None,
+        fix=f"did you mean {lowered[near[0]]!r}?" if len(near) == 1 else None,
     )
     error.axis = axis
     return error

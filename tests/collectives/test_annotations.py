@@ -38,11 +38,14 @@ def test_axes_are_checked_where_there_is_a_mesh() -> None:
         return texts
 
     for text in in_mesh(body)[0]:
-        assert text.startswith("annotate: axis 'ep' is not in the mesh\n")
-        assert "DeviceMesh(dp=2, tp=2)" in text
-        assert "some of 'dp', 'tp'" in text
-    text = refusal(AxisError, lambda mesh: md.annotate(torch.ones(2), reduced="ep"))
-    assert "found:    reduced='ep'" in text
+        assert text == (
+            "no axis 'ep' in the mesh\n"
+            "  where:    annotate(x, varying='ep') on DeviceMesh(dp=2, tp=2)\n"
+            "  expected: one of 'dp', 'tp'"
+        )
+    text = refusal(AxisError, lambda mesh: md.annotate(torch.ones(2), reduced="tpp"))
+    assert "annotate(x, reduced='tpp') on" in text
+    assert text.endswith("\n  fix:      did you mean 'tp'?")
 
 
 @pytest.mark.parametrize(

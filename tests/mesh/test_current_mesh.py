@@ -80,3 +80,48 @@ def test_a_hidden_mesh_that_has_the_axis_is_named(name: str) -> None:
         ]
         for text in (given, alone):
             assert "hides" not in text and "did you mean" not in text
+
+
+TYPOS: dict[str, Callable[[md.DeviceMesh, str], Any]] = {
+    "lax": lambda mesh, axis: md.lax.psum(torch.ones(2), axis),
+    "lax on several": lambda mesh, axis: md.lax.axis_size(("tp", axis)),
+    "slice": lambda mesh, axis: mesh[axis],
+    "slices": lambda mesh, axis: mesh["tp", axis],
+    "group": lambda mesh, axis: mesh.get_group(axis),
+    "size": lambda mesh, axis: mesh.size(axis),
+    "local rank": lambda mesh, axis: mesh.get_local_rank(axis),
+    "flatten": lambda mesh, axis: mesh.flatten((axis, "tp")),
+    "pattern": lambda mesh, axis: md.shard(np.ones(2), f"b@{axis}"),
+    "spec": lambda mesh, axis: md.NamedSharding(mesh, md.P(axis)),
+    "annotate": lambda mesh, axis: md.annotate(torch.ones(2), varying=axis),
+    "seed": lambda mesh, axis: md.seed(0, differ_over=axis),
+    "assert_equal": lambda mesh, axis: md.assert_equal(1, axis),
+    "options": lambda mesh, axis: md.init_device_mesh(
+        "cpu",
+        (2, 1),
+        mesh_dim_names=("dp", "tp"),
+        axis_options={axis: md.AxisOptions()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TYPOS)
+def test_the_axis_that_a_typo_means_is_named_everywhere(name: str) -> None:
+    def program() -> list[str]:
+        texts = []
+        with md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")) as mesh:
+            for axis in ("dpp", "pd", "db", "Dp"):
+                with pytest.raises(AxisError) as caught:
+                    TYPOS[name](mesh, axis)
+                texts.append(str(caught.value))
+        return texts
+
+    for texts in md.simulate(program, 2):
+        assert [text.splitlines()[-1] for text in texts] == ["  fix:      did you mean 'dp'?"] * 4
+
+
+@pytest.mark.parametrize("axis", ["ep", "pt", "etp", "td", "x", "modal", "p"])
+def test_where_a_typo_may_mean_several_axes_or_none_no_axis_is_guessed(axis: str) -> None:
+    with pytest.raises(AxisError) as caught:
+        md.Layout.from_shape((2, 2, 2), ("dp", "tp", "tpp")).axis_index(axis)
+    assert "did you mean" not in str(caught.value)
